@@ -95,7 +95,7 @@ def timed_functions(kernels: str) -> list[Timed]:
         Timed(Scheduler, "schedule", SCHEDULE),
         Timed(Scheduler, "postprocess", SCHEDULE),
         Timed(StepBatch, "build", BUILD),
-        Timed(Runner, "_move_pages", BUILD),
+        Timed(Runner, "_transfer_pages", BUILD),
     ]
 
 

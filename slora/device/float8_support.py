@@ -7,7 +7,7 @@ from slora.errors import ConfigError
 __all__ = ["check_float8_kv", "supports_float8"]
 
 # The compute capability of Ada. Later GPUs support e4m3 too.
-_LEAST_CAPABILITY = (8, 9)
+_MIN_CAPABILITY = (8, 9)
 
 
 def supports_float8(device: torch.device) -> bool:
@@ -15,7 +15,7 @@ def supports_float8(device: torch.device) -> bool:
 
     AMD GPUs can; where their hardware has another e4m3, software converts.
     """
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
 
 
 def check_float8_kv(device: torch.device) -> None:
@@ -30,10 +30,10 @@ def check_float8_kv(device: torch.device) -> None:
             "auto)"
         )
     capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
+    if capability < _MIN_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype is fp8, but {name} has compute capability {_spell(capability)}, and e4m3 "
-            f"needs {_spell(_LEAST_CAPABILITY)} or later; set kv_cache_dtype to auto "
+            f"needs {_spell(_MIN_CAPABILITY)} or later; set kv_cache_dtype to auto "
             "(--kv-cache-dtype auto)"
         )
 

@@ -63,7 +63,7 @@ class EngineClient(Protocol):
     async def stats(self) -> EngineStats:
         """Returns the engine's present statistics. Raises EngineUnavailable."""
 
-    async def forget(self, version: AdapterVersion) -> None:
+    async def remove_adapter(self, version: AdapterVersion) -> None:
         """Tells the engine that an adapter was deleted. A no-op when no engine is connected."""
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
@@ -88,14 +88,14 @@ class RemoteEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._loader_connected = False
         self._streams = OpenStreams()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending_replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
         self._versions: set[AdapterVersion] = set()
 
     @property
     def versions(self) -> Set[AdapterVersion]:
-        """The adapters that this engine may hold: requested since the engine started, and not forgotten since."""
+        """The adapters that this engine may hold: requested since the engine started, and not removed since."""
         return self._versions
 
     @property
@@ -127,7 +127,7 @@ class RemoteEngine:
             except (BrokenFrame, ConnectionError) as error:
                 _log.error("the connection to the engine failed: %s", error)
             finally:
-                self._lose()
+                self._disconnect()
                 writer.close()
             await asyncio.sleep(_RECONNECT_S)
 
@@ -141,18 +141,18 @@ class RemoteEngine:
         self._abort(request_id, index)
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._ask({"op": "stats"})
+        stats: EngineStats = await self._request_reply({"op": "stats"})
         return stats
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         self._versions.add(version)
-        place: AdapterPlace = await self._ask(encode_prewarm(version, share))
+        place: AdapterPlace = await self._request_reply(encode_prewarm(version, share))
         return place
 
-    async def forget(self, version: AdapterVersion) -> None:
+    async def remove_adapter(self, version: AdapterVersion) -> None:
         self._versions.discard(version)
         if self._writer is not None:
-            await self._send({"op": "forget", "version": encode_version(version)})
+            await self._send({"op": "remove_adapter", "version": encode_version(version)})
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         self._versions.update(pin.version for pin in pins)
@@ -163,16 +163,16 @@ class RemoteEngine:
         if self._writer is not None:
             write_message(self._writer, {"op": "abort", "id": request_id, "index": index})
 
-    async def _ask(self, message: Message) -> Any:
+    async def _request_reply(self, message: Message) -> Any:
         """Sends the message with a fresh number and waits for the reply with the same number."""
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        self._pending_replies[number] = answer
         try:
             await self._send({**message, "number": number})
             return await answer
         finally:
-            self._asked.pop(number, None)
+            self._pending_replies.pop(number, None)
 
     async def _send(self, message: Message) -> None:
         writer = self._writer
@@ -190,26 +190,26 @@ class RemoteEngine:
                 for row in message["outputs"]:
                     self._streams.put(decode_output(row))
             case "stats":
-                self._settle(message, decode_stats(message))
+                self._resolve_reply(message, decode_stats(message))
             case "place":
-                self._settle(message, AdapterPlace(message["place"]))
+                self._resolve_reply(message, AdapterPlace(message["place"]))
             case "hello":
                 self._info = decode_info(message)
                 self._on_hello()
             case "status":
                 self._loader_connected = message["loader"]
 
-    def _settle(self, message: Message, found: EngineStats | AdapterPlace) -> None:
-        answer = self._asked.get(message["number"])
+    def _resolve_reply(self, message: Message, found: EngineStats | AdapterPlace) -> None:
+        answer = self._pending_replies.get(message["number"])
         if answer is not None and not answer.done():
             answer.set_result(found)
 
-    def _lose(self) -> None:
+    def _disconnect(self) -> None:
         """Cleans up after the connection to the engine is lost."""
         self._writer = None
         self._loader_connected = False
         self._versions.clear()
         self._streams.fail(EngineUnavailable(_DIED))
-        for answer in self._asked.values():
+        for answer in self._pending_replies.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable("the engine died"))

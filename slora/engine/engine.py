@@ -20,7 +20,7 @@ from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.request import EngineRequest, StepOutput
-from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved
+from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.runner import Runner
 from slora.scheduler.scheduler import Scheduler
@@ -35,7 +35,7 @@ _BREAKS_ALONE = (
     "the engine cannot compute this request, even in a step of its own; the server's log has the reason"
 )
 _GIVEN_UP = "the step with this request failed because of other requests; send the request again"
-_NOT_MOVED = (
+_TRANSFER_FAILED = (
     "the engine repeatedly failed to copy the pages that this request needs into the pool; send the "
     "request again"
 )
@@ -142,7 +142,7 @@ class Engine:
         """Ends a request, or one choice of it, and frees its pages. A no-op for an unknown or finished request."""
         self._scheduler.abort(request_id, index)
 
-    def forget(self, version: AdapterVersion) -> None:
+    def remove_adapter(self, version: AdapterVersion) -> None:
         """Evicts a deleted adapter: now, or when the last request that uses it ends."""
         self._scheduler.remove_adapter(version)
 
@@ -169,8 +169,8 @@ class Engine:
         started_s = time.perf_counter()
         try:
             result = self._isolation.run(plan)
-        except PagesNotMoved:
-            return self._scheduler.undo_step(plan, StepFailed(_NOT_MOVED))
+        except PageTransferFailed:
+            return self._scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
         if not (result.culprits or result.given_up):
             self._learn(plan, time.perf_counter() - started_s)
         ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))

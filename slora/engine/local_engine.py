@@ -22,11 +22,11 @@ from slora.engine.pin import Pin
 from slora.engine.worker import (
     Abort,
     Add,
-    AskStats,
     Command,
     EngineWorker,
-    Forget,
+    GetStats,
     Prewarm,
+    RemoveAdapter,
     SetPins,
     Stop,
     Wake,
@@ -51,17 +51,19 @@ class LocalEngine:
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
         # Why no engine is running, or None while one runs. No command is posted while this is set.
-        self._gone: str | None = "the engine was not started"
+        self._down_reason: str | None = "the engine was not started"
         self._gate = threading.Lock()
         # Written by the event loops; read by the engine's thread.
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}
-        self._asked: set[Future[Any]] = set()
+        self._pending_replies: set[Future[Any]] = set()
         self._streams = OpenStreams()
 
     def start(self, build: Callable[[], Engine]) -> None:
         """Blocks until the engine is built. Raises the errors of `build`."""
         built: Future[EngineInfo] = Future()
-        self._thread = threading.Thread(target=self._own, args=(build, built), name="engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_engine, args=(build, built), name="engine", daemon=True
+        )
         self._thread.start()
         self._info = built.result()
 
@@ -77,7 +79,7 @@ class LocalEngine:
 
     @property
     def ready(self) -> bool:
-        return self._gone is None
+        return self._down_reason is None
 
     @property
     def info(self) -> EngineInfo:
@@ -98,29 +100,29 @@ class LocalEngine:
         self._worker.post(Abort(request_id, index))
 
     async def stats(self) -> EngineStats:
-        return await self._ask(AskStats)
+        return await self._request_reply(GetStats)
 
-    async def forget(self, version: AdapterVersion) -> None:
-        self._worker.post(Forget(version))
+    async def remove_adapter(self, version: AdapterVersion) -> None:
+        self._worker.post(RemoveAdapter(version))
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
-        return await self._ask(partial(Prewarm, version, share))
+        return await self._request_reply(partial(Prewarm, version, share))
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         self._post(SetPins(list(pins)))
 
-    async def _ask(self, make: Callable[[Callable[[_Answer], None]], Command]) -> _Answer:
+    async def _request_reply(self, make: Callable[[Callable[[_Answer], None]], Command]) -> _Answer:
         """Posts a command and waits for the engine's answer.
 
         make: builds the command from the callback that receives the answer.
         """
         answer: Future[_Answer] = Future()
-        self._asked.add(answer)
+        self._pending_replies.add(answer)
         try:
-            self._post(make(partial(_settle, answer)))
+            self._post(make(partial(_resolve_reply, answer)))
             return await asyncio.wrap_future(answer)
         finally:
-            self._asked.discard(answer)
+            self._pending_replies.discard(answer)
 
     async def _send(self, request: EngineRequest) -> None:
         self._loops[request.request_id] = asyncio.get_running_loop()
@@ -129,21 +131,21 @@ class LocalEngine:
     def _post(self, command: Command) -> None:
         """Posts a command that expects an answer. Raises EngineUnavailable if the engine has ended."""
         with self._gate:
-            if self._gone is not None:
-                raise EngineUnavailable(self._gone)
+            if self._down_reason is not None:
+                raise EngineUnavailable(self._down_reason)
             self._worker.post(command)
 
     def _abort(self, request_id: str) -> None:
         self._worker.post(Abort(request_id))
 
-    def _own(self, build: Callable[[], Engine], built: Future[EngineInfo]) -> None:
+    def _run_engine(self, build: Callable[[], Engine], built: Future[EngineInfo]) -> None:
         """The body of the engine's thread: builds the engine, runs it and fails all open requests when it ends."""
         try:
             engine = build()
         except Exception as error:  # `start` raises this error.
             built.set_exception(error)
             return
-        self._gone = None
+        self._down_reason = None
         built.set_result(engine.info)
         reason = "the engine was closed"
         try:
@@ -152,10 +154,10 @@ class LocalEngine:
             _log.critical("the engine failed and serves no more requests", exc_info=True)
             reason = "the engine failed; the log has the reason"
         with self._gate:
-            self._gone = reason
+            self._down_reason = reason
         self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)])
-        for answer in list(self._asked):
-            _settle(answer, EngineUnavailable(reason))
+        for answer in list(self._pending_replies):
+            _resolve_reply(answer, EngineUnavailable(reason))
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """Passes a step's outputs to the event loops, with one call per loop. Runs on the engine's thread."""
@@ -173,7 +175,7 @@ class LocalEngine:
             self._streams.put(output)
 
 
-def _settle(answer: Future[_Answer], found: _Answer | Exception) -> None:
+def _resolve_reply(answer: Future[_Answer], found: _Answer | Exception) -> None:
     with suppress(InvalidStateError):  # The caller was cancelled, or already has its answer.
         if isinstance(found, Exception):
             answer.set_exception(found)

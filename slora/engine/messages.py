@@ -2,7 +2,7 @@
 
 The field `op` names the kind of message:
 
-API to engine:  add, abort, forget, pins (replaces all earlier pins), prewarm, stats
+API to engine:  add, abort, remove_adapter, pins (replaces all earlier pins), prewarm, stats
 engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), stats, place (the reply to prewarm)
 """
 

@@ -32,7 +32,17 @@ from slora.engine.messages import (
     encode_output,
     encode_stats,
 )
-from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, Prewarm, SetPins, Stop, Wake
+from slora.engine.worker import (
+    Abort,
+    Add,
+    EngineWorker,
+    GetStats,
+    Prewarm,
+    RemoveAdapter,
+    SetPins,
+    Stop,
+    Wake,
+)
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
@@ -140,7 +150,7 @@ class EngineServer:
         writing = asyncio.create_task(peer.write())
         try:
             while (message := await read_message(reader)) is not None:
-                self._obey(peer, message)
+                self._handle(peer, message)
         except BrokenFrame as error:
             _log.error("API process %d: %s", peer.number, error)
         except ConnectionError as error:
@@ -176,14 +186,14 @@ class EngineServer:
         for number, batch in rows.items():
             self._peers[number].send({"op": "outputs", "outputs": batch})
 
-    def tell_status(self) -> None:
+    def broadcast_status(self) -> None:
         for peer in self._peers.values():
             peer.send(self._status())
 
     def _status(self) -> Message:
         return {"op": "status", "loader": self._loader_connected()}
 
-    def _obey(self, peer: _Peer, message: Message) -> None:
+    def _handle(self, peer: _Peer, message: Message) -> None:
         match message["op"]:
             case "add":
                 self._add(peer, message)
@@ -191,8 +201,8 @@ class EngineServer:
                 engine_id = f"{peer.number}:{message['id']}"
                 peer.end(engine_id, message["index"])
                 self._worker.post(Abort(engine_id, message["index"]))
-            case "forget":
-                self._worker.post(Forget(decode_version(message["version"])))
+            case "remove_adapter":
+                self._worker.post(RemoveAdapter(decode_version(message["version"])))
             case "pins":
                 self._worker.post(SetPins(decode_pins(message)))
             case "prewarm":
@@ -223,7 +233,7 @@ class EngineServer:
     def _answer_stats(self, peer: _Peer, number: int) -> None:
         loop = asyncio.get_running_loop()
         self._worker.post(
-            AskStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
+            GetStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
         )
 
 
@@ -247,7 +257,7 @@ class EngineProcess:
 
     def run(self) -> int:
         """Serves until SIGTERM. Returns the exit code."""
-        thread = threading.Thread(target=self._own_engine, name="engine", daemon=True)
+        thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         thread.start()
         try:
             self._loop.run_until_complete(self._serve())
@@ -283,7 +293,7 @@ class EngineProcess:
         # Not `async with server`: since Python 3.12 that waits until every API process has disconnected.
         server.close()
 
-    def _own_engine(self) -> None:
+    def _run_engine(self) -> None:
         """The body of the engine's thread. An escaped exception ends the process, and its parent starts a new one."""
         try:
             config = self._config
@@ -317,7 +327,7 @@ class EngineProcess:
             if self._loader_connected() != known:
                 known = not known
                 _log.warning("loader %s", "connected" if known else "lost")
-                server.tell_status()
+                server.broadcast_status()
 
 
 def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:

@@ -40,7 +40,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class RemoveAdapter:
     version: AdapterVersion
 
 
@@ -59,7 +59,7 @@ class Prewarm:
 
 
 @dataclass(frozen=True, slots=True)
-class AskStats:
+class GetStats:
     """`answer` is called on the engine's thread."""
 
     answer: Callable[[EngineStats], None]
@@ -75,7 +75,7 @@ class Stop:
     pass
 
 
-Command = Add | Abort | Forget | SetPins | Prewarm | AskStats | Wake | Stop
+Command = Add | Abort | RemoveAdapter | SetPins | Prewarm | GetStats | Wake | Stop
 
 
 class EngineWorker:
@@ -113,7 +113,7 @@ class EngineWorker:
             while command is not None:
                 if isinstance(command, Stop):
                     return
-                self._obey(command, engine)
+                self._execute(command, engine)
                 command = None if self._inbox.empty() else self._inbox.get()
             outputs = engine.step()
             checked = False
@@ -138,7 +138,7 @@ class EngineWorker:
         finally:
             self._is_idle = False
 
-    def _obey(self, command: Command, engine: Engine) -> None:
+    def _execute(self, command: Command, engine: Engine) -> None:
         match command:
             case Add(request):
                 try:
@@ -147,11 +147,11 @@ class EngineWorker:
                     self._deliver([StepOutput(request.request_id, error=error)])
             case Abort(request_id, index):
                 engine.abort(request_id, index)
-            case Forget(version):
-                engine.forget(version)
+            case RemoveAdapter(version):
+                engine.remove_adapter(version)
             case SetPins(pins):
                 engine.set_pins(pins)
             case Prewarm(version, share, tell_place):
                 tell_place(engine.prewarm(version, share))
-            case AskStats(answer):
+            case GetStats(answer):
                 answer(engine.stats())

@@ -100,7 +100,7 @@ class AsyncLLM:
         Adapters given as tensors are kept until then.
         """
         if (version := self._builder.discard(adapter)) is not None:
-            await self._engine.forget(version)
+            await self._engine.remove_adapter(version)
 
     async def close(self) -> None:
         """Stops the engine. Unfinished requests fail with EngineUnavailable."""

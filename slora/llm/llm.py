@@ -102,7 +102,7 @@ class LLM:
         Adapters given as tensors are kept until then.
         """
         if (version := self._builder.discard(adapter)) is not None:
-            self._engine.forget(version)
+            self._engine.remove_adapter(version)
 
     def check(self) -> None:
         """Checks that no page of the pool is lost."""

@@ -17,21 +17,21 @@ _CORE_FLOPS, _GPU_FLOPS, _SLOWEST_FLOPS = 1e12, 2e16, 1e8
 # Bytes/s of the fastest host memory, of the fastest GPU memory, and of the slowest memory.
 _HOST_BANDWIDTH, _GPU_BANDWIDTH, _SLOWEST_BANDWIDTH = 2e12, 2e13, 1e8
 # The host's own time for a step, a row and a token, in seconds: at least, and at most on a busy machine.
-_LEAST_HOST_S = CostModel(
+_MIN_HOST_S = CostModel(
     step_s=1e-4, token_s=1e-7, decode_s=5e-6, context_token_s=1e-10, page_copy_s=1e-7, load_byte_s=1e-13
 )
-_MOST_HOST_S = CostModel(
+_MAX_HOST_S = CostModel(
     step_s=10.0, token_s=0.01, decode_s=0.1, context_token_s=1e-4, page_copy_s=0.1, load_byte_s=1e-7
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CostBounds:
-    least: CostModel
-    most: CostModel
+    lower: CostModel
+    upper: CostModel
 
     def clamp(self, costs: CostModel) -> CostModel:
-        triples = zip(astuple(self.least), astuple(costs), astuple(self.most), strict=True)
+        triples = zip(astuple(self.lower), astuple(costs), astuple(self.upper), strict=True)
         return CostModel(*(min(max(low, value), high) for low, value, high in triples))
 
 
@@ -61,7 +61,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
         page_copy_s=full_page_bytes / _SLOWEST_BANDWIDTH,
         load_byte_s=1 / _SLOWEST_BANDWIDTH,
     )
-    return CostBounds(_add(least, _LEAST_HOST_S), _add(most, _MOST_HOST_S))
+    return CostBounds(_add(least, _MIN_HOST_S), _add(most, _MAX_HOST_S))
 
 
 def _add(first: CostModel, second: CostModel) -> CostModel:

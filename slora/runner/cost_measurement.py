@@ -33,14 +33,14 @@ _PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
 _ENOUGH_S = 0.05
 # A prefill that takes this many times as long as a step of one row measures the cost of a token well enough.
 _ENOUGH_PREFILL = 2
-_MOST_RUNS = 3
+_MAX_RUNS = 3
 # A copy is short, so an interruption by another program can make it a hundred times longer. A wrong copy cost might
 # also never be corrected: a swap that seems too expensive is never chosen, and so never measured again.
-_FEWEST_COPIES = 5
+_MIN_COPIES = 5
 # Upper limit of the bytes in one timed copy. It is too large for a CPU cache to serve.
 _COPY_BYTES = 32 << 20
 _COPY_PAGES = 64
-_LEAST_S = 1e-9
+_MIN_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class _Timings:
         tokens of prefill give 1 ms per token.
         """
         decode_s = (self.rows - self.one_row) / max(1, self.num_rows - 1)
-        step_s = self.one_row - max(decode_s, _LEAST_S)
+        step_s = self.one_row - max(decode_s, _MIN_S)
         token_s = (self.prefill - step_s) / self.prefill_tokens
         # Other costs are converted into tokens, so noise must not make a token free. It costs at least a tenth of its
         # share of the whole prefill step.
         token_s = max(token_s, 0.1 * self.prefill / self.prefill_tokens)
         context_tokens = self.num_rows * max(1, self.context_tokens - 1)
         return CostModel(
-            step_s=max(step_s, _LEAST_S),
-            token_s=max(token_s, _LEAST_S),
-            decode_s=max(decode_s, _LEAST_S),
-            context_token_s=max((self.long_rows - self.rows) / context_tokens, _LEAST_S),
-            page_copy_s=max(self.page_copy_s, _LEAST_S),
+            step_s=max(step_s, _MIN_S),
+            token_s=max(token_s, _MIN_S),
+            decode_s=max(decode_s, _MIN_S),
+            context_token_s=max((self.long_rows - self.rows) / context_tokens, _MIN_S),
+            page_copy_s=max(self.page_copy_s, _MIN_S),
             load_byte_s=self.load_byte_s,
         )
 
@@ -203,7 +203,7 @@ class _Bench:
         """Seconds per byte of an adapter, from host to pool."""
         pages = list(range(self._num_copied(self._num_scratch)))
         content = torch.ones(len(pages) * self._memory.full_page_bytes, dtype=torch.uint8)
-        return self._time(lambda: self._memory.write(pages, content), _FEWEST_COPIES) / len(content)
+        return self._time(lambda: self._memory.write(pages, content), _MIN_COPIES) / len(content)
 
     def _time_page_copy(self, load_byte_s: float) -> float:
         """Seconds per page copied to the host or back. Without host pages: the time to load an adapter of one page."""
@@ -216,7 +216,7 @@ class _Bench:
             self._memory.swap_out(pairs)
             self._memory.swap_in(pairs)
 
-        return self._time(swap, _FEWEST_COPIES) / (2 * num_pages)
+        return self._time(swap, _MIN_COPIES) / (2 * num_pages)
 
     def _num_copied(self, num_pages: int) -> int:
         return min(num_pages, _COPY_PAGES, max(1, _COPY_BYTES // self._memory.full_page_bytes))
@@ -224,11 +224,11 @@ class _Bench:
     def _time(self, work: Callable[[], object], fewest_runs: int) -> float:
         """The shortest of a few runs, in seconds."""
         shortest, spent, runs = float("inf"), 0.0, 0
-        while runs < fewest_runs or (runs < _MOST_RUNS and spent < _ENOUGH_S):
+        while runs < fewest_runs or (runs < _MAX_RUNS and spent < _ENOUGH_S):
             began = time.perf_counter()
             work()
             if self._memory.device.type == "cuda":
                 torch.cuda.synchronize(self._memory.device)
             seconds = time.perf_counter() - began
             shortest, spent, runs = min(shortest, seconds), spent + seconds, runs + 1
-        return max(shortest, _LEAST_S)
+        return max(shortest, _MIN_S)

@@ -29,8 +29,8 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # constant.
 _SHORT_CONTEXT = 512
 # Smaller ranks and smaller tiles launch the same programs as these.
-_LEAST_RANK = 16
-_LEAST_TILE = 16
+_MIN_RANK = 16
+_MIN_TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class DecodeGraphs:
         return StepShape(
             rows,
             context,
-            _round_up(lora.max_group_rank, _LEAST_RANK),
-            _round_up(lora.max_tokens, _LEAST_TILE),
+            _round_up(lora.max_group_rank, _MIN_RANK),
+            _round_up(lora.max_tokens, _MIN_TILE),
         )
 
 

@@ -3,7 +3,7 @@
 Failures are handled in this order:
 
     a step of the base model fails too     the device is lost: DeviceFailed ends the engine
-    pages could not be moved               PagesNotMoved: the scheduler takes the step back
+    pages could not be moved               PageTransferFailed: the scheduler takes the step back
     the computation failed                 the chunks are computed again in halves; a half that fails is split again,
                                            until a chunk fails alone (bisection)
 
@@ -18,15 +18,15 @@ from typing import Protocol
 from slora.errors import SloraError
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
-__all__ = ["FaultIsolation", "PagesNotMoved", "StepResult"]
+__all__ = ["FaultIsolation", "PageTransferFailed", "StepResult"]
 
 _log = logging.getLogger(__name__)
 
 # One culprit among 256 chunks is found in 16 runs. More runs than this limit would delay all other requests too long.
-_MOST_RUNS = 64
+_MAX_RUNS = 64
 
 
-class PagesNotMoved(SloraError):
+class PageTransferFailed(SloraError):
     """A step could not move pages or load adapters. None of the pages that it was to write can be trusted."""
 
 
@@ -34,7 +34,7 @@ class StepRunner(Protocol):
     def run(self, plan: StepPlan) -> list[SampledToken]:
         """One token per sequence in the chunks' `sampled_sequences`, in order.
 
-        Raises PagesNotMoved, or the computation's error.
+        Raises PageTransferFailed, or the computation's error.
         """
 
     def probe(self) -> None:
@@ -58,21 +58,21 @@ class StepResult:
 class FaultIsolation:
     """Runs steps and isolates the chunks that fail. most_runs: the most additional runs for one failed step."""
 
-    def __init__(self, runner: StepRunner, most_runs: int = _MOST_RUNS) -> None:
+    def __init__(self, runner: StepRunner, most_runs: int = _MAX_RUNS) -> None:
         self._runner = runner
         self._most_runs = most_runs
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Runs a step and isolates failing chunks. Raises PagesNotMoved or DeviceFailed."""
+        """Runs a step and isolates failing chunks. Raises PageTransferFailed or DeviceFailed."""
         try:
             return StepResult(self._runner.run(plan))
         except Exception as error:
             _log.exception("a step of %d chunks failed", len(plan.chunks))
             self._runner.probe()
-            if isinstance(error, PagesNotMoved):
+            if isinstance(error, PageTransferFailed):
                 raise
             if not plan.chunks:
-                raise PagesNotMoved("a step that only copies pages failed") from error
+                raise PageTransferFailed("a step that only copies pages failed") from error
         return self._bisect(plan.chunks)
 
     def _bisect(self, chunks: list[Chunk]) -> StepResult:

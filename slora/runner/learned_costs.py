@@ -34,13 +34,13 @@ from slora.runner.cost_bounds import CostBounds
 __all__ = ["LearnedCosts"]
 
 _TIMINGS_PER_KIND = 16
-_MOST_KINDS = 64
+_MAX_KINDS = 64
 _HALF_LIFE_S = 30.0
 _FIT_EVERY_S = 1.0
 # Positions of token_s and decode_s among the fields of CostModel.
 _TOKEN, _DECODE = 1, 2
 # Less than the resolution of any clock.
-_LEAST_S = 1e-9
+_MIN_S = 1e-9
 # Median regression is a few weighted least squares. Each one is solved by coordinate descent over the six costs. A fit
 # starts at the previous fit, so a few rounds are enough.
 _NUM_REWEIGHTINGS = 3
@@ -114,9 +114,9 @@ class LearnedCosts:
     def _keep(self, timing: _Timing) -> None:
         kind = tuple(number.bit_length() for number in timing.units)
         timings = self._timings.setdefault(kind, deque(maxlen=_TIMINGS_PER_KIND))
-        timings.append(timing._replace(seconds=max(timing.seconds, _LEAST_S)))
+        timings.append(timing._replace(seconds=max(timing.seconds, _MIN_S)))
         self._timings.move_to_end(kind)
-        if len(self._timings) > _MOST_KINDS:
+        if len(self._timings) > _MAX_KINDS:
             self._timings.popitem(last=False)
 
     def _fit(self, now: float) -> None:
@@ -138,7 +138,7 @@ class LearnedCosts:
         Plain Python is ten times as fast as numpy for matrices this small.
         """
         current = astuple(self.current)
-        least, most = astuple(self._bounds.least), astuple(self._bounds.most)
+        least, most = astuple(self._bounds.lower), astuple(self._bounds.upper)
         costs = costs.copy()
         for _ in range(_NUM_SWEEPS):
             for at, row in enumerate(products):

@@ -27,7 +27,7 @@ from slora.request import EngineRequest
 from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.decode_graphs import DecodeGraphs, capture_cuda
-from slora.runner.fault_isolation import PagesNotMoved
+from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.sampling.prompt_logprobs import compute_prompt_logprobs
 from slora.sampling.sampler import sample
@@ -87,7 +87,7 @@ class Runner:
         self._load_stream: LoadStream | None = (
             CudaLoadStream(self.device) if self.device.type == "cuda" else None
         )
-        self._try_step(budget, config.max_num_seqs)
+        self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
         self.num_swap_pages = self._num_swap_pages(config, num_pages)
         self.memory = self._memory(num_pages, self.num_swap_pages)
@@ -114,18 +114,18 @@ class Runner:
         """Runs one step. Returns one token for each sequence in the chunks' `sampled_sequences`, in order.
 
         Prompt logprobs are stored on the sequences. When this function returns or raises, the host's copies of the
-        loaded adapters are no longer read. Raises PagesNotMoved, or the error of the computation.
+        loaded adapters are no longer read. Raises PageTransferFailed, or the error of the computation.
         """
         try:
-            with _moving_pages():
-                beside = self._move_pages(plan)
+            with _transferring_pages():
+                beside = self._transfer_pages(plan)
             try:
                 computed = self._compute(plan)
             finally:
                 # Also after a failed computation, because the next slices of these adapters must follow these slices.
-                with _moving_pages():
-                    self._load_beside(beside)
-            return [] if computed is None else self._draw(*computed)
+                with _transferring_pages():
+                    self._load_in_parallel(beside)
+            return [] if computed is None else self._sample_tokens(*computed)
         finally:
             if plan.loads:
                 self.memory.wait()
@@ -139,7 +139,9 @@ class Runner:
             )
             memory.pages.zero_()
             batch = StepBatch.build(
-                StepPlan(chunks=[_trial_chunk(self._geometry.block_tokens)]), memory, self.kernels.tile_limits
+                StepPlan(chunks=[_scratch_chunk(self._geometry.block_tokens)]),
+                memory,
+                self.kernels.tile_limits,
             )
             hidden = self._model.forward(batch, memory, self.kernels)
             self._model.logits(hidden, LoraDeltas(None, memory, self.kernels)).sum().item()
@@ -157,7 +159,7 @@ class Runner:
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_limits, self._long_rows)
         return batch, self._forward(batch)
 
-    def _draw(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
+    def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
         num_sampled = len(batch.sampling)
         compute_prompt_logprobs(hidden[num_sampled:], batch.prompts, self._score)
         if not num_sampled:
@@ -167,7 +169,7 @@ class Runner:
             self._model.logits(hidden[:num_sampled], deltas), self._sampling, batch.sampling, self.kernels
         )
 
-    def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:
+    def _transfer_pages(self, plan: StepPlan) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.
 
         In this order every page is read before another copy overwrites it. Returns the loads that may run in parallel
@@ -192,7 +194,7 @@ class Runner:
             self._load_stream.mark()
         return beside
 
-    def _load_beside(self, loads: list[AdapterLoad]) -> None:
+    def _load_in_parallel(self, loads: list[AdapterLoad]) -> None:
         def copy() -> None:
             for load in loads:
                 self.memory.load(load)
@@ -285,7 +287,7 @@ class Runner:
             )
         return room
 
-    def _try_step(self, num_tokens: int, num_rows: int) -> None:
+    def _run_largest_step(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step once on scratch pages, to compile the kernels and to measure the memory of activations.
 
         Every token is a sequence of its own on page 0. The result is not used.
@@ -293,7 +295,7 @@ class Runner:
         count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
         plan = StepPlan()
         for number in range(count):
-            chunk = _trial_chunk(self._geometry.block_tokens)
+            chunk = _scratch_chunk(self._geometry.block_tokens)
             if number < num_rows:
                 chunk.sequence.row = number
                 plan.rows_to_write.append(chunk.sequence)
@@ -302,7 +304,7 @@ class Runner:
         self.run(plan)
 
 
-def _trial_chunk(block_tokens: int) -> Chunk:
+def _scratch_chunk(block_tokens: int) -> Chunk:
     """A chunk of one token on page 0, for a sequence without a request."""
     request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
     sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, block_tokens)
@@ -311,11 +313,11 @@ def _trial_chunk(block_tokens: int) -> Chunk:
 
 
 @contextmanager
-def _moving_pages() -> Iterator[None]:
+def _transferring_pages() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise PagesNotMoved(f"pages could not be copied: {type(error).__name__}: {error}") from error
+        raise PageTransferFailed(f"pages could not be copied: {type(error).__name__}: {error}") from error
 
 
 def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:

@@ -152,7 +152,7 @@ class ScriptedEngine:
         asked = {request.adapter for request in self.requests if request.adapter is not None}
         return asked - set(self.forgotten)
 
-    async def forget(self, version: AdapterVersion) -> None:
+    async def remove_adapter(self, version: AdapterVersion) -> None:
         self.forgotten.append(version)
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:

@@ -35,7 +35,7 @@ class VersionHolder(Protocol):
     def versions(self) -> Set[AdapterVersion]:
         """The versions that the engine may hold."""
 
-    async def forget(self, version: AdapterVersion) -> None:
+    async def remove_adapter(self, version: AdapterVersion) -> None:
         """Makes the engine drop a version. A version that it does not hold is no error. Raises EngineUnavailable."""
 
 
@@ -84,6 +84,6 @@ class ChangeFollower:
             for version in suspects:
                 if version not in named:
                     with suppress(EngineUnavailable):
-                        await self._engine.forget(version)
+                        await self._engine.remove_adapter(version)
         if changes.resync or any(change.moved_pin for change in changes.changes):
             self._on_moved_pin()

@@ -151,7 +151,7 @@ class ModelCatalog:
             raise InUse(reference, error.aliases) from None
         for version in removal.orphaned:
             with suppress(EngineUnavailable):  # a new engine starts without adapters
-                await self._client.forget(version)
+                await self._client.remove_adapter(version)
         if removal.moved_pin:
             self._pinning.refresh()
 

@@ -191,7 +191,7 @@ class Publisher:
         finally:
             if usage.weights_bytes is None:
                 with suppress(EngineUnavailable):
-                    await self._client.forget(version)
+                    await self._client.remove_adapter(version)
 
     async def _predict_load_ms(self, adapter: CheckedAdapter) -> dict[str, float | None] | None:
         """Predicts load times from recent loads; see `LoadPaces.load_ms`. None if the engine has just died."""

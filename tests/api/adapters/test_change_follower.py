@@ -26,7 +26,7 @@ class FakeEngine:
         self.versions = set(versions)
         self.is_there = True
 
-    async def forget(self, version: AdapterVersion) -> None:
+    async def remove_adapter(self, version: AdapterVersion) -> None:
         if not self.is_there:
             raise EngineUnavailable("it is not there")
         self.versions.discard(version)

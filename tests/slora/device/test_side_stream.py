@@ -76,7 +76,7 @@ class Steps:
             plan = scheduler.schedule()
             if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
                 assert any(chunk.slot is not None for chunk in plan.chunks)
-                runner._move_pages(plan)
+                runner._transfer_pages(plan)
                 return plan
             scheduler.postprocess(plan, runner.run(plan))
 

@@ -239,7 +239,7 @@ def test_a_deleted_adapter_leaves_the_pool(kit: ModelKit) -> None:
     version = versions["odd_rank"]
     drive(engine, [[EngineRequest("a", "t", [1], version, GREEDY)]])
     assert engine.stats().resident_adapters == 1
-    engine.forget(version)
+    engine.remove_adapter(version)
     stats = engine.stats()
     assert stats.resident_adapters == stats.pages_cached == 0 and stats.pages_free == 200
     error = drive(engine, [[EngineRequest("b", "t", [1], version, GREEDY)]])["b"].error

@@ -83,7 +83,7 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
         encode({"no op": 1}),
         encode([1, 2]),
         encode({"op": "add", "id": "x"}),
-        encode({"op": "forget", "version": ["only a tenant"]}),
+        encode({"op": "remove_adapter", "version": ["only a tenant"]}),
     ],
 )
 def test_a_peer_that_speaks_nonsense_is_dropped_and_others_stay(

@@ -213,7 +213,7 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
     answers = drive(engine, [[ask("a", versions["odd_rank"]), ask("b", None)]])
     assert isinstance(answers["a"].error, RequestFailed) and answers["b"].error is None
 
-    engine.forget(versions["odd_rank"])
+    engine.remove_adapter(versions["odd_rank"])
     source, versions = make_source(kit)
     engine._scheduler.adapters._host._source = source
     assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids

@@ -246,7 +246,7 @@ def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> No
         version = stack.versions["odd_rank"]
         await collect(client.generate(ask("a", version)))
         before = await wait_for_stats(client, idle)
-        await client.forget(version)
+        await client.remove_adapter(version)
         after = await client.stats()
         assert after.resident_adapters == before.resident_adapters - 1
         # The adapter was not deleted from the store, so it may be loaded again.
@@ -276,7 +276,7 @@ def test_what_is_prewarmed_over_the_socket_is_there_before_anybody_asks(run: Run
     version = stack.versions["odd_rank"]
 
     async def body(client: RemoteEngine) -> None:
-        await client.forget(version)
+        await client.remove_adapter(version)
         before = await wait_for_stats(client, idle)
         assert await client.prewarm(version, DEFAULT_SHARE) is not AdapterPlace.POOL
         await wait_for_stats(client, lambda stats: stats.resident_adapters == before.resident_adapters + 1)
@@ -322,7 +322,7 @@ def test_a_killed_engine_fails_what_was_in_flight_at_once_and_a_new_one_serves_o
             await collect(client.generate(ask("b")))
         with pytest.raises(EngineUnavailable):
             await client.stats()
-        await client.forget(stack.versions["odd_rank"])
+        await client.remove_adapter(stack.versions["odd_rank"])
         assert client.info.block_tokens == 16, "what the engine is may still be asked"
 
         assert stack.engine.wait() == -signal.SIGKILL
@@ -340,7 +340,7 @@ def test_a_killed_loader_is_noticed_and_its_successor_serves_what_waited(
     async def body(client: RemoteEngine) -> None:
         resident, cold = stack.versions["rslora"], stack.versions["some_layers"]
         await collect(client.generate(ask("a", resident)))
-        await client.forget(cold)
+        await client.remove_adapter(cold)
         assert stack.loader is not None
         stack.loader.kill()
         await wait_until(lambda: not client.ready)

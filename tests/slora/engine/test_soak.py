@@ -143,7 +143,7 @@ class Crowd:
     async def _forget(self, client: RemoteEngine, name: str) -> None:
         version = self._rng.choice(self._questions).adapter
         if version is not None:
-            await client.forget(version)
+            await client.remove_adapter(version)
 
 
 async def settle(stack: EngineStack) -> EngineStats:

@@ -8,7 +8,7 @@ import pytest
 from slora.engine.engine import Engine
 from slora.engine.info import EngineStats
 from slora.engine.pin import Pin
-from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
+from slora.engine.worker import Abort, Add, EngineWorker, GetStats, RemoveAdapter, SetPins, Stop, Wake
 from slora.errors import DeadlineMissed, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
 from slora.pool.tenant_account import TenantAccount
@@ -58,7 +58,7 @@ def ask(name: str, adapter: AdapterVersion | None = None) -> EngineRequest:
 
 def stats_of(worker: EngineWorker) -> EngineStats:
     answers: queue.SimpleQueue[EngineStats] = queue.SimpleQueue()
-    worker.post(AskStats(answers.put))
+    worker.post(GetStats(answers.put))
     return answers.get(timeout=WAIT_S)
 
 
@@ -73,7 +73,7 @@ def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit:
             outputs = [told.get(timeout=WAIT_S) for _ in range(5)]
             assert {output.request_id for output in outputs} == {name}
         assert stats_of(worker).resident_adapters == 1
-        worker.post(Forget(version))
+        worker.post(RemoveAdapter(version))
         assert stats_of(worker).resident_adapters == 0
     source.close()
 

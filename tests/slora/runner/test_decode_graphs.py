@@ -70,7 +70,7 @@ class Bench:
         for sequence in list(self.engine._scheduler._batch):
             self.engine.abort(sequence.request.request_id)
         self.engine.step()
-        self.engine.forget(self._versions[leaving])
+        self.engine.remove_adapter(self._versions[leaving])
 
     def _launch(self, launch: Launch) -> None:
         self.launches.append(launch)

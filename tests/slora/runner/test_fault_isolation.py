@@ -7,7 +7,7 @@ import pytest
 from slora.errors import DeviceFailed
 from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
-from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved, StepResult
+from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed, StepResult
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
@@ -108,9 +108,9 @@ def test_a_lost_device_is_no_requests_fault() -> None:
 
 
 def test_pages_that_could_not_be_moved_are_not_tried_again() -> None:
-    runner = Runner(lambda numbers: PagesNotMoved("x"))
-    with pytest.raises(PagesNotMoved):
+    runner = Runner(lambda numbers: PageTransferFailed("x"))
+    with pytest.raises(PageTransferFailed):
         isolate(runner, [make_chunk(0)])
     assert len(runner.runs) == 1
-    with pytest.raises(PagesNotMoved):
+    with pytest.raises(PageTransferFailed):
         isolate(Runner(lambda numbers: RuntimeError("x")), [])

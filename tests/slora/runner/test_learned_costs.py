@@ -133,7 +133,9 @@ def test_no_step_leads_out_of_the_bounds(seconds: float) -> None:
     learned = LearnedCosts(TRUTH, BOUNDS)
     for number, work in zip(range(200), serve(3), strict=False):
         learned.count(work, StepTimes(seconds, seconds, seconds), float(number))
-        for low, value, high in zip(*map(astuple, (BOUNDS.least, learned.current, BOUNDS.most)), strict=True):
+        for low, value, high in zip(
+            *map(astuple, (BOUNDS.lower, learned.current, BOUNDS.upper)), strict=True
+        ):
             assert 0 < low <= value <= high
 
 
@@ -153,7 +155,7 @@ def test_what_is_kept_of_the_past_is_bounded() -> None:
 
 def test_a_start_that_noise_made_impossible_is_put_within_the_bounds() -> None:
     learned = LearnedCosts(replace(TRUTH, decode_s=0.0, step_s=1e9), BOUNDS)
-    assert learned.decode_s == TRUTH.token_s and learned.step_s == BOUNDS.most.step_s
+    assert learned.decode_s == TRUTH.token_s and learned.step_s == BOUNDS.upper.step_s
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -169,5 +171,5 @@ def test_bounds_hold_what_machines_take(on_gpu: bool) -> None:
     )
     slow = CostModel(10.0, 0.5, 0.5, 1e-4, 0.01, 5e-9)
     if not on_gpu:
-        bounds = replace(bounds, least=replace(bounds.least, token_s=bounds.least.token_s / 32))
+        bounds = replace(bounds, lower=replace(bounds.lower, token_s=bounds.lower.token_s / 32))
     assert bounds.clamp(fast) == fast and bounds.clamp(slow) == slow

@@ -318,7 +318,7 @@ def test_of_a_deleted_adapter_nothing_is_found_under_the_next_one_of_its_name_no
     prompt = random_tokens("uploaded", 40)
     first_upload = upload(source, tmp_path, seed=1)
     first = ask_one(engine, make_request(prompt, adapter=first_upload))
-    engine.forget(first_upload)
+    engine.remove_adapter(first_upload)
     assert engine.stats().pages_cached == 0, "its blocks outlive it"
     second_upload = upload(source, tmp_path, seed=2)
     assert second_upload != first_upload
@@ -333,7 +333,7 @@ def test_an_adapter_deleted_under_a_request_leaves_no_block_behind(kits: Kits) -
     version = versions["odd_rank"]
     engine.add(make_request(random_tokens("under way", 40), adapter=version))
     outputs = engine.step()
-    engine.forget(version)
+    engine.remove_adapter(version)
     while engine.num_unfinished:
         outputs += engine.step()
     assert all(output.error is None for output in outputs) and len(outputs) == GREEDY.max_tokens
