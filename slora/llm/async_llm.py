@@ -94,7 +94,7 @@ class AsyncLLM:
         """Like `chat`, but yields the answer in deltas."""
         return self._stream(lambda: self._builder.chat_answers([messages], params, adapter))
 
-    async def forget(self, adapter: AdapterLike) -> None:
+    async def remove_adapter(self, adapter: AdapterLike) -> None:
         """Removes an adapter from pool and host as soon as no request uses it.
 
         Adapters given as tensors are kept until then.

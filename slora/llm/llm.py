@@ -96,7 +96,7 @@ class LLM:
             _streamable(self._builder.chat_answers(as_conversations(messages), params, adapters))
         )
 
-    def forget(self, adapter: AdapterLike) -> None:
+    def remove_adapter(self, adapter: AdapterLike) -> None:
         """Removes an adapter from pool and host as soon as no open stream uses it.
 
         Adapters given as tensors are kept until then.

@@ -259,7 +259,7 @@ class RequestBuilder:
         number = self._num_discarded
         adapter = read_content(key, self.source.shape, self.source.limits)
         directory = key if isinstance(key, Path) else None
-        # The engine may forget the old version later than this. So an adapter that is added from now on is a new
+        # The engine may remove the old version later than this. So an adapter that is added from now on is a new
         # version, even with equal weights.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)

@@ -173,7 +173,7 @@ def test_an_adapter_that_many_ask_for_at_once_is_loaded_once(kit: ModelKit) -> N
         async with AsyncLLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300)) as llm:
             answers = await asyncio.gather(*(llm.generate("fox", GREEDY, adapter) for _ in range(16)))
             assert (await llm.stats()).adapter_loads == 1
-            await llm.forget(adapter)
+            await llm.remove_adapter(adapter)
             assert await llm.generate("fox", GREEDY, adapter) == answers[0] == answers[15]
 
     run(ask())
