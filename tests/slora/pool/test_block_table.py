@@ -114,7 +114,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 TestBlockTable = BlockTableMachine.TestCase
 
 
-def test_a_copy_of_the_first_page_held_stands_in_for_those_before_it() -> None:
+def test_a_copy_of_the_first_held_page_replaces_the_freed_entries_before_it() -> None:
     setup = Setup(5)
     table = setup.table(3)
     table.free_before(9, setup.kv)
@@ -131,7 +131,7 @@ def test_a_copy_belongs_to_the_tenant_that_writes_it() -> None:
     assert setup.pool.owner(target) is writer
 
 
-def test_a_named_page_that_others_share_keeps_its_name_and_the_copy_has_none() -> None:
+def test_copy_on_write_of_a_cached_page_keeps_the_key_on_the_original() -> None:
     setup = Setup(5)
     table = setup.table(1)
     setup.kv.insert(int(table.pages[0]), b"key", None, None)
@@ -154,7 +154,7 @@ def test_writing_into_a_page_that_others_can_find_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("num_freed", [0, 1, 20])
-def test_pages_are_adopted_behind_blocks_that_nothing_looks_back_on(num_freed: int) -> None:
+def test_pages_are_adopted_behind_blocks_outside_the_window(num_freed: int) -> None:
     setup = Setup(5)
     table = BlockTable(BLOCK)
     first, second = setup.kv.allocate(2, setup.tenant)
@@ -166,7 +166,7 @@ def test_pages_are_adopted_behind_blocks_that_nothing_looks_back_on(num_freed: i
     setup.pool.check_invariants([], [])
 
 
-def test_a_table_that_adopted_nothing_but_freed_blocks_points_at_the_next_page_that_it_gets() -> None:
+def test_a_table_that_adopted_only_freed_blocks_points_to_its_next_page() -> None:
     setup = Setup(5)
     table = BlockTable(BLOCK)
     table.adopt(2, [])

@@ -363,7 +363,7 @@ class Setup:
         self.requesters.append(requester)
 
 
-def test_with_lru_the_one_that_fell_idle_first_leaves_first() -> None:
+def test_lru_evicts_the_item_that_became_idle_first() -> None:
     setup = Setup()
     first, _, _ = setup.add_item("x", 10), setup.add_item("y", 20), setup.add_item("z", 30)
     setup.evictor.remove(first)
@@ -373,7 +373,7 @@ def test_with_lru_the_one_that_fell_idle_first_leaves_first() -> None:
     assert setup.requesters == [setup.tenants.find("requester")] * 2
 
 
-def test_with_costs_the_one_whose_pages_are_cheapest_to_bring_back_leaves_first() -> None:
+def test_the_cost_policy_evicts_the_item_that_is_cheapest_to_restore_per_page() -> None:
     setup = Setup(ExpectedCost(COSTS))
     setup.add_item("dear", 10, restore_s=5.0)
     setup.add_item("cheap", 10, restore_s=1.0)
@@ -382,7 +382,7 @@ def test_with_costs_the_one_whose_pages_are_cheapest_to_bring_back_leaves_first(
     assert setup.evicted == ["cheap", "large and dear", "dear"]
 
 
-def test_with_costs_what_is_idle_for_long_gives_way_to_what_is_new() -> None:
+def test_the_cost_policy_evicts_a_long_idle_item_before_newer_cheaper_ones() -> None:
     setup = Setup(ExpectedCost(COSTS))
     setup.add_item("old and dear", 10, restore_s=50.0)
     for number in range(8):
@@ -393,7 +393,7 @@ def test_with_costs_what_is_idle_for_long_gives_way_to_what_is_new() -> None:
     assert setup.evicted.index("old and dear") == 6
 
 
-def test_with_costs_a_kind_that_nobody_comes_back_for_leaves_before_a_cheaper_one() -> None:
+def test_the_cost_policy_evicts_a_rarely_reused_kind_before_a_cheaper_one() -> None:
     setup = Setup(ExpectedCost(COSTS))
     for number in range(100):
         setup.add_item(f"prefix {number}", 10, content=Content.PREFIX)
@@ -405,7 +405,7 @@ def test_with_costs_a_kind_that_nobody_comes_back_for_leaves_before_a_cheaper_on
     assert setup.evicted == ["another prefix"], "10 s with a chance of 4% against 1 s with one of a half"
 
 
-def test_with_costs_a_kind_that_is_used_again_each_time_stays_before_a_dearer_one() -> None:
+def test_the_cost_policy_keeps_an_often_reused_kind_over_a_costlier_one() -> None:
     setup = Setup(ExpectedCost(COSTS))
     prefix = setup.add_item("prefix", 10, restore_s=1.0, content=Content.PREFIX)
     for _ in range(100):
@@ -416,7 +416,7 @@ def test_with_costs_a_kind_that_is_used_again_each_time_stays_before_a_dearer_on
     assert setup.evicted == ["adapter"], "1.8 s with a chance of a half against 1 s that is almost certain"
 
 
-def test_by_size_the_larger_one_leaves_first() -> None:
+def test_the_size_policy_evicts_the_larger_item_first() -> None:
     setup = Setup(SizeAware())
     setup.add_item("small", 2)
     setup.add_item("large", 20)
@@ -424,13 +424,13 @@ def test_by_size_the_larger_one_leaves_first() -> None:
     assert setup.evicted == ["large"]
 
 
-def test_a_policy_that_there_is_none_of_is_refused() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     assert [make_policy(name, COSTS).name for name in ("lru", "cost", "size")] == ["lru", "cost", "size"]
     with pytest.raises(ConfigError, match="eviction is 'fifo'; it must be one of lru, cost, size"):
         make_policy("fifo", COSTS)
 
 
-def test_nothing_is_evicted_when_all_of_it_would_not_be_enough() -> None:
+def test_nothing_is_evicted_if_eviction_cannot_free_enough() -> None:
     setup = Setup()
     setup.add_item("x", 10)
     setup.pool.allocate(60, setup.tenants.find("runs"))
@@ -439,7 +439,7 @@ def test_nothing_is_evicted_when_all_of_it_would_not_be_enough() -> None:
     assert setup.make_room(40)
 
 
-def test_what_is_protected_stays_and_is_not_counted_on() -> None:
+def test_protected_items_are_neither_evicted_nor_counted_as_evictable() -> None:
     setup = Setup()
     protected = setup.add_item("protected", 10)
     setup.add_item("other", 20)
@@ -451,7 +451,7 @@ def test_what_is_protected_stays_and_is_not_counted_on() -> None:
     assert setup.evicted == ["other", "protected"]
 
 
-def test_others_take_from_a_tenant_while_it_is_above_its_floor_and_no_longer() -> None:
+def test_other_tenants_may_evict_a_tenants_items_only_above_its_floor() -> None:
     setup = Setup()
     setup.tenants.set_share("owner", TenantShare(min_share=0.25))
     for number in range(4):
@@ -464,7 +464,7 @@ def test_others_take_from_a_tenant_while_it_is_above_its_floor_and_no_longer() -
     assert setup.make_room(100, tenant="owner"), "its own pages are its own to give up"
 
 
-def test_above_a_floor_what_is_protected_is_not_counted_on() -> None:
+def test_protected_items_above_a_floor_are_not_counted_as_evictable() -> None:
     setup = Setup()
     setup.tenants.set_share("owner", TenantShare(min_share=0.25))
     protected = [setup.add_item("large", 12), setup.add_item("small", 3)]
@@ -481,7 +481,7 @@ def test_above_a_floor_what_is_protected_is_not_counted_on() -> None:
     assert setup.evicted == ["other"]
 
 
-def test_a_large_item_that_is_protected_does_not_stand_in_the_way_of_small_ones() -> None:
+def test_a_large_protected_item_does_not_prevent_evicting_small_ones() -> None:
     setup = Setup()
     setup.tenants.set_share("owner", TenantShare(min_share=0.2))
     protected = setup.add_item("large", 12)
@@ -492,7 +492,7 @@ def test_a_large_item_that_is_protected_does_not_stand_in_the_way_of_small_ones(
     assert setup.evicted == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_a_tenant_at_its_ceiling_pays_with_its_own_pages_though_others_are_idle_for_longer() -> None:
+def test_a_tenant_at_its_ceiling_evicts_its_own_items_before_longer_idle_ones() -> None:
     setup = Setup()
     setup.add_item("other's", 10, tenant="other")
     setup.tenants.set_share("owner", TenantShare(max_share=0.2))
@@ -504,7 +504,7 @@ def test_a_tenant_at_its_ceiling_pays_with_its_own_pages_though_others_are_idle_
     assert setup.evicted == ["own 1"], "nor does it pay for what it can't have"
 
 
-def test_a_tenant_below_its_ceiling_takes_what_has_been_idle_for_longest() -> None:
+def test_a_tenant_below_its_ceiling_evicts_the_longest_idle_item() -> None:
     setup = Setup()
     setup.add_item("other's", 60, tenant="other")
     setup.tenants.set_share("owner", TenantShare(max_share=0.6))
@@ -513,9 +513,7 @@ def test_a_tenant_below_its_ceiling_takes_what_has_been_idle_for_longest() -> No
     assert setup.evicted == ["other's"]
 
 
-def test_what_is_pinned_stays_and_is_not_counted_on_unless_pins_are_ignored_and_nothing_else_is_left() -> (
-    None
-):
+def test_pinned_items_are_evicted_last_and_only_if_pins_are_ignored() -> None:
     setup = Setup()
     pinned = setup.add_item("pinned", 10, is_pinned=True)
     setup.add_item("other", 20)
@@ -528,7 +526,7 @@ def test_what_is_pinned_stays_and_is_not_counted_on_unless_pins_are_ignored_and_
     assert setup.evicted == ["other", "newer", "pinned"]
 
 
-def test_a_floor_protects_a_pin_of_its_tenant_from_those_who_ignore_pins() -> None:
+def test_a_floor_protects_a_pinned_item_even_if_pins_are_ignored() -> None:
     setup = Setup()
     setup.tenants.set_share("owner", TenantShare(min_share=0.1))
     setup.add_item("pinned", 10, is_pinned=True)
@@ -538,7 +536,7 @@ def test_a_floor_protects_a_pin_of_its_tenant_from_those_who_ignore_pins() -> No
     assert setup.make_room(91, ignore_pins=True, ignore_floors=True)
 
 
-def test_at_its_ceiling_a_tenant_pays_with_its_own_pins_when_it_has_nothing_else() -> None:
+def test_a_tenant_at_its_ceiling_evicts_its_own_pins_last() -> None:
     setup = Setup()
     setup.tenants.set_share("owner", TenantShare(max_share=0.3))
     setup.add_item("pinned", 10, is_pinned=True)
@@ -549,7 +547,7 @@ def test_at_its_ceiling_a_tenant_pays_with_its_own_pins_when_it_has_nothing_else
     assert not setup.make_room(31, tenant="owner")
 
 
-def test_what_could_leave_at_best_is_without_pins_save_those_that_a_tenant_would_pay_with() -> None:
+def test_evictable_pages_include_only_the_pins_that_a_tenant_at_its_ceiling_loses() -> None:
     setup = Setup()
     owner, requester = setup.tenants.find("owner"), setup.tenants.find("requester")
     setup.tenants.set_share("owner", TenantShare(max_share=0.3))
@@ -561,7 +559,7 @@ def test_what_could_leave_at_best_is_without_pins_save_those_that_a_tenant_would
     assert evictor.num_evictable(10, requester, ignore_pins=True) == 30
 
 
-def test_what_a_tenant_pays_at_its_ceiling_counts_towards_what_it_wants() -> None:
+def test_pages_evicted_at_a_ceiling_count_towards_the_requested_pages() -> None:
     setup = Setup()
     setup.tenants.set_share("owner", TenantShare(max_share=0.3))
     pinned = setup.add_item("pinned", 10, is_pinned=True)
@@ -573,7 +571,7 @@ def test_what_a_tenant_pays_at_its_ceiling_counts_towards_what_it_wants() -> Non
     assert setup.make_room(10, tenant="owner") and setup.evicted == ["pinned"]
 
 
-def test_a_share_that_comes_later_holds_for_what_is_idle_already() -> None:
+def test_a_changed_share_applies_to_items_that_are_already_idle() -> None:
     setup = Setup()
     setup.add_item("x", 10)
     setup.add_item("y", 10, tenant="other")
@@ -587,7 +585,7 @@ def test_a_share_that_comes_later_holds_for_what_is_idle_already() -> None:
     assert setup.evicted == ["y", "x"]
 
 
-def test_what_is_withdrawn_does_not_leave() -> None:
+def test_a_removed_candidate_is_not_evicted() -> None:
     setup = Setup()
     used = setup.add_item("used", 10)
     setup.add_item("idle", 10)
@@ -600,7 +598,7 @@ def test_what_is_withdrawn_does_not_leave() -> None:
     assert used.ticket == 0
 
 
-def test_withdrawn_offers_do_not_pile_up() -> None:
+def test_removed_candidates_do_not_accumulate() -> None:
     setup = Setup()
     items = [setup.add_item(f"{number}", 1) for number in range(50)]
     for _ in range(100):

@@ -358,7 +358,7 @@ def setup() -> Setup:
     return Setup()
 
 
-def test_a_prefix_that_somebody_computed_is_found_and_brought_back_to_use(setup: Setup) -> None:
+def test_a_cached_prefix_is_found_and_reused(setup: Setup) -> None:
     pages = setup.compute("abc")
     setup.kv.release(pages)
     assert (setup.pool.num_cached, setup.found("abd"), setup.found("abc"), setup.found("xbc")) == (3, 2, 3, 0)
@@ -375,7 +375,7 @@ def test_a_block_that_is_in_use_is_shared_not_copied(setup: Setup) -> None:
     setup.check(held=pages)
 
 
-def test_who_computes_a_known_block_again_keeps_a_page_of_its_own_that_nobody_finds(setup: Setup) -> None:
+def test_a_recomputed_block_keeps_its_own_page_and_is_not_cached(setup: Setup) -> None:
     first, second = setup.compute("ab"), setup.compute("ab")
     assert not any(setup.kv.has_key(page) for page in second)
     assert setup.kv.acquire(setup.keys("ab")) == first
@@ -384,7 +384,7 @@ def test_who_computes_a_known_block_again_keeps_a_page_of_its_own_that_nobody_fi
     setup.check(held=first * 2)
 
 
-def test_a_prefix_leaves_from_its_end(setup: Setup) -> None:
+def test_a_prefix_is_evicted_from_its_end(setup: Setup) -> None:
     setup.keep("abcd")
     for num_left in (3, 2, 1, 0):
         setup.evict(1)
@@ -393,7 +393,7 @@ def test_a_prefix_leaves_from_its_end(setup: Setup) -> None:
     assert setup.kv.num_evictions == 4
 
 
-def test_a_branch_in_use_lets_the_idle_one_beside_it_leave_and_keeps_what_both_share(setup: Setup) -> None:
+def test_an_idle_branch_is_evicted_without_the_blocks_that_it_shares_with_a_used_one(setup: Setup) -> None:
     setup.keep("abcd")
     setup.keep("abx")
     used = setup.kv.acquire(setup.keys("abx"))
@@ -403,7 +403,7 @@ def test_a_branch_in_use_lets_the_idle_one_beside_it_leave_and_keeps_what_both_s
     setup.check(held=used)
 
 
-def test_a_block_behind_the_window_may_leave_while_later_ones_are_used_and_both_meet_again(
+def test_a_block_behind_the_window_can_be_evicted_and_recomputed_while_later_ones_are_used(
     setup: Setup,
 ) -> None:
     pages = setup.compute("abcd")
@@ -420,7 +420,7 @@ def test_a_block_behind_the_window_may_leave_while_later_ones_are_used_and_both_
     setup.check(held=[])
 
 
-def test_a_block_that_fell_idle_first_is_hidden_as_soon_as_one_that_follows_it_is_idle(setup: Setup) -> None:
+def test_an_idle_block_is_not_a_candidate_once_a_later_block_is_idle(setup: Setup) -> None:
     pages = setup.compute("abcd")
     setup.kv.release(pages[:2])
     setup.kv.release(pages[2:])
@@ -430,7 +430,7 @@ def test_a_block_that_fell_idle_first_is_hidden_as_soon_as_one_that_follows_it_i
         assert setup.found("abcd") == num_left
 
 
-def test_with_a_window_only_the_blocks_in_sight_must_be_here(setup: Setup) -> None:
+def test_with_a_window_only_the_visible_blocks_must_be_cached(setup: Setup) -> None:
     pages = setup.compute("abcdef")
     setup.kv.invalidate(setup.keys("abc")[2:])
 
@@ -446,7 +446,7 @@ def test_with_a_window_only_the_blocks_in_sight_must_be_here(setup: Setup) -> No
 @given(
     present=st.lists(st.booleans(), max_size=12), window=st.integers(1, 12), reach=st.sampled_from([0, 1, 2])
 )
-def test_match_finds_the_longest_prefix_whose_needed_blocks_are_here(
+def test_match_finds_the_longest_prefix_whose_needed_blocks_are_cached(
     present: list[bool], window: int, reach: int
 ) -> None:
     setup, names = Setup(), "abcdefghijkl"[: len(present)]
@@ -460,7 +460,7 @@ def test_match_finds_the_longest_prefix_whose_needed_blocks_are_here(
     assert setup.found(names, first_needed) == expected
 
 
-def test_looking_for_a_prefix_asks_once_for_each_block(setup: Setup) -> None:
+def test_matching_a_prefix_looks_up_each_block_once(setup: Setup) -> None:
     """A scan from every end back over the window would look up most blocks many times."""
     asked: list[int] = []
 
@@ -473,7 +473,7 @@ def test_looking_for_a_prefix_asks_once_for_each_block(setup: Setup) -> None:
     assert len(asked) <= 1 + 7
 
 
-def test_what_is_not_trusted_is_not_found_and_is_free_when_its_users_are_gone(setup: Setup) -> None:
+def test_an_invalidated_block_is_not_found_and_is_freed_with_its_last_user(setup: Setup) -> None:
     pages = setup.compute("abc")
     setup.kv.retain(pages)
     setup.kv.invalidate(setup.keys("abc"))
@@ -484,7 +484,7 @@ def test_what_is_not_trusted_is_not_found_and_is_free_when_its_users_are_gone(se
     assert (setup.pool.num_free, setup.pool.num_cached) == (20, 0)
 
 
-def test_an_idle_block_that_is_not_trusted_is_free_at_once(setup: Setup) -> None:
+def test_an_invalidated_idle_block_is_freed_at_once(setup: Setup) -> None:
     pages = setup.compute("abc")
     setup.kv.release(pages)
     setup.kv.invalidate(setup.keys("abc")[1:])
@@ -492,7 +492,7 @@ def test_an_idle_block_that_is_not_trusted_is_free_at_once(setup: Setup) -> None
     setup.check(held=[])
 
 
-def test_of_a_deleted_adapter_nothing_is_found_and_nothing_idle_stays(setup: Setup) -> None:
+def test_deleting_an_adapter_frees_its_idle_blocks_and_hides_the_others(setup: Setup) -> None:
     gone, other = AdapterVersion("a", "gone"), AdapterVersion("a", "other")
     used = setup.compute("ab", gone)
     setup.keep("xyz", gone)
@@ -506,14 +506,14 @@ def test_of_a_deleted_adapter_nothing_is_found_and_nothing_idle_stays(setup: Set
     setup.check(held=[])
 
 
-def test_nothing_is_kept_where_the_cache_is_off() -> None:
+def test_nothing_is_cached_if_the_prefix_cache_is_off() -> None:
     setup = Setup(enabled=False)
     setup.keep("abc")
     assert (setup.pool.num_free, setup.found("abc")) == (20, 0)
     setup.check(held=[])
 
 
-def test_a_common_block_stays_with_the_tenant_who_computed_it(setup: Setup) -> None:
+def test_a_reused_block_stays_owned_by_the_tenant_that_computed_it(setup: Setup) -> None:
     pages = setup.compute("ab")
     setup.kv.release(pages)
     setup.kv.acquire(setup.keys("ab"))
@@ -521,7 +521,7 @@ def test_a_common_block_stays_with_the_tenant_who_computed_it(setup: Setup) -> N
     assert (setup.tenant.num_pages, setup.tenant.num_cached) == (2, 0)
 
 
-def test_the_same_page_can_be_named_by_each_fork_that_shares_it(setup: Setup) -> None:
+def test_each_fork_may_insert_the_same_key_for_a_shared_page(setup: Setup) -> None:
     (page,) = setup.kv.allocate(1, setup.tenant)
     setup.kv.retain([page])
     setup.kv.insert(page, b"a", None, None)
@@ -538,7 +538,7 @@ def test_a_page_cannot_have_two_keys(setup: Setup) -> None:
         setup.kv.insert(page, b"b", None, None)
 
 
-def test_a_page_that_nobody_has_cannot_be_named(setup: Setup) -> None:
+def test_a_free_page_cannot_be_given_a_key(setup: Setup) -> None:
     with pytest.raises(AssertionError, match="page 3 is free"):
         setup.kv.insert(3, b"a", None, None)
 
@@ -560,7 +560,7 @@ def test_check_finds_an_idle_block_that_is_not_counted(setup: Setup) -> None:
         setup.kv.check_invariants()
 
 
-def test_what_is_everybody_s_is_nobody_s_once_it_is_idle() -> None:
+def test_public_base_blocks_belong_to_the_public_account_once_they_are_cached() -> None:
     """Born from a bug: a tenant at its ceiling could not free a block that was followed by another tenant's idle
     block."""
     setup, common = Setup(), TenantAccount("")

@@ -247,7 +247,7 @@ def test_an_adapter_that_is_being_loaded_is_held(setup: Setup) -> None:
     assert not setup.is_here(resident)
 
 
-def test_an_adapter_whose_load_broke_leaves_at_once_if_nobody_waits_for_it(setup: Setup) -> None:
+def test_an_unused_adapter_whose_load_failed_is_freed_at_once(setup: Setup) -> None:
     resident = setup.admit("x")
     setup.residency.advance_load(resident, 9)
     setup.residency.abandon_load(resident)
@@ -255,7 +255,7 @@ def test_an_adapter_whose_load_broke_leaves_at_once_if_nobody_waits_for_it(setup
     assert setup.pool.num_free == 100
 
 
-def test_an_adapter_whose_load_broke_leaves_with_its_last_user_and_is_never_loaded(setup: Setup) -> None:
+def test_a_used_adapter_whose_load_failed_is_freed_with_its_last_user(setup: Setup) -> None:
     resident = setup.admit("x")
     setup.residency.acquire(resident)
     setup.residency.abandon_load(resident)
@@ -265,7 +265,7 @@ def test_an_adapter_whose_load_broke_leaves_with_its_last_user_and_is_never_load
     assert not setup.is_here(resident)
 
 
-def test_a_deleted_adapter_leaves_when_its_load_is_done(setup: Setup) -> None:
+def test_an_adapter_deleted_during_its_load_is_freed_when_the_load_ends(setup: Setup) -> None:
     resident = setup.admit("x")
     setup.residency.remove(resident.version)
     assert setup.is_here(resident)
@@ -273,7 +273,7 @@ def test_a_deleted_adapter_leaves_when_its_load_is_done(setup: Setup) -> None:
     assert not setup.is_here(resident)
 
 
-def test_a_load_that_is_over_cannot_go_on(setup: Setup) -> None:
+def test_a_completed_load_cannot_be_advanced(setup: Setup) -> None:
     resident = setup.load("x")
     with pytest.raises(AssertionError, match="is not being loaded"):
         setup.residency.advance_load(resident, 0)
@@ -281,12 +281,12 @@ def test_a_load_that_is_over_cannot_go_on(setup: Setup) -> None:
         setup.residency.abandon_load(resident)
 
 
-def test_more_pages_than_it_has_cannot_be_loaded(setup: Setup) -> None:
+def test_a_load_cannot_exceed_the_pages_of_its_adapter(setup: Setup) -> None:
     with pytest.raises(AssertionError, match="more pages were loaded than"):
         setup.residency.advance_load(setup.admit("x"), 11)
 
 
-def test_for_a_slot_the_idle_adapter_that_the_policy_ranks_lowest_leaves() -> None:
+def test_freeing_a_slot_evicts_the_lowest_ranked_idle_adapter() -> None:
     setup = Setup(ExpectedCost(COSTS))
     dear, cheap, other = (
         setup.load(name, num_bytes=size) for name, size in [("d", 3000), ("c", 1000), ("o", 2000)]
@@ -312,7 +312,7 @@ class RecordingPolicy:
         self.learned.append((item, was_used))
 
 
-def test_the_policy_learns_what_is_used_again_and_what_leaves_for_pages_or_a_slot() -> None:
+def test_the_policy_learns_reuses_and_evictions_for_pages_or_slots() -> None:
     policy = RecordingPolicy()
     setup = Setup(policy)
     used, second, third = setup.load("x"), setup.load("y"), setup.load("z")
@@ -323,7 +323,7 @@ def test_the_policy_learns_what_is_used_again_and_what_leaves_for_pages_or_a_slo
     assert policy.learned == [(used, True), (second, False), (third, False)]
 
 
-def test_what_is_deleted_tells_the_policy_nothing() -> None:
+def test_deletions_are_not_recorded_as_outcomes() -> None:
     policy = RecordingPolicy()
     setup = Setup(policy)
     setup.residency.remove(setup.load("x").version)
@@ -331,7 +331,7 @@ def test_what_is_deleted_tells_the_policy_nothing() -> None:
     assert policy.learned == []
 
 
-def test_bringing_an_adapter_back_takes_its_fetch_and_its_load(setup: Setup) -> None:
+def test_restoring_an_adapter_costs_its_fetch_and_its_load(setup: Setup) -> None:
     owner = setup.tenants.find("owner")
     resident = setup.residency.allocate(
         AdapterVersion("owner", "x"), owner, 10, 1_000_000, TARGETS, fetch_s=0.5
@@ -339,7 +339,7 @@ def test_bringing_an_adapter_back_takes_its_fetch_and_its_load(setup: Setup) -> 
     assert resident.restore_s(COSTS) == pytest.approx(0.51)
 
 
-def test_for_a_slot_an_adapter_that_a_floor_protects_leaves_last(setup: Setup) -> None:
+def test_freeing_a_slot_evicts_an_adapter_within_a_floor_last(setup: Setup) -> None:
     setup.tenants.set_share("safe", TenantShare(min_share=0.2))
     first, second = setup.load("x", tenant="safe"), setup.load("y", tenant="safe")
     last = setup.load("z")
@@ -352,7 +352,7 @@ def test_for_a_slot_an_adapter_that_a_floor_protects_leaves_last(setup: Setup) -
     assert setup.is_here(second)
 
 
-def test_for_a_slot_a_tenant_may_give_up_what_its_own_floor_protects(setup: Setup) -> None:
+def test_freeing_a_slot_may_evict_an_adapter_within_the_requesters_own_floor(setup: Setup) -> None:
     setup.tenants.set_share("safe", TenantShare(min_share=0.3))
     own = setup.load("x", tenant="safe")
     setup.load("y")
@@ -361,7 +361,7 @@ def test_for_a_slot_a_tenant_may_give_up_what_its_own_floor_protects(setup: Setu
     assert not setup.is_here(own)
 
 
-def test_for_a_slot_a_pinned_adapter_leaves_after_one_that_a_floor_protects(setup: Setup) -> None:
+def test_freeing_a_slot_evicts_a_pinned_adapter_after_one_within_a_floor(setup: Setup) -> None:
     setup.tenants.set_share("safe", TenantShare(min_share=0.1))
     pinned, safe = setup.load("x"), setup.load("y", tenant="safe")
     setup.residency.pin(pinned)
@@ -374,7 +374,7 @@ def test_for_a_slot_a_pinned_adapter_leaves_after_one_that_a_floor_protects(setu
     assert not setup.is_here(pinned)
 
 
-def test_an_adapter_that_is_pinned_or_unpinned_keeps_the_rank_that_it_fell_idle_with() -> None:
+def test_pinning_does_not_change_an_idle_adapters_eviction_rank() -> None:
     setup = Setup(LeastRecentlyUsed())
     first, second = setup.load("x"), setup.load("y")
     setup.residency.pin(first)
@@ -386,7 +386,7 @@ def test_an_adapter_that_is_pinned_or_unpinned_keeps_the_rank_that_it_fell_idle_
     assert setup.is_here(third) and not setup.is_here(first)
 
 
-def test_without_an_idle_adapter_there_is_no_room_for_a_slot(setup: Setup) -> None:
+def test_a_slot_cannot_be_freed_without_an_unprotected_idle_adapter(setup: Setup) -> None:
     spared = setup.load("x")
     for name in "yz":
         setup.residency.acquire(setup.load(name))
@@ -398,7 +398,7 @@ def test_without_an_idle_adapter_there_is_no_room_for_a_slot(setup: Setup) -> No
     assert not setup.is_here(spared)
 
 
-def test_an_adapter_that_had_to_leave_for_a_tenant_above_its_share_was_pushed_out(setup: Setup) -> None:
+def test_an_adapter_evicted_for_a_tenant_above_its_share_is_displaced(setup: Setup) -> None:
     resident = setup.load("x")
     setup.push_out(51)
     assert setup.residency.was_displaced(resident.version), (
@@ -411,14 +411,14 @@ def test_an_adapter_that_had_to_leave_for_a_tenant_above_its_share_was_pushed_ou
     assert not setup.residency.was_displaced(resident.version)
 
 
-def test_an_adapter_that_left_for_a_tenant_within_its_share_was_not_pushed_out(setup: Setup) -> None:
+def test_an_adapter_evicted_for_a_tenant_within_its_share_is_not_displaced(setup: Setup) -> None:
     resident = setup.load("x")
     setup.push_out(50)
     assert not setup.is_here(resident)
     assert not setup.residency.was_displaced(resident.version)
 
 
-def test_an_adapter_that_left_for_its_own_tenant_was_not_pushed_out(setup: Setup) -> None:
+def test_an_adapter_evicted_for_its_own_tenant_is_not_displaced(setup: Setup) -> None:
     setup.tenants.find("waits").num_waiting = 1
     resident = setup.load("x")
     setup.push_out(80, requester="owner")
@@ -426,7 +426,7 @@ def test_an_adapter_that_left_for_its_own_tenant_was_not_pushed_out(setup: Setup
     assert not setup.residency.was_displaced(resident.version)
 
 
-def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_was_pushed_out(setup: Setup) -> None:
+def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_is_displaced(setup: Setup) -> None:
     residents = [setup.load(name) for name in "xyz"]
     requester = setup.tenants.find("requester")
     setup.pool.allocate(60, requester)
@@ -438,14 +438,14 @@ def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_was_pushed_ou
     ]
 
 
-def test_what_was_pushed_out_is_forgotten_with_the_adapter(setup: Setup) -> None:
+def test_deleting_an_adapter_clears_its_displacement(setup: Setup) -> None:
     resident = setup.load("x")
     setup.push_out(60)
     setup.residency.remove(resident.version)
     assert not setup.residency.was_displaced(resident.version)
 
 
-def test_of_those_that_were_pushed_out_only_so_many_are_remembered(
+def test_the_number_of_remembered_displacements_is_bounded(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slora.pool.residency._MAX_DISPLACED", 2)

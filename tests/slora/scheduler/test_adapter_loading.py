@@ -77,7 +77,7 @@ def setup() -> Setup:
     return Setup()
 
 
-def test_who_waits_is_told_of_when_its_adapter_is_on_the_host(setup: Setup) -> None:
+def test_waiting_sequences_are_returned_when_their_fetch_completes(setup: Setup) -> None:
     first, second = (make_sequence(setup.tenant, adapter=LARGE) for _ in range(2))
     setup.loading.add_waiter(first, LARGE)
     setup.loading.add_waiter(second, LARGE)
@@ -97,7 +97,7 @@ def test_an_adapter_has_its_size_as_soon_as_it_is_on_the_host_and_in_the_pool(se
     assert setup.source.num_pinned == 0 and setup.loading.num_pages(LARGE) == 5
 
 
-def test_a_load_comes_in_slices_and_is_ready_with_the_last_one(setup: Setup) -> None:
+def test_a_load_is_split_into_slices_and_is_ready_with_the_last_one(setup: Setup) -> None:
     setup.fetch(LARGE)
     resident = setup.begin(LARGE)
     assert setup.pool.num_held == 5 and not setup.loading.is_ready(resident)
@@ -113,7 +113,7 @@ def test_a_load_comes_in_slices_and_is_ready_with_the_last_one(setup: Setup) -> 
     assert setup.run(9) == []
 
 
-def test_the_oldest_load_goes_first_and_leaves_the_next_what_is_over(setup: Setup) -> None:
+def test_the_oldest_load_is_served_first_and_the_next_gets_the_remaining_budget(setup: Setup) -> None:
     setup.fetch(LARGE, SMALL)
     setup.begin(LARGE), setup.begin(SMALL)
     assert setup.run(4) == [(LARGE, 0, 4)]
@@ -122,7 +122,7 @@ def test_the_oldest_load_goes_first_and_leaves_the_next_what_is_over(setup: Setu
     assert setup.loading.num_loads == 2
 
 
-def test_the_copy_on_the_host_stays_until_the_last_slice_and_no_longer(setup: Setup) -> None:
+def test_the_host_copy_is_released_after_the_last_slice(setup: Setup) -> None:
     setup.fetch(LARGE)
     setup.begin(LARGE)
     setup.run(4)
@@ -131,7 +131,7 @@ def test_the_copy_on_the_host_stays_until_the_last_slice_and_no_longer(setup: Se
     assert setup.source.num_pinned == 0
 
 
-def test_an_adapter_that_loads_stays_though_its_only_request_has_ended(setup: Setup) -> None:
+def test_a_load_continues_after_its_only_request_has_ended(setup: Setup) -> None:
     setup.fetch(LARGE)
     resident = setup.begin(LARGE)
     setup.run(1)
@@ -141,7 +141,7 @@ def test_an_adapter_that_loads_stays_though_its_only_request_has_ended(setup: Se
     assert (setup.pool.num_held, setup.pool.num_cached) == (0, 5) and setup.loading.find(LARGE) is resident
 
 
-def test_what_a_broken_step_was_to_load_leaves_with_its_last_user(setup: Setup) -> None:
+def test_an_adapter_whose_load_failed_is_freed_with_its_last_user(setup: Setup) -> None:
     setup.fetch(LARGE, SMALL)
     large, small = setup.begin(LARGE), setup.begin(SMALL)
     plan = setup.plan(5)
@@ -154,7 +154,7 @@ def test_what_a_broken_step_was_to_load_leaves_with_its_last_user(setup: Setup) 
 
 
 @pytest.mark.parametrize("when", ["waiting", "on the host", "loading", "loaded"])
-def test_a_deleted_adapter_leaves_pool_and_host(setup: Setup, when: str) -> None:
+def test_a_deleted_adapter_is_freed_from_pool_and_host(setup: Setup, when: str) -> None:
     steps: dict[str, Callable[[], object]] = {
         "on the host": lambda: setup.fetch(LARGE),
         "loading": lambda: (setup.begin(LARGE), setup.run(2)),

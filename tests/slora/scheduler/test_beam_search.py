@@ -127,7 +127,7 @@ def test_a_hypothesis_tells_the_log_probability_of_each_of_its_tokens() -> None:
     assert all(one.logprobs is None for one in plain)
 
 
-def test_a_beam_that_takes_its_proposal_back_is_waited_for() -> None:
+def test_a_search_waits_for_a_beam_that_withdrew_its_proposal() -> None:
     search = BeamSearch(beam_params(2, 2, 4, 1.0, early_stopping=False), frozenset())
     model = random_model(4, 0)
     search.propose(0, propose(model, (), 2))
@@ -157,7 +157,7 @@ def say(search: BeamSearch, beam: int, **chances: float) -> None:
     search.propose(beam, Proposal([ids[name] for name in chances], scores, scores))
 
 
-def test_what_ends_behind_the_first_ones_is_no_hypothesis() -> None:
+def test_only_endings_among_the_best_proposals_become_hypotheses() -> None:
     """With a width of 2, an ending token counts only among the first two continuations.
 
     If the third one counted, there would be two hypotheses and the search would end.
@@ -168,14 +168,14 @@ def test_what_ends_behind_the_first_ones_is_no_hypothesis() -> None:
     assert [one.token_ids for one in search.best(2)] == [(END,)]
 
 
-def test_a_search_is_over_when_its_best_beam_could_only_draw_level() -> None:
+def test_a_search_ends_when_its_best_beam_can_at_most_tie() -> None:
     search = start(1)
     say(search, 0, end=-1.0, a=-1.0)
     assert search.advance(9) is None
 
 
 @pytest.mark.parametrize("best", [-1.5, -1.15])
-def test_only_the_best_hypotheses_count_for_when_a_search_is_over(best: float) -> None:
+def test_only_the_best_hypotheses_decide_when_a_search_ends(best: float) -> None:
     """Three hypotheses have ended, and the worst, -3, is dropped. An open beam must beat -1.2."""
     search = start(2)
     say(search, 0, a=-0.1, stop=-3.0, b=-4.0)
@@ -189,7 +189,7 @@ def test_only_the_best_hypotheses_count_for_when_a_search_is_over(best: float) -
     assert [one.token_ids for one in search.best(9)] == [(A, END), (A, C, END)]
 
 
-def test_of_equals_the_first_comes_first() -> None:
+def test_equal_scores_keep_their_order() -> None:
     """Ties keep their order: hypotheses by the time they ended, continuations by beam, proposals by position."""
     search = start(3)
     say(search, 0, a=-1.0, end=-1.0, stop=-1.0, c=-1.0, b=-1.0)
@@ -204,7 +204,7 @@ def test_of_equals_the_first_comes_first() -> None:
     assert [one.token_ids for one in search.best(3)] == [(END,), (STOP,)]
 
 
-def test_a_hypothesis_is_told_with_what_the_model_said_not_with_what_the_request_added() -> None:
+def test_hypotheses_report_model_logprobs_without_the_requests_biases() -> None:
     """The second token has a bias of 2. The bias counts in the ranking, but not in the reported log-probability."""
     search = start(1)
     search.propose(0, Proposal([A, END], [1.0, -0.4], [-1.0, -0.4], ((END, -0.4),)))

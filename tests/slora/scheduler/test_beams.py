@@ -170,7 +170,7 @@ def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits
     assert plain != expected
 
 
-def test_beams_never_see_what_others_wrote_into_pages_that_they_gave_back(kits: Kits) -> None:
+def test_beams_never_read_kv_written_into_pages_that_they_freed(kits: Kits) -> None:
     """Searches and requests with several choices run in one batch. Each must get the answer that it gets alone."""
     kit = kits("llama")
     source, versions = make_source(kit)
@@ -204,7 +204,7 @@ def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
     return [beam.blocks.pages.tolist() for beam in engine._scheduler.find(request.request_id)]
 
 
-def test_beams_share_the_pages_of_what_they_have_in_common(kits: Kits) -> None:
+def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
     request = EngineRequest("r", "t", list(range(1, 38)), None, replace(SEARCH, best_of=4))
@@ -260,7 +260,9 @@ def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
     ],
 )
-def test_what_a_search_can_not_heed_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+def test_parameters_that_a_search_cannot_honour_are_refused_by_name(
+    changes: dict[str, object], field: str
+) -> None:
     with pytest.raises(RequestRefused, match=field) as caught:
         replace(SEARCH, **changes)  # type: ignore[arg-type]
     assert caught.value.param == field

@@ -12,7 +12,7 @@ from tests.support.scheduler_bench import COSTS
 
 
 @pytest.mark.parametrize("weight", [1.0, 4.0])
-def test_a_token_of_the_prompt_costs_1_and_a_generated_one_2_by_weight(weight: float) -> None:
+def test_a_prompt_token_costs_1_and_a_generated_token_2_divided_by_weight(weight: float) -> None:
     tenant = make_tenant("a", TenantShare(weight=weight))
     sequence = make_sequence(tenant, prompt=10)
     charge_prompt(sequence, 10)
@@ -21,7 +21,7 @@ def test_a_token_of_the_prompt_costs_1_and_a_generated_one_2_by_weight(weight: f
     assert tenant.service == 12 / weight
 
 
-def test_a_prompt_is_charged_once_in_whatever_chunks_it_is_computed_and_computed_again() -> None:
+def test_a_prompt_is_charged_once_across_chunks_and_recomputation() -> None:
     random = Random(0)
     for _ in range(50):
         tenant = make_tenant("a")
@@ -36,7 +36,7 @@ def test_a_prompt_is_charged_once_in_whatever_chunks_it_is_computed_and_computed
         assert tenant.service == 20
 
 
-def test_what_was_found_when_it_began_again_is_not_charged_though_it_had_computed_nothing_before() -> None:
+def test_cached_tokens_found_after_a_preemption_are_not_charged() -> None:
     """Born from a bug: a sequence preempted before its first token was charged for prefix blocks that others had
     computed."""
     tenant = make_tenant("a")
@@ -46,7 +46,7 @@ def test_what_was_found_when_it_began_again_is_not_charged_though_it_had_compute
     assert tenant.service == 4
 
 
-def test_a_load_costs_what_its_time_is_worth_in_tokens() -> None:
+def test_a_load_is_charged_as_the_prefill_tokens_of_its_duration() -> None:
     """Loading 10,000 bytes takes 1 ms. Computing one token takes as long."""
     tenant = make_tenant("a", TenantShare(weight=2))
     charge_load(tenant, 10_000, COSTS)

@@ -31,7 +31,7 @@ def make_search(stop_ids: frozenset[int]) -> Sequence:
     return Sequence(EngineRequest("r", "a", [1, 1], None, params), TENANT, 5, stop_ids, 0, BLOCK_TOKENS)
 
 
-def test_those_who_have_not_begun_by_their_latest_start_are_told_of_once_in_order() -> None:
+def test_requests_past_their_latest_start_are_returned_once_in_order() -> None:
     deadlines = make_deadlines()
     late, later, last = (make_waiting() for _ in range(3))
     for sequence, deadline_s in ((last, 10.0), (late, 2.0), (later, 3.0)):
@@ -42,7 +42,7 @@ def test_those_who_have_not_begun_by_their_latest_start_are_told_of_once_in_orde
     assert deadlines.pop_missed(10.0) == [last]
 
 
-def test_who_runs_has_spoken_or_is_over_is_not_told_of() -> None:
+def test_running_answered_and_finished_requests_do_not_miss_deadlines() -> None:
     deadlines = make_deadlines()
     running, spoken, over, late = (make_waiting() for _ in range(4))
     running.is_running = over.is_finished = True
@@ -52,7 +52,7 @@ def test_who_runs_has_spoken_or_is_over_is_not_told_of() -> None:
     assert deadlines.pop_missed(2.0) == [late]
 
 
-def test_the_next_moment_to_look_is_the_earliest_latest_start() -> None:
+def test_the_next_due_time_is_the_earliest_latest_start() -> None:
     deadlines = make_deadlines()
     assert deadlines.next_due_s is None
     deadlines.add(make_waiting(), 6.0)
@@ -64,7 +64,7 @@ def test_the_next_moment_to_look_is_the_earliest_latest_start() -> None:
     assert deadlines.next_due_s is None
 
 
-def test_a_search_that_a_stop_token_may_end_is_told_of_at_its_deadline_though_it_runs() -> None:
+def test_a_running_search_with_stop_tokens_misses_its_deadline_only_at_the_deadline() -> None:
     unfinished = UnfinishedRequests()
     deadlines = Deadlines(COSTS, unfinished)
     search = make_search(frozenset([STOP_TOKEN]))
@@ -77,7 +77,7 @@ def test_a_search_that_a_stop_token_may_end_is_told_of_at_its_deadline_though_it
     assert deadlines.pop_missed(20.0) == [search]
 
 
-def test_a_search_without_stop_tokens_is_told_of_when_its_tokens_can_not_all_come_in_time() -> None:
+def test_a_search_without_stop_tokens_misses_its_deadline_once_too_few_steps_remain() -> None:
     """After the prompt, four of the five steps take a second each."""
     unfinished = UnfinishedRequests()
     deadlines = Deadlines(COSTS, unfinished)

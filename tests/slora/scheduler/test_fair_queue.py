@@ -34,14 +34,14 @@ def test_the_tenant_that_has_had_least_is_next() -> None:
     assert [serve(queue, 4) for _ in range(6)] == [b, b, b, a, b, a]
 
 
-def test_service_goes_by_weight() -> None:
+def test_service_is_proportional_to_weight() -> None:
     queue, light, heavy = FairQueue(), make_tenant("light"), make_tenant("heavy", TenantShare(weight=3))
     push(queue, light, 100), push(queue, heavy, 100)
     served = [serve(queue, 10) for _ in range(40)]
     assert served.count(heavy) == 3 * served.count(light) == 30
 
 
-def test_within_a_tenant_its_own_priority_goes_before_arrival() -> None:
+def test_requests_of_one_tenant_are_ordered_by_priority_then_arrival() -> None:
     queue, a = FairQueue(), make_tenant("a")
     last, first, second, early = (make_sequence(a, priority) for priority in (5, 0, 0, -3))
     for sequence in (last, second, first, early):
@@ -53,7 +53,7 @@ def test_within_a_tenant_its_own_priority_goes_before_arrival() -> None:
     assert order == [early, first, second, last]
 
 
-def test_a_priority_of_a_request_gives_its_tenant_nothing_against_others() -> None:
+def test_a_request_priority_does_not_affect_other_tenants() -> None:
     queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b")
     push(queue, a, priority=-1000)
     push(queue, b)
@@ -61,14 +61,14 @@ def test_a_priority_of_a_request_gives_its_tenant_nothing_against_others() -> No
     assert serve(queue, 1) is b
 
 
-def test_a_later_class_waits_while_an_earlier_one_has_anybody_waiting() -> None:
+def test_a_later_priority_class_waits_until_the_earlier_one_is_empty() -> None:
     queue = FairQueue()
     later, earlier = make_tenant("later", TenantShare(priority=1)), make_tenant("earlier")
     push(queue, later, 2), push(queue, earlier, 2)
     assert [serve(queue, 1000) for _ in range(4)] == [earlier, earlier, later, later]
 
 
-def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
+def test_peek_skips_the_excluded_tenants() -> None:
     queue, a, b, c = FairQueue(), make_tenant("a"), make_tenant("b"), make_tenant("c")
     for tenant, service in ((a, 1), (b, 2), (c, 3)):
         push(queue, tenant)
@@ -80,7 +80,7 @@ def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
 # -- the lift rule ------------------------------------------------------------------------------------------------
 
 
-def test_who_comes_back_from_idle_is_lifted_to_the_least_served_of_those_who_wait() -> None:
+def test_an_idle_tenants_counter_is_lifted_to_the_lowest_waiting_counter() -> None:
     queue, a, b, idle = FairQueue(), make_tenant("a"), make_tenant("b"), make_tenant("idle", service=3)
     push(queue, a), push(queue, b)
     a.charge(100), b.charge(70)
@@ -88,14 +88,14 @@ def test_who_comes_back_from_idle_is_lifted_to_the_least_served_of_those_who_wai
     assert idle.service == 70
 
 
-def test_who_has_had_more_than_those_who_wait_is_not_let_down() -> None:
+def test_the_lift_never_lowers_a_counter() -> None:
     queue, greedy = FairQueue(), make_tenant("greedy", service=500)
     push(queue, make_tenant("a", service=100))
     push(queue, greedy)
     assert greedy.service == 500
 
 
-def test_where_nobody_waits_a_newcomer_is_lifted_to_who_waited_last() -> None:
+def test_with_an_empty_queue_the_counter_is_lifted_to_that_of_the_last_waiting_tenant() -> None:
     queue, last, idle = FairQueue(), make_tenant("last"), make_tenant("idle")
     push(queue, last)
     last.charge(80)
@@ -104,7 +104,7 @@ def test_where_nobody_waits_a_newcomer_is_lifted_to_who_waited_last() -> None:
     assert idle.service == 80
 
 
-def test_who_has_somebody_waiting_is_not_lifted() -> None:
+def test_a_tenant_with_waiting_requests_is_not_lifted() -> None:
     queue, slow, fast = FairQueue(), make_tenant("slow"), make_tenant("fast")
     push(queue, slow), push(queue, fast)
     fast.charge(100)
@@ -112,7 +112,7 @@ def test_who_has_somebody_waiting_is_not_lifted() -> None:
     assert slow.service == 0
 
 
-def test_who_gave_way_is_not_lifted_since_it_has_not_been_idle() -> None:
+def test_pushing_a_preempted_sequence_does_not_lift_its_tenant() -> None:
     queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b", service=100)
     (sequence,) = push(queue, a)
     queue.remove(sequence)
@@ -122,7 +122,7 @@ def test_who_gave_way_is_not_lifted_since_it_has_not_been_idle() -> None:
     assert a.service == 0
 
 
-def test_a_newcomer_is_lifted_to_those_of_its_own_class() -> None:
+def test_the_lift_considers_only_the_tenants_own_priority_class() -> None:
     """Born from a bug: the newcomer was lifted only to a starving tenant of a later class.
 
     It then kept its own class waiting until it had received as much service as they had.
@@ -134,7 +134,7 @@ def test_a_newcomer_is_lifted_to_those_of_its_own_class() -> None:
     assert idle.service == 1000
 
 
-def test_where_nobody_of_its_class_waits_a_newcomer_is_lifted_to_who_of_it_waited_last() -> None:
+def test_with_an_empty_class_the_lift_uses_the_last_tenant_of_that_class() -> None:
     """Born from a bug: it was lifted to the last tenant that left the queue, of any class."""
     queue = FairQueue()
     later = [make_tenant(name, TenantShare(priority=1)) for name in ("later", "later newcomer")]
@@ -154,7 +154,7 @@ def test_where_nobody_of_its_class_waits_a_newcomer_is_lifted_to_who_of_it_waite
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=80),
     st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=4, max_size=4),
 )
-def test_of_tenants_that_always_wait_no_two_drift_apart(
+def test_counters_of_backlogged_tenants_stay_close(
     arrivals: list[tuple[int, int]], weights: list[float]
 ) -> None:
     """VTC's bound: the counters never differ by more than the cost of one request divided by the smaller weight."""
@@ -172,7 +172,7 @@ def test_of_tenants_that_always_wait_no_two_drift_apart(
 # -- removal, and which requests are reported ----------------------------------------------------------------------
 
 
-def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
+def test_a_removed_sequence_is_never_returned() -> None:
     queue, a = FairQueue(), make_tenant("a")
     first, second, third = push(queue, a, 3)
     queue.remove(second)
@@ -185,7 +185,7 @@ def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
     assert queue.peek() is None and len(queue) == a.num_waiting == 0
 
 
-def test_who_is_told_to_be_next_soon_waits_and_stands_first_of_its_tenant() -> None:
+def test_upcoming_lists_waiting_sequences_first_of_each_tenant() -> None:
     queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b", service=1)
     of_a, of_b = push(queue, a, 3), push(queue, b, 2)
     queue.remove(of_a[1])
@@ -198,13 +198,13 @@ def test_who_is_told_to_be_next_soon_waits_and_stands_first_of_its_tenant() -> N
 # -- preemption; see test_fair_victims too ---------------------------------------------------------------------------
 
 
-def test_of_a_tenant_its_least_urgent_gives_way_first() -> None:
+def test_the_lowest_priority_sequence_of_a_tenant_is_preempted_first() -> None:
     queue, a = FairQueue(), make_tenant("a")
     running = [make_sequence(a, priority) for priority in (0, 7, 0)]
     assert queue.choose_victim(running) is running[1]
 
 
-def test_a_later_class_gives_way_before_one_that_has_had_more() -> None:
+def test_a_later_priority_class_is_preempted_before_a_more_served_tenant() -> None:
     queue = FairQueue()
     later, earlier = make_tenant("later", TenantShare(priority=1)), make_tenant("earlier", service=9)
     running = [make_sequence(later), make_sequence(earlier)]
@@ -212,14 +212,14 @@ def test_a_later_class_gives_way_before_one_that_has_had_more() -> None:
 
 
 @pytest.mark.parametrize(("num_pages", "gives_way"), [(5, "much"), (4, "little"), (0, "little")])
-def test_who_is_within_its_floor_gives_way_last(num_pages: int, gives_way: str) -> None:
+def test_a_tenant_within_its_page_floor_is_preempted_last(num_pages: int, gives_way: str) -> None:
     queue, much, little = FairQueue(), make_tenant("much", service=9), make_tenant("little", service=1)
     much.min_pages, much.num_pages, little.num_pages = 4, num_pages, 1
     running = [make_sequence(much), make_sequence(little)]
     assert queue.choose_victim(running).tenant.name == gives_way
 
 
-def test_if_all_are_within_their_floors_one_gives_way_all_the_same() -> None:
+def test_a_victim_is_chosen_even_if_all_tenants_are_within_their_floors() -> None:
     queue, a = FairQueue(), make_tenant("a")
     a.min_pages = 4
     running = [make_sequence(a), make_sequence(a)]

@@ -42,7 +42,7 @@ class Runners:
         return Sequence(request, self.tenants.find(tenant), 8, frozenset(), 0, 4)
 
 
-def test_of_tenants_that_hold_as_much_the_sequence_with_least_computed_gives_way() -> None:
+def test_of_equal_tenants_the_sequence_with_fewest_computed_tokens_is_preempted() -> None:
     runners = Runners()
     runners.run("begun", "a", 10, 5)
     runners.run("far along", "b", 10, 90)
@@ -50,7 +50,7 @@ def test_of_tenants_that_hold_as_much_the_sequence_with_least_computed_gives_way
     assert runners.victim == "begun"
 
 
-def test_a_tenant_that_holds_no_more_than_its_share_is_spared() -> None:
+def test_a_tenant_within_its_share_is_not_preempted() -> None:
     runners = Runners()
     runners.run("modest", "a", 4, 1)
     for number in range(3):
@@ -65,7 +65,7 @@ def test_a_larger_weight_is_a_larger_share() -> None:
     assert runners.victim == "other"
 
 
-def test_those_who_wait_have_a_share_as_well() -> None:
+def test_waiting_tenants_reduce_the_share_of_the_others() -> None:
     runners = Runners()
     runners.run("small", "a", 12, 1)
     runners.run("large", "b", 18, 50)
@@ -82,14 +82,14 @@ def test_pages_that_are_only_cached_do_not_count_as_held() -> None:
     assert runners.victim == "other"
 
 
-def test_a_late_priority_class_gives_way_before_one_that_holds_more() -> None:
+def test_a_later_priority_class_is_preempted_before_a_larger_tenant() -> None:
     runners = Runners(a=TenantShare(priority=1))
     runners.run("late", "a", 1, 90)
     runners.run("early", "b", 50, 1)
     assert runners.victim == "late"
 
 
-def test_a_tenant_at_its_floor_gives_way_last() -> None:
+def test_a_tenant_at_its_page_floor_is_preempted_last() -> None:
     runners = Runners(a=TenantShare(min_share=0.5))
     runners.run("at its floor", "a", 50, 1)
     runners.run("other", "b", 1, 90)
@@ -105,7 +105,7 @@ def test_a_request_s_priority_counts_within_its_tenant_only(priority: int) -> No
     assert runners.victim == ("begun" if priority > 0 else "further")
 
 
-def test_of_two_with_as_much_computed_the_newer_one_gives_way() -> None:
+def test_of_equally_computed_sequences_the_newer_one_is_preempted() -> None:
     runners = Runners()
     for name in ("old", "new"):
         runners.run(name, "a", 5, 5)

@@ -5,7 +5,7 @@ from slora.tenant_share import TenantShare
 from tests.support.queueing import make_sequence, make_tenant
 
 
-def test_the_first_to_arrive_is_next_whatever_its_tenant_has_had_and_whenever_it_was_pushed() -> None:
+def test_the_earliest_arrival_is_next_regardless_of_service_and_push_order() -> None:
     queue = FifoQueue()
     much = make_tenant("much", TenantShare(priority=9), service=1000)
     little = make_tenant("little")
@@ -19,7 +19,7 @@ def test_the_first_to_arrive_is_next_whatever_its_tenant_has_had_and_whenever_it
     assert order == [first, second, third]
 
 
-def test_who_gave_way_comes_back_in_its_old_place() -> None:
+def test_a_preempted_sequence_returns_to_its_old_place() -> None:
     queue, a = FifoQueue(), make_tenant("a")
     old, new = make_sequence(a), make_sequence(a)
     queue.push(old)
@@ -29,7 +29,7 @@ def test_who_gave_way_comes_back_in_its_old_place() -> None:
     assert queue.peek() is old
 
 
-def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
+def test_peek_skips_the_excluded_tenants() -> None:
     queue, a, b = FifoQueue(), make_tenant("a"), make_tenant("b")
     first, second, third = make_sequence(a), make_sequence(a), make_sequence(b)
     for sequence in (first, second, third):
@@ -37,7 +37,7 @@ def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
     assert [queue.peek(over) for over in ([], [b], [a], [a, b])] == [first, first, third, None]
 
 
-def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
+def test_a_removed_sequence_is_never_returned() -> None:
     queue, a = FifoQueue(), make_tenant("a")
     first, second, third = (make_sequence(a) for _ in range(3))
     for sequence in (first, second, third):
@@ -51,7 +51,7 @@ def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
     assert queue.peek() is None and len(queue) == a.num_waiting == 0
 
 
-def test_who_is_told_to_be_next_soon_waits() -> None:
+def test_upcoming_lists_only_waiting_sequences() -> None:
     queue, a = FifoQueue(), make_tenant("a")
     sequences = [make_sequence(a) for _ in range(4)]
     for sequence in sequences:
@@ -61,7 +61,7 @@ def test_who_is_told_to_be_next_soon_waits() -> None:
     assert set(queue.upcoming(10)) == {sequences[0], *sequences[2:]}
 
 
-def test_the_newest_gives_way() -> None:
+def test_the_newest_sequence_is_preempted() -> None:
     queue, a, b = FifoQueue(), make_tenant("a", service=1000), make_tenant("b")
     old, new = make_sequence(a), make_sequence(b)
     assert queue.choose_victim([new, old]) is new

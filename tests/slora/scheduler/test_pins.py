@@ -31,7 +31,7 @@ def pin(bench: SchedulerBench, *versions: AdapterVersion) -> None:
     bench.come_to_rest()
 
 
-def test_a_pinned_adapter_is_there_before_anybody_asks_and_nobody_is_charged() -> None:
+def test_a_pinned_adapter_is_loaded_before_any_request_and_without_a_charge() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.set_pins([LARGE])
     bench.step()
@@ -46,7 +46,7 @@ def test_a_pinned_adapter_is_there_before_anybody_asks_and_nobody_is_charged() -
     assert bench.source.num_fetches[LARGE] == bench.scheduler.adapters.num_loads == 1
 
 
-def test_a_pinned_adapter_is_loaded_in_slices_beside_those_who_decode() -> None:
+def test_a_pinned_adapter_is_loaded_in_slices_beside_decoding_requests() -> None:
     bench = SchedulerBench(PAGES, num_pages=12, load_pages=1)
     bench.add("decodes", max_tokens=9)
     bench.step()
@@ -62,7 +62,7 @@ def test_a_pinned_adapter_is_loaded_in_slices_beside_those_who_decode() -> None:
     assert is_loaded(bench, SMALL)
 
 
-def test_a_pin_leaves_those_who_run_the_pages_of_their_prompts() -> None:
+def test_a_pin_never_takes_pages_that_a_running_prompt_still_needs() -> None:
     """Of 12 pages, the prompt takes 10 chunk by chunk. The adapter's 3 pages are free until shortly before the
     prompt's end."""
     bench = SchedulerBench(PAGES, num_pages=12, max_num_batched_tokens=8)
@@ -78,7 +78,7 @@ def test_a_pin_leaves_those_who_run_the_pages_of_their_prompts() -> None:
     assert is_loaded(bench, LARGE)
 
 
-def test_a_pin_takes_what_is_idle_but_not_the_adapter_of_who_is_next() -> None:
+def test_a_pin_does_not_evict_the_adapter_of_the_next_request() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, num_slots=1, max_num_seqs=1)
     bench.add("first", adapter=SMALL)
     list(bench.run_to_end(9))
@@ -94,7 +94,7 @@ def test_a_pin_takes_what_is_idle_but_not_the_adapter_of_who_is_next() -> None:
     assert is_loaded(bench, LARGE) and bench.residency.find(SMALL) is None
 
 
-def test_a_pinned_adapter_stays_while_others_can_give_way() -> None:
+def test_sequences_are_preempted_before_a_pinned_adapter_is_evicted() -> None:
     bench = SchedulerBench(PAGES, num_pages=9)
     pin(bench, LARGE)
     for name in "abc":
@@ -105,7 +105,7 @@ def test_a_pinned_adapter_stays_while_others_can_give_way() -> None:
     assert bench.scheduler.num_preemptions > 0, "there was no need"
 
 
-def test_nobody_starts_on_the_last_pages_that_are_not_pinned() -> None:
+def test_no_request_starts_on_the_last_unpinned_pages() -> None:
     """Of 8 pages, 3 are pinned, and the running request has 2 and soon 3. Another request of 3 pages would soon be
     preempted."""
     bench = SchedulerBench(PAGES, num_pages=8, max_num_batched_tokens=40)
@@ -116,7 +116,7 @@ def test_nobody_starts_on_the_last_pages_that_are_not_pinned() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_itself() -> None:
+def test_a_request_may_evict_a_pin_for_the_last_page_and_the_pin_is_reloaded() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, LARGE)
     bench.add("large", prompt=24, max_tokens=4)  # its last token would begin an 8th page
@@ -130,7 +130,7 @@ def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_its
     assert is_loaded(bench, LARGE) and find(bench, LARGE).is_pinned
 
 
-def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
+def test_a_request_preempted_three_times_is_not_preempted_for_a_pin() -> None:
     """Born from a bug: a pin leaves less room, so that a request and a beam search preempted each other for ever."""
     bench = SchedulerBench(PAGES, num_pages=9, max_num_batched_tokens=40)
     pin(bench, LARGE)
@@ -151,7 +151,7 @@ def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
     assert is_loaded(bench, LARGE)
 
 
-def test_pins_hold_at_most_half_of_the_pool_and_what_is_beyond_is_an_adapter_like_any_other() -> None:
+def test_pins_beyond_half_of_the_pool_are_ordinary_adapters() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, LARGE, VERSIONS[2])
     assert is_loaded(bench, LARGE) and bench.residency.find(VERSIONS[2]) is None
@@ -167,7 +167,7 @@ def test_pins_hold_at_most_half_of_the_pool_and_what_is_beyond_is_an_adapter_lik
     assert find(bench, VERSIONS[2]).is_pinned
 
 
-def test_told_the_same_pins_again_nothing_happens_and_told_others_they_take_their_place() -> None:
+def test_setting_the_same_pins_is_a_no_op_and_other_pins_replace_them() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, SMALL)
     first = find(bench, SMALL)
@@ -180,7 +180,7 @@ def test_told_the_same_pins_again_nothing_happens_and_told_others_they_take_thei
     assert (bench.residency.num_pinned, bench.residency.num_pinned_pages) == (0, 0)
 
 
-def test_what_is_in_use_when_it_is_pinned_stays_afterwards() -> None:
+def test_an_adapter_pinned_while_in_use_stays_loaded() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.add("uses", adapter=LARGE, max_tokens=3)
     bench.source.deliver()
@@ -190,7 +190,7 @@ def test_what_is_in_use_when_it_is_pinned_stays_afterwards() -> None:
     assert find(bench, LARGE).is_pinned and bench.source.num_fetches[LARGE] == 1
 
 
-def test_a_deleted_adapter_is_pinned_no_more() -> None:
+def test_deleting_an_adapter_removes_its_pin() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, SMALL, LARGE)
     bench.scheduler.remove_adapter(LARGE)
@@ -199,7 +199,7 @@ def test_a_deleted_adapter_is_pinned_no_more() -> None:
     assert bench.source.num_fetches[LARGE] == 1
 
 
-def test_a_pin_that_is_taken_back_while_it_is_fetched_leaves_no_copy_behind() -> None:
+def test_removing_a_pin_during_its_fetch_frees_the_host_copy() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.set_pins([SMALL])
     bench.step()
@@ -209,7 +209,7 @@ def test_a_pin_that_is_taken_back_while_it_is_fetched_leaves_no_copy_behind() ->
     assert bench.source.num_pinned == 0 and bench.residency.find(SMALL) is None
 
 
-def test_a_pin_that_cannot_be_fetched_is_tried_again_after_growing_pauses_and_logged_once(
+def test_a_pin_that_cannot_be_fetched_is_retried_with_backoff_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
@@ -245,7 +245,7 @@ def test_a_pin_that_cannot_be_fetched_is_tried_again_after_growing_pauses_and_lo
     assert bench.scheduler.next_due_s == bench.now + 1 and len(caplog.records) == 2
 
 
-def test_a_pin_whose_load_broke_comes_back_after_growing_pauses() -> None:
+def test_a_pin_whose_load_failed_is_retried_with_backoff() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.set_pins([SMALL])
     for number, pause_s in enumerate((1, 2, 4), 1):
@@ -261,7 +261,7 @@ def test_a_pin_whose_load_broke_comes_back_after_growing_pauses() -> None:
     assert is_loaded(bench, SMALL)
 
 
-def test_a_pin_for_which_there_is_no_room_keeps_nothing_on_the_host_from_those_who_wait() -> None:
+def test_a_pin_without_room_in_the_pool_does_not_occupy_the_host_cache() -> None:
     """The host has room for one adapter copy. The pool has room for the pin only after the long request has ended."""
     bench = SchedulerBench(PAGES, num_pages=8, host_pages=0)
     bench.add("long", prompt=20, max_tokens=8)
@@ -280,14 +280,14 @@ def test_a_pin_for_which_there_is_no_room_keeps_nothing_on_the_host_from_those_w
     assert is_loaded(bench, LARGE) and bench.source.num_fetches[LARGE] == 2
 
 
-def test_a_pin_that_is_too_large_leaves_the_host_to_the_next() -> None:
+def test_a_pin_that_is_too_large_does_not_block_the_next_pin() -> None:
     """Born from a bug: the next pin was requested while the first one's copy was still on the host, and never again."""
     bench = SchedulerBench(PAGES, num_pages=4, host_pages=0)
     pin(bench, LARGE, SMALL)
     assert is_loaded(bench, SMALL) and bench.residency.find(LARGE) is None
 
 
-def test_pins_are_fetched_behind_what_requests_wait_for() -> None:
+def test_adapters_of_waiting_requests_are_fetched_before_pins() -> None:
     bench = SchedulerBench(PAGES, num_pages=8, host_pages=0)
     for number in (1, 2):
         bench.add(str(number), adapter=VERSIONS[number])
@@ -300,7 +300,7 @@ def test_pins_are_fetched_behind_what_requests_wait_for() -> None:
     assert order == [VERSIONS[1], VERSIONS[2], SMALL]
 
 
-def test_at_its_ceiling_a_tenant_does_not_wait_for_its_own_pins_beside_others() -> None:
+def test_a_tenant_at_its_ceiling_does_not_wait_for_its_own_pins() -> None:
     share = TenantShare(max_share=0.25)
     bench = SchedulerBench(PAGES, num_pages=16)
     bench.memory.tenants.set_share("tenant", share)
@@ -315,7 +315,7 @@ def test_at_its_ceiling_a_tenant_does_not_wait_for_its_own_pins_beside_others() 
     assert is_loaded(bench, LARGE)
 
 
-def test_of_two_pins_that_their_tenants_ceiling_has_room_for_one_of_none_pushes_out_the_other() -> None:
+def test_pins_of_one_tenant_never_evict_each_other_at_its_ceiling() -> None:
     bench = SchedulerBench(PAGES, num_pages=16)
     bench.memory.tenants.set_share("tenant", TenantShare(max_share=0.25))
     pin(bench, LARGE, VERSIONS[2])
@@ -323,7 +323,7 @@ def test_of_two_pins_that_their_tenants_ceiling_has_room_for_one_of_none_pushes_
     assert bench.residency.num_evictions == 0
 
 
-def test_a_tenant_below_its_floor_gets_it_from_what_others_have_pinned() -> None:
+def test_a_tenant_below_its_floor_may_evict_pins_of_other_tenants() -> None:
     """Of 12 pages, 4 are pinned, and 3 belong to a running tenant without a floor. The entitled tenant's floor is 9
     pages.
 
@@ -341,7 +341,7 @@ def test_a_tenant_below_its_floor_gets_it_from_what_others_have_pinned() -> None
     assert all(output.error is None for output in bench.run_to_end(9))
 
 
-def test_a_pin_does_not_keep_who_is_next_waiting_behind_tenants_who_always_go_ahead() -> None:
+def test_a_pin_does_not_starve_a_request_behind_a_tenant_below_its_floor() -> None:
     """New requests of a tenant below its floor always overtake a request that waits for pages.
 
     Of 12 pages, 7 would be free for the waiting request, which needs 6, if 4 pages were not pinned.

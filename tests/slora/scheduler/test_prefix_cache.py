@@ -137,7 +137,7 @@ OTHER_CASES = [
     ("model", "num_pages", "settings"),
     [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_CASES)],
 )
-def test_answers_stay_what_they_are_whatever_is_found_evicted_swapped_and_computed_again(
+def test_answers_do_not_change_with_cache_hits_eviction_swap_and_recomputation(
     kits: Kits,
     plain_answers: Callable[[str], dict[str, Answer]],
     report: Callable[[str], None],
@@ -223,9 +223,7 @@ def test_a_second_turn_finds_all_whole_blocks_of_the_first_and_its_answer_to_the
 
 
 @pytest.mark.parametrize(("length", "found"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
-def test_of_a_prompt_that_was_asked_before_the_last_token_at_least_is_computed(
-    kits: Kits, length: int, found: int
-) -> None:
+def test_at_least_the_last_token_of_a_cached_prompt_is_computed(kits: Kits, length: int, found: int) -> None:
     engine, _ = start(kits)
     prompt = random_tokens("again", length)
     first = ask_one(engine, make_request(prompt))
@@ -234,7 +232,7 @@ def test_of_a_prompt_that_was_asked_before_the_last_token_at_least_is_computed(
     assert again.token_ids == first.token_ids
 
 
-def test_those_that_run_at_once_find_what_one_of_them_has_computed(kits: Kits) -> None:
+def test_concurrent_requests_reuse_blocks_that_one_of_them_computed(kits: Kits) -> None:
     engine, _ = start(kits)
     prompt = random_tokens("at once", 40)
     requests = [replace(make_request(prompt, max_tokens=30), request_id=name) for name in "ab"]
@@ -243,7 +241,7 @@ def test_those_that_run_at_once_find_what_one_of_them_has_computed(kits: Kits) -
     assert answers["a"].token_ids == answers["b"].token_ids
 
 
-def test_choices_are_told_once_how_much_was_found(kits: Kits) -> None:
+def test_the_cached_tokens_of_all_choices_are_reported_once(kits: Kits) -> None:
     engine, _ = start(kits)
     prompt = random_tokens("choices", 40)
     drive(engine, [[make_request(prompt)]])
@@ -252,7 +250,7 @@ def test_choices_are_told_once_how_much_was_found(kits: Kits) -> None:
     assert engine.stats().prefix_hits == 32
 
 
-def test_a_longer_prompt_finds_what_a_choice_has_answered(kits: Kits) -> None:
+def test_a_longer_prompt_reuses_the_blocks_of_a_choices_answer(kits: Kits) -> None:
     engine, _ = start(kits)
     prompt = random_tokens("choices", 20)
     params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, n=3)
@@ -275,9 +273,7 @@ def test_another_tenant_finds_the_base_s_blocks_only_if_the_operator_made_them_p
 
 
 @pytest.mark.parametrize("prefix_cache", ["tenant", "public"])
-def test_two_tenants_never_share_blocks_of_an_adapter_though_its_weights_be_the_same(
-    kits: Kits, prefix_cache: str
-) -> None:
+def test_two_tenants_never_share_blocks_of_adapters_with_equal_weights(kits: Kits, prefix_cache: str) -> None:
     kit = kits("llama")
     source, _ = make_source(kit)
     mine, yours = (source.add(kit.adapters["odd_rank"], tenant) for tenant in ("mine", "yours"))
@@ -309,9 +305,7 @@ def upload(source: DirectorySource, directory: Path, seed: int) -> AdapterVersio
     return source.add(directory, "local")
 
 
-def test_of_a_deleted_adapter_nothing_is_found_under_the_next_one_of_its_name_nor_when_it_comes_back(
-    kits: Kits, tmp_path: Path
-) -> None:
+def test_blocks_of_a_deleted_adapter_are_never_found_again(kits: Kits, tmp_path: Path) -> None:
     kit = kits("llama")
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
@@ -340,7 +334,7 @@ def test_an_adapter_deleted_under_a_request_leaves_no_block_behind(kits: Kits) -
     assert engine.stats().pages_free == engine.stats().pages_total
 
 
-def test_who_asks_for_a_prompt_s_scores_finds_nothing_and_leaves_it_to_others(kits: Kits) -> None:
+def test_a_request_for_prompt_logprobs_bypasses_the_cache_and_fills_it(kits: Kits) -> None:
     engine, _ = start(kits)
     prompt = random_tokens("scored", 40)
     scored = [ask_one(engine, make_request(prompt, prompt_logprobs=1)) for _ in range(2)]
@@ -353,7 +347,7 @@ def test_who_asks_for_a_prompt_s_scores_finds_nothing_and_leaves_it_to_others(ki
     )
 
 
-def test_a_tenant_s_cached_blocks_are_found_until_others_need_the_pages(kits: Kits) -> None:
+def test_cached_blocks_are_found_until_other_tenants_need_the_pages(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 8)
     poison(engine)
@@ -405,7 +399,7 @@ def outlive(
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral_window", "phi3_longrope"])
-def test_steps_that_fail_leave_nothing_wrong_in_the_cache(
+def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits,
     plain_answers: Callable[[str], dict[str, Answer]],
     monkeypatch: pytest.MonkeyPatch,
@@ -436,7 +430,7 @@ def test_steps_that_fail_leave_nothing_wrong_in_the_cache(
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral_window"])
-def test_logits_that_are_not_finite_leave_nothing(kits: Kits, tmp_path: Path, model: str) -> None:
+def test_a_request_with_non_finite_logits_caches_no_blocks(kits: Kits, tmp_path: Path, model: str) -> None:
     """The KV computed before the NaN may be wrong as well, including blocks behind the windows. None of it is
     cached."""
     kit = kits(model)

@@ -15,7 +15,7 @@ PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 2, 3), strict=Tr
 SMALL, MEDIUM, LARGE = VERSIONS
 
 
-def test_it_comes_to_the_pool_and_is_idle_there_and_each_time_is_told_how_far_it_is() -> None:
+def test_prewarming_loads_an_idle_adapter_and_reports_its_place() -> None:
     bench = SchedulerBench(PAGES, num_pages=8, load_pages=1)
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
     bench.step()
@@ -35,7 +35,7 @@ def test_it_comes_to_the_pool_and_is_idle_there_and_each_time_is_told_how_far_it
 
 
 @pytest.mark.parametrize("short_of", ["pages", "slots", "share"])
-def test_nothing_leaves_for_it_and_it_stays_on_the_host(short_of: str) -> None:
+def test_prewarming_evicts_nothing_and_falls_back_to_the_host_cache(short_of: str) -> None:
     bench = SchedulerBench(PAGES, num_pages=4, num_slots=1 if short_of == "slots" else 4)
     bench.add("a", adapter=MEDIUM)
     list(bench.run_to_end(9))
@@ -50,7 +50,7 @@ def test_nothing_leaves_for_it_and_it_stays_on_the_host(short_of: str) -> None:
     assert bench.source.num_pinned == 0, "the host could not let it go"
 
 
-def test_pages_that_those_who_run_will_want_are_left_to_them() -> None:
+def test_prewarming_never_takes_pages_that_a_running_prompt_still_needs() -> None:
     """Of 6 pages, the prompt takes 5 chunk by chunk."""
     bench = SchedulerBench(PAGES, num_pages=6, max_num_batched_tokens=4)
     bench.add("long", prompt=20, max_tokens=1)
@@ -63,7 +63,7 @@ def test_pages_that_those_who_run_will_want_are_left_to_them() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_one_that_a_request_waits_for_too_is_fetched_and_loaded_once() -> None:
+def test_an_adapter_both_prewarmed_and_requested_is_loaded_once() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.prewarm(LARGE)
     bench.step()
@@ -73,7 +73,7 @@ def test_one_that_a_request_waits_for_too_is_fetched_and_loaded_once() -> None:
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
 
 
-def test_one_that_waits_on_the_host_for_a_request_to_start_is_not_fetched_again() -> None:
+def test_prewarming_does_not_fetch_an_adapter_that_is_on_the_host() -> None:
     """Born from a bug: the adapter was fetched again, and its copy was counted twice."""
     bench = SchedulerBench(PAGES, num_pages=9, max_num_seqs=1, max_num_batched_tokens=24)
     bench.add("runs", prompt=24, max_tokens=5)
@@ -90,7 +90,7 @@ def test_one_that_waits_on_the_host_for_a_request_to_start_is_not_fetched_again(
     assert bench.source.num_fetches[LARGE] == 1
 
 
-def test_one_that_is_pinned_meanwhile_is_loaded_once_and_pinned() -> None:
+def test_an_adapter_pinned_during_prewarming_is_loaded_once_and_pinned() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.prewarm(LARGE)
     bench.step()
@@ -100,7 +100,7 @@ def test_one_that_is_pinned_meanwhile_is_loaded_once_and_pinned() -> None:
     assert resident is not None and resident.is_pinned and bench.scheduler.adapters.num_loads == 1
 
 
-def test_one_that_is_deleted_on_its_way_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_deleted_during_prewarming_is_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.prewarm(SMALL)
     bench.step()

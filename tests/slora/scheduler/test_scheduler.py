@@ -349,7 +349,7 @@ def test_a_request_whose_adapter_is_late_never_delays_others(
     st.integers(1, 4),
     st.none() | st.sampled_from([SMALL, LARGE]),
 )
-def test_no_stream_of_newcomers_keeps_a_request_waiting(
+def test_later_requests_cannot_starve_a_waiting_request(
     random: Random, steps_before: int, num_pages: int, max_num_seqs: int, adapter: AdapterVersion | None
 ) -> None:
     """The wait from arrival to first step is bounded.
@@ -391,7 +391,7 @@ def run_alone(bench: SchedulerBench, request_id: str) -> list[StepOutput]:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step(older: bool) -> None:
+def test_every_decoding_request_gets_a_token_per_step_beside_a_long_prompt(older: bool) -> None:
     bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
     if older:  # the older request arrives first, but its adapter arrives late
         bench.add("long", prompt=40, adapter=SMALL)
@@ -407,7 +407,7 @@ def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step(older: b
         assert planned == {"a": 1, "b": 1, "c": 1, "long": 5}
 
 
-def test_the_newest_gives_way_and_comes_back_in_its_place() -> None:
+def test_the_newest_request_is_preempted_and_resumes_in_its_place() -> None:
     bench = SchedulerBench(PAGES, num_pages=5)
     for name in "abc":
         bench.add(name, prompt=4, max_tokens=8)
@@ -419,7 +419,7 @@ def test_the_newest_gives_way_and_comes_back_in_its_place() -> None:
         assert sum(output.request_id == name for output in outputs) == 8, "a token was told twice"
 
 
-def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> None:
+def test_running_requests_finish_on_a_deleted_adapter() -> None:
     """Born from a bug: a request that was preempted or not yet started fetched the deleted adapter again and failed."""
     bench = SchedulerBench(PAGES, num_pages=8, max_num_seqs=2)
     bench.add("old", prompt=4, max_tokens=24)
@@ -437,7 +437,7 @@ def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> 
     assert SMALL in bench.source.discarded
 
 
-def test_an_idle_adapter_that_was_deleted_leaves_at_once() -> None:
+def test_a_deleted_idle_adapter_is_freed_at_once() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.add("a", adapter=SMALL)
     list(bench.run_to_end(10))
@@ -446,7 +446,7 @@ def test_an_idle_adapter_that_was_deleted_leaves_at_once() -> None:
     assert bench.pool.num_cached == 0
 
 
-def test_a_fetch_that_fails_ends_only_those_who_wait_for_it() -> None:
+def test_a_failed_fetch_fails_only_the_requests_that_wait_for_it() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.add("base", max_tokens=3)
     bench.add("good", max_tokens=3, adapter=SMALL)
@@ -494,7 +494,7 @@ def test_requests_for_one_adapter_share_one_fetch_and_one_copy() -> None:
     assert bench.scheduler.adapters.num_loads == 1
 
 
-def test_an_adapter_is_expected_to_take_as_long_to_come_again_as_fetches_did_lately() -> None:
+def test_the_expected_fetch_time_follows_recent_fetches() -> None:
     num_pages = {SMALL: 2, LARGE: 6}
     bench = SchedulerBench(num_pages, num_pages=32)
     for version, seconds in ((SMALL, 2.0), (LARGE, 0.0)):
@@ -508,7 +508,7 @@ def test_an_adapter_is_expected_to_take_as_long_to_come_again_as_fetches_did_lat
     assert expected == pytest.approx([2.0, 0.95 * 2.0 * 6 / (0.95 * 2 + 6)])
 
 
-def test_an_aborted_request_leaves_its_fetch_to_the_next() -> None:
+def test_the_fetch_of_an_aborted_request_serves_the_next_request() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.add("gone", adapter=SMALL)
     bench.scheduler.abort("gone")
@@ -517,7 +517,7 @@ def test_an_aborted_request_leaves_its_fetch_to_the_next() -> None:
     assert bench.source.num_pinned == 0
 
 
-def test_a_step_that_could_not_load_is_taken_back_and_those_who_need_the_load_start_over() -> None:
+def test_a_step_with_a_failed_load_is_undone_and_its_requests_are_retried() -> None:
     """Born from a fault: all requests in a broken step ended with an error."""
     bench = SchedulerBench(PAGES, num_pages=12)
     bench.add("needs it", max_tokens=3, adapter=SMALL)
@@ -529,7 +529,7 @@ def test_a_step_that_could_not_load_is_taken_back_and_those_who_need_the_load_st
     assert [one.error for one in outputs] == [None] * 6
 
 
-def test_a_request_whose_adapter_breaks_three_loads_ends_and_others_go_on() -> None:
+def test_a_request_fails_alone_after_three_failed_loads_of_its_adapter() -> None:
     bench = SchedulerBench(PAGES, num_pages=12)
     bench.add("needs it", max_tokens=3, adapter=SMALL)
     bench.step()
@@ -582,7 +582,7 @@ def test_a_prompt_of_whole_blocks_is_forked_without_a_copy() -> None:
     assert bench.num_copies == 0
 
 
-def test_a_choice_that_gives_way_frees_its_own_pages_only_and_comes_back_alone() -> None:
+def test_preempting_one_choice_frees_only_its_own_pages() -> None:
     """Two choices of 12 tokens take 5 pages of 4 tokens, because they share the prompt's first page. The pool has 4
     pages."""
     bench = SchedulerBench(PAGES, num_pages=4)
@@ -615,7 +615,7 @@ def test_an_error_of_one_choice_ends_the_request_once() -> None:
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
-def test_a_request_waits_for_as_many_places_as_it_has_choices_and_nobody_overtakes_it() -> None:
+def test_a_request_waits_for_a_place_per_choice_and_is_not_overtaken() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, max_num_seqs=4)
     bench.add("first", max_tokens=3)
     bench.add("four", prompt=2, max_tokens=2, n=4)
@@ -668,7 +668,7 @@ def test_a_sequence_whose_window_does_not_fit_is_refused_and_an_open_ended_one_i
     assert len(list(bench.run_to_end(100))) == 64
 
 
-def test_choices_give_back_what_is_behind_their_own_windows() -> None:
+def test_each_choice_frees_the_blocks_behind_its_own_window() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, window=6)
     bench.add("a", prompt=16, max_tokens=12, n=3)
     bench.step()
@@ -698,7 +698,7 @@ def test_a_prompt_that_is_long_from_the_start_is_computed_once() -> None:
     assert len(list(bench.run_to_end(5))) == 2
 
 
-def test_more_adapters_than_the_host_holds_are_asked_for_as_earlier_ones_move_on() -> None:
+def test_fetches_wait_until_the_host_cache_has_room() -> None:
     """Born from a bug: all adapters were requested at once, and those that found no room within 30 s failed as
     unavailable."""
     versions = [AdapterVersion("tenant", f"one of many {n}") for n in range(30)]
@@ -717,7 +717,7 @@ def test_more_adapters_than_the_host_holds_are_asked_for_as_earlier_ones_move_on
     assert set(bench.source.num_fetches.values()) == {1} and bench.source.num_pinned == 0
 
 
-def test_an_adapter_too_large_for_its_share_of_the_host_is_asked_for_alone() -> None:
+def test_an_adapter_larger_than_its_share_of_the_host_cache_is_fetched_alone() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, host_pages=9)
     for number, version in enumerate([VERSIONS[4], SMALL, VERSIONS[4], LARGE]):
         bench.add(str(number), adapter=version)
@@ -725,7 +725,7 @@ def test_an_adapter_too_large_for_its_share_of_the_host_is_asked_for_alone() -> 
     assert all(output.error is None for output in bench.run_to_end(20))
 
 
-def test_who_waits_unasked_is_asked_for_when_the_one_before_is_aborted() -> None:
+def test_aborting_a_request_starts_the_next_fetch() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, host_pages=0)
     for number, version in enumerate(VERSIONS[:3]):
         bench.add(str(number), adapter=version)
@@ -738,7 +738,7 @@ def test_who_waits_unasked_is_asked_for_when_the_one_before_is_aborted() -> None
     assert [output.request_id for output in bench.run_to_end(5)] == ["2"]
 
 
-def test_who_waits_unasked_is_asked_for_when_the_fetch_before_fails() -> None:
+def test_a_failed_fetch_starts_the_next_fetch() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, host_pages=0)
     for number, version in enumerate(VERSIONS[:2]):
         bench.add(str(number), adapter=version)
@@ -747,7 +747,7 @@ def test_who_waits_unasked_is_asked_for_when_the_fetch_before_fails() -> None:
     assert bench.source.in_flight == {VERSIONS[1]}
 
 
-def test_what_was_reserved_for_a_chunk_that_never_ran_is_not_swapped() -> None:
+def test_pages_reserved_for_a_chunk_that_never_ran_are_not_swapped() -> None:
     """Born from a bug: a request that was preempted during its adapter's load swapped its empty pages out to the
     host.
 
@@ -767,7 +767,7 @@ def test_what_was_reserved_for_a_chunk_that_never_ran_is_not_swapped() -> None:
     assert all(output.error is None for output in bench.run_to_end(60))
 
 
-def test_searches_that_hold_each_other_s_pages_take_turns() -> None:
+def test_beam_searches_that_block_each_other_all_complete() -> None:
     """Each search has running beams that wait for a preempted beam, and the running beams hold all pages. One whole
     search is preempted."""
     bench = SchedulerBench({}, num_pages=6)
@@ -784,7 +784,7 @@ def stay_apart(tokens: tuple[int, ...]) -> list[float]:
     return [-99.0, 0.0, -60.0, -61.0, -62.0] if tokens else [-99.0, -1.0, -1.1, -1.2, -50.0]
 
 
-def test_a_beam_that_nothing_continues_gives_its_pages_back_at_once() -> None:
+def test_a_dropped_beam_frees_its_pages_at_once() -> None:
     """After the first token, one of three beams has all the best continuations. From there on, three beams stay
     apart."""
 
@@ -804,7 +804,7 @@ def test_a_beam_that_nothing_continues_gives_its_pages_back_at_once() -> None:
     assert bench.pool.num_held == 2 + 3 and bench.num_copies == 2
 
 
-def test_the_beams_of_a_search_have_a_place_each_from_its_start_and_are_charged_for_what_they_draw() -> None:
+def test_a_search_reserves_a_place_per_beam_and_is_charged_for_all_beams() -> None:
     bench = SchedulerBench({}, num_pages=20, max_num_seqs=4)
     bench.add("first", max_tokens=3, tenant="other")
     search = bench.add("search", prompt=2, max_tokens=5, beams=4)
@@ -820,7 +820,7 @@ def test_the_beams_of_a_search_have_a_place_each_from_its_start_and_are_charged_
     assert length > 1 and search.tenant.service == 2 + 2 * (1 + 4 * (5 - 1))
 
 
-def test_a_beam_whose_logits_are_not_finite_ends_the_search_once() -> None:
+def test_a_beam_with_non_finite_logits_fails_its_search_once() -> None:
     tokens = iter([1, 1, 1, None, 1, 1])
     bench = SchedulerBench({}, num_pages=20, choose=lambda sequence: next(tokens))
     bench.add("a", prompt=6, max_tokens=9, beams=3)
@@ -831,7 +831,7 @@ def test_a_beam_whose_logits_are_not_finite_ends_the_search_once() -> None:
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
-def test_a_beam_that_gives_way_is_waited_for_and_proposes_again(way: str) -> None:
+def test_a_search_waits_for_its_preempted_beam(way: str) -> None:
     options = {"preemption": way, "swap_pages": 9, "scheduling": "fcfs"}
     bench = SchedulerBench({}, num_pages=9, beam_model=stay_apart, **options)
     bench.add("older", prompt=8, max_tokens=12)
@@ -853,7 +853,7 @@ def lower_ceiling(bench: SchedulerBench, *, max_share: float) -> None:
 @pytest.mark.parametrize("beams", [None, 3])
 @pytest.mark.parametrize("max_tokens", [None, 24], ids=["open-ended", "of 24 tokens"])
 @pytest.mark.parametrize("way", ["swap", "recompute"])
-def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
+def test_a_request_that_holds_more_than_a_lowered_ceiling_fails(
     way: str, max_tokens: int | None, beams: int | None
 ) -> None:
     """Born from two bugs after a tenant's ceiling was lowered.
@@ -875,7 +875,7 @@ def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
-def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
+def test_a_search_ends_when_one_resumed_beam_has_to_end() -> None:
     """The tenant's ceiling is lowered while the search runs. A beam was preempted for an older request.
 
     The preempted beam then has room for 3 pages: 12 tokens, and the last one, whose KV is never computed.
@@ -892,7 +892,7 @@ def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
     assert delta is not None and len(delta.token_ids) == 12 - 4 + 1
 
 
-def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
+def test_forks_of_an_aborted_search_are_not_started() -> None:
     """Their rows may already belong to other sequences."""
     bench = SchedulerBench({}, num_pages=20, beam_model=stay_apart)
     bench.add("a", prompt=4, max_tokens=9, beams=3)
@@ -903,7 +903,7 @@ def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
     assert bench.last_plan.rows_to_write == [] and bench.pool.num_held == 0
 
 
-def test_what_a_search_found_cached_is_told_once_with_its_best_answer() -> None:
+def test_the_cached_tokens_of_a_search_are_reported_once_with_its_best_answer() -> None:
     bench = SchedulerBench({}, num_pages=20, prefix_cache="tenant")
     found = []
     for name in ("first", "second"):

@@ -67,16 +67,14 @@ def make_crowd(adapters: dict[AdapterVersion, int] | None = None, **options: Any
     return Crowd(SchedulerBench(adapters or {}, **{"num_pages": 60, "max_num_seqs": 4, **options}))
 
 
-def test_of_two_tenants_that_always_wait_the_one_that_sends_ten_times_as_much_gets_no_more(
-    *, soak: bool
-) -> None:
+def test_a_tenant_that_sends_ten_times_as_much_is_not_served_more(*, soak: bool) -> None:
     crowd = make_crowd()
     for _ in range(5000 if soak else 800):
         crowd.step({"much": 50, "little": 5})
     assert crowd.served["much"] == pytest.approx(crowd.served["little"], rel=0.05)
 
 
-def test_first_come_first_served_gives_it_nearly_all() -> None:
+def test_first_come_first_served_favours_the_tenant_that_sends_most() -> None:
     """Shows that the test above can fail."""
     crowd = make_crowd(scheduling="fcfs")
     for _ in range(400):
@@ -84,14 +82,14 @@ def test_first_come_first_served_gives_it_nearly_all() -> None:
     assert crowd.served["much"] > 5 * crowd.served["little"]
 
 
-def test_service_goes_by_weight() -> None:
+def test_service_is_proportional_to_weight() -> None:
     crowd = make_crowd()
     for _ in range(800):
         crowd.step({"light": 20, "heavy": 20}, {"heavy": TenantShare(weight=3)})
     assert crowd.served["heavy"] == pytest.approx(3 * crowd.served["light"], rel=0.05)
 
 
-def test_fairness_costs_no_throughput() -> None:
+def test_fair_scheduling_keeps_the_throughput_of_first_come_first_served() -> None:
     fair, fcfs = make_crowd(), make_crowd(scheduling="fcfs")
     for crowd in (fair, fcfs):
         for _ in range(800):
@@ -111,7 +109,7 @@ def test_a_tenant_back_from_idle_gets_no_more_than_its_share() -> None:
     assert crowd.served["idle"] == pytest.approx(crowd.served["busy"], rel=0.05)
 
 
-def test_a_tenant_back_from_idle_keeps_nobody_of_its_class_out_while_a_later_class_starves() -> None:
+def test_an_idle_tenant_that_returns_shares_with_its_class_while_a_later_class_starves() -> None:
     """Born from a bug: the tenant's counter was lifted only to that of the starving class."""
     crowd = make_crowd()
     later = {"later": TenantShare(priority=1)}
@@ -134,7 +132,7 @@ def test_a_hundred_adapters_get_no_more_than_one(prefix_cache: str) -> None:
 
 
 @pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
-def test_a_tenant_at_its_ceiling_delays_nobody(scheduling: str) -> None:
+def test_a_tenant_at_its_ceiling_does_not_delay_other_tenants(scheduling: str) -> None:
     """Other tenants compute the same tokens in the same steps, whether or not the capped tenant waits before them."""
 
     def trace(*, with_capped: bool) -> list[list[tuple[str, int]]]:
@@ -161,7 +159,7 @@ def test_a_tenant_at_its_ceiling_delays_nobody(scheduling: str) -> None:
     assert trace(with_capped=True) == trace(with_capped=False)
 
 
-def test_what_a_tenant_has_cached_within_its_floor_stays_whatever_others_want() -> None:
+def test_cached_pages_within_a_tenants_floor_are_not_evicted_for_others() -> None:
     bench = SchedulerBench({}, num_pages=20, prefix_cache="tenant")
     kept, prompt = TenantShare(min_share=0.4), list(range(1, 33))
     bench.add("first", tokens=prompt, tenant="kept", share=kept)
@@ -175,7 +173,7 @@ def test_what_a_tenant_has_cached_within_its_floor_stays_whatever_others_want() 
     assert again.num_cached == 32
 
 
-def test_a_tenant_within_its_floor_starts_at_once_and_never_gives_way_to_others() -> None:
+def test_a_tenant_within_its_floor_starts_at_once_and_is_never_preempted() -> None:
     bench = SchedulerBench({}, num_pages=20, max_num_seqs=20, max_num_batched_tokens=64)
     kept = TenantShare(min_share=0.5)
     bench.memory.tenants.set_share("kept", kept)
@@ -218,7 +216,7 @@ def test_others_decode_in_each_step_while_an_adapter_of_many_slices_loads(
     assert late.num_generated == 1
 
 
-def test_alone_an_adapter_loads_at_once() -> None:
+def test_without_decoding_requests_an_adapter_loads_in_one_step() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1)
     late = bench.add("late", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
     bench.source.deliver()
@@ -226,7 +224,7 @@ def test_alone_an_adapter_loads_at_once() -> None:
     assert late.num_generated == 1
 
 
-def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices() -> None:
+def test_load_slices_grow_with_the_ratio_of_waiting_to_decoding_requests() -> None:
     """Otherwise one short answer could end before the adapters of all other requests, which arrived with it, are
     loaded."""
     # A step for two requests takes as long as loading 12 pages. A tenth of it is one page.
@@ -245,7 +243,7 @@ def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices(
     assert loaded == [1, 24, 24, 11], "5 wait for 2: 4 for 2, so twice the step, once that is known"
 
 
-def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
+def test_requests_behind_one_whose_adapter_loads_start_before_it() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1, scheduling="fcfs")
     bench.add("running", max_tokens=30)
     bench.step()
@@ -261,7 +259,7 @@ def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
 
 @pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int, scheduling: str) -> None:
+def test_later_requests_of_any_tenant_cannot_starve_a_waiting_request(seed: int, scheduling: str) -> None:
     """A waiting request starts after at most one turn of each tenant of its class, however many requests come later."""
     random, tenants = Random(seed), ("a", "b", "c")
     adapters = {AdapterVersion(tenant, str(n)): n for tenant in tenants for n in (1, 2, 3)}
@@ -306,7 +304,7 @@ def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int,
 # -- deadlines ----------------------------------------------------------------------------------------------------
 
 
-def test_a_deadline_that_can_t_be_kept_ends_its_request_before_anything_is_computed() -> None:
+def test_a_request_with_an_impossible_deadline_fails_before_any_computation() -> None:
     """A prompt of 40 tokens takes 40 ms."""
     bench = SchedulerBench({LARGE: 9}, num_pages=60)
     bench.add("too short", prompt=40, deadline_s=0.039)
@@ -318,7 +316,7 @@ def test_a_deadline_that_can_t_be_kept_ends_its_request_before_anything_is_compu
     assert bench.scheduler.num_deadlines_missed == 1
 
 
-def test_who_waits_is_ended_as_soon_as_it_can_t_be_in_time_in_the_queue_or_aside() -> None:
+def test_a_waiting_request_fails_as_soon_as_its_deadline_cannot_be_met() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, max_num_seqs=1)
     bench.add("running", max_tokens=20)
     bench.step()
@@ -334,7 +332,7 @@ def test_who_waits_is_ended_as_soon_as_it_can_t_be_in_time_in_the_queue_or_aside
     assert bench.source.num_pinned == bench.pool.num_held == 0
 
 
-def test_who_runs_is_never_ended_by_its_deadline() -> None:
+def test_a_running_request_is_never_ended_by_its_deadline() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, max_num_batched_tokens=8, load_pages=1)
     bench.add("running", prompt=60, max_tokens=3, deadline_s=0.5)
     bench.source.deliver()
@@ -367,7 +365,7 @@ def test_a_search_that_is_not_over_at_its_deadline_ends_and_frees_its_pages() ->
     assert bench.pool.num_held == 0
 
 
-def test_who_has_spoken_is_not_ended_though_it_gave_way() -> None:
+def test_a_preempted_request_that_has_answered_is_not_ended_by_its_deadline() -> None:
     bench = SchedulerBench({}, num_pages=5)
     for name in "abc":
         bench.add(name, prompt=4, max_tokens=8, deadline_s=1.0)
@@ -400,25 +398,25 @@ def num_needed(sequences: list[Sequence]) -> int:
     return sum(sequence.max_kv_tokens for sequence in sequences)
 
 
-def test_what_was_swapped_is_not_computed_again() -> None:
+def test_swapped_tokens_are_not_recomputed() -> None:
     bench, num_computed, sequences = run_short_of_pages(preemption="swap", swap_pages=20)
     swapping = bench.scheduler.swapping
     assert num_computed == num_needed(sequences)
     assert swapping.num_pages_out == swapping.num_pages_in > 0 and swapping.num_used == 0
 
 
-def test_what_was_not_swapped_is_computed_again() -> None:
+def test_tokens_that_were_not_swapped_are_recomputed() -> None:
     bench, num_computed, sequences = run_short_of_pages(preemption="recompute", swap_pages=20)
     assert num_computed > num_needed(sequences)
     assert bench.scheduler.swapping.num_pages_out == 0
 
 
-def test_where_the_host_is_full_the_rest_is_computed_again() -> None:
+def test_with_a_full_host_the_remaining_tokens_are_recomputed() -> None:
     bench, num_computed, sequences = run_short_of_pages(preemption="swap", swap_pages=1)
     assert num_computed > num_needed(sequences) and bench.scheduler.swapping.num_used == 0
 
 
-def test_swap_or_recompute_is_chosen_by_what_costs_less() -> None:
+def test_the_cheaper_of_swap_and_recomputation_is_chosen() -> None:
     quick_copies, slow_copies = (replace(COSTS, page_copy_s=seconds) for seconds in (1e-5, 1.0))
     bench, num_computed, sequences = run_short_of_pages(quick_copies, swap_pages=20)
     assert num_computed == num_needed(sequences) and bench.scheduler.swapping.num_pages_in > 0
@@ -426,7 +424,7 @@ def test_swap_or_recompute_is_chosen_by_what_costs_less() -> None:
     assert num_computed > num_needed(sequences) and bench.scheduler.swapping.num_pages_out == 0
 
 
-def test_what_was_swapped_is_charged_once() -> None:
+def test_swapped_tokens_are_charged_once() -> None:
     charged = []
     for options in (
         {"num_pages": 12, "preemption": "swap", "swap_pages": 20},
@@ -442,9 +440,7 @@ def test_what_was_swapped_is_charged_once() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_nobody_s_kv_is_lost_where_all_give_way_all_the_time_and_steps_break(
-    window: int | None, *, soak: bool
-) -> None:
+def test_no_kv_is_lost_under_constant_preemption_and_failing_steps(window: int | None, *, soak: bool) -> None:
     """The bench checks the KV that each chunk reads. Forks copy pages and swaps come in while sequences are
     preempted again."""
     num_preemptions = num_pages_in = 0

@@ -89,11 +89,11 @@ def play(seed: int, *, pins: bool) -> None:
 # tenant's floor and a long prompt. In the second, one waited for its other beams, and the other never got its last
 # pages.
 @pytest.mark.parametrize("seed", [10445, 10680])
-def test_two_that_were_started_at_each_other_s_cost_both_come_to_their_end(seed: int) -> None:
+def test_two_requests_that_preempt_each_other_both_complete(seed: int) -> None:
     play(seed, pins=False)
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_all_that_comes_together_comes_to_its_end(*, pins: bool, soak: bool) -> None:
+def test_random_concurrent_requests_all_complete(*, pins: bool, soak: bool) -> None:
     for seed in range(5000 if soak else 80):
         play(seed, pins=pins)

@@ -51,7 +51,7 @@ def setup() -> Setup:
     return Setup()
 
 
-def test_what_is_computed_goes_to_the_host_and_comes_back_in_order(setup: Setup) -> None:
+def test_computed_pages_are_swapped_out_and_in_in_order(setup: Setup) -> None:
     sequence = setup.compute(10, num_reserved=2)
     pages = sequence.blocks.held_pages
     plan = setup.give_way(sequence)
@@ -69,7 +69,7 @@ def test_what_is_computed_goes_to_the_host_and_comes_back_in_order(setup: Setup)
     assert (setup.swapping.num_used, setup.swapping.num_pages_in) == (0, 3)
 
 
-def test_blocks_behind_a_window_stay_behind(setup: Setup) -> None:
+def test_blocks_behind_the_window_are_not_swapped(setup: Setup) -> None:
     sequence = setup.compute(14, num_reserved=1)
     sequence.blocks.free_before(9, setup.kv)
     second_last, last, _ = sequence.blocks.held_pages
@@ -79,13 +79,13 @@ def test_blocks_behind_a_window_stay_behind(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [25, 0])
-def test_what_has_no_room_on_the_host_or_is_nothing_stays_off_it(setup: Setup, num_tokens: int) -> None:
+def test_empty_and_too_large_sequences_are_not_swapped(setup: Setup, num_tokens: int) -> None:
     sequence = setup.compute(num_tokens, num_reserved=1)
     assert not setup.give_way(sequence).swaps_out and sequence.swapped is None
     assert setup.swapping.num_used == 0
 
 
-def test_exactly_as_much_as_has_room_goes_there(setup: Setup) -> None:
+def test_a_sequence_that_exactly_fits_the_swap_space_is_swapped(setup: Setup) -> None:
     assert len(setup.give_way(setup.compute(24)).swaps_out) == 6
     assert not setup.give_way(setup.compute(1)).swaps_out
 
@@ -100,14 +100,14 @@ def test_exactly_as_much_as_has_room_goes_there(setup: Setup) -> None:
         ("recompute", 0.0, False),
     ],
 )
-def test_it_pays_if_four_copies_cost_less_than_computing_again_unless_one_way_is_forced(
+def test_a_sequence_is_swapped_if_copying_is_cheaper_unless_the_setting_decides(
     way: str, page_copy_s: float, is_saved: bool
 ) -> None:
     setup = Setup(way, replace(COSTS, page_copy_s=page_copy_s))
     assert bool(setup.give_way(setup.compute(8)).swaps_out) == is_saved
 
 
-def test_pages_of_the_host_are_not_given_out_again_before_the_step_that_reads_or_writes_them(
+def test_host_pages_are_not_reused_before_the_step_that_accesses_them(
     setup: Setup,
 ) -> None:
     sequence = setup.compute(24)
@@ -120,7 +120,7 @@ def test_pages_of_the_host_are_not_given_out_again_before_the_step_that_reads_or
     assert setup.give_way(setup.compute(4)).swaps_out
 
 
-def test_who_ends_in_the_step_that_saves_it_frees_its_pages_when_that_has_run(setup: Setup) -> None:
+def test_discarding_a_sequence_during_its_swap_frees_its_pages_after_the_step(setup: Setup) -> None:
     sequence = setup.compute(24)
     setup.give_way(sequence)
     setup.swapping.discard(sequence)
@@ -131,7 +131,7 @@ def test_who_ends_in_the_step_that_saves_it_frees_its_pages_when_that_has_run(se
     assert setup.space.num_free == 6
 
 
-def test_a_step_that_broke_has_saved_and_brought_back_nothing(setup: Setup) -> None:
+def test_undoing_a_step_undoes_its_swaps(setup: Setup) -> None:
     before, saved = setup.compute(8), setup.compute(8)
     setup.give_way(before)
     setup.swapping.finish_step()
