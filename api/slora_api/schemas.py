@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
+from slora_adapters.abbreviation import abbreviate
 from slora_api.listing import MAX_LIMIT
 from slora_api.request_bounds import MAX_NAME_CHARS
 
@@ -91,11 +92,12 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
     for name, neutral in unsupported.items():
         value = body.get(name)
         if value is not None and not any(_equal(value, one) for one in neutral):
-            accepted = " or ".join([*(repr(value) for value in neutral), "null"])
+            accepted = " or ".join([*(repr(one) for one in neutral), "null"])
+            # pydantic fills the placeholders in this order. The value comes last, because it may contain their names.
             raise PydanticCustomError(
                 "unsupported_parameter",
-                "`{param}` is not supported by this server; omit it (accepted: {accepted}).",
-                {"param": name, "accepted": accepted},
+                "`{param}` is not supported by this server with the value {value}; omit it (accepted: {accepted}).",
+                {"param": name, "accepted": accepted, "value": abbreviate(value)},
             )
     return {name: value for name, value in body.items() if name not in unsupported}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from slora.errors import ConfigError, RequestRefused
 from slora.sampling_params import SamplingParams
+from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import Reason
 from slora_adapters.peft.extras import GENERATION_NAME
 
@@ -23,8 +24,6 @@ _log = logging.getLogger(__name__)
 
 # Counts above this limit fit neither int32 tensors nor any context.
 _MAX_COUNT = 2**31 - 1
-# Number of characters of a refused value that an error message shows.
-_MAX_SHOWN_CHARS = 80
 
 # Fields of transformers' GenerationConfig that change the tokens, with their neutral values. null is always neutral.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -107,7 +106,7 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_COUNT:
         raise ValueError(
-            f"{name} is {_abbreviate(value)}; it must be a number from -{_MAX_COUNT} to {_MAX_COUNT}"
+            f"{name} is {abbreviate(value)}; it must be a number from -{_MAX_COUNT} to {_MAX_COUNT}"
         )
     return float(value)
 
@@ -117,7 +116,7 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"{name} is {_abbreviate(value)}; it must be a whole number from 0 to {_MAX_COUNT}")
+        raise ValueError(f"{name} is {abbreviate(value)}; it must be a whole number from 0 to {_MAX_COUNT}")
     return value
 
 
@@ -126,7 +125,7 @@ def _list(config: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
     value = config.get(name)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(item, kind) or isinstance(item, bool) for item in items):
-        raise ValueError(f"{name} is {_abbreviate(value)}; it must be one {kind.__name__} or a list of them")
+        raise ValueError(f"{name} is {abbreviate(value)}; it must be one {kind.__name__} or a list of them")
     return tuple(items)
 
 
@@ -135,7 +134,7 @@ def _stop_token_ids(config: Mapping[str, Any], vocab_size: int | None) -> tuple[
     token_ids = _list(config, name, int)
     outside = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
     if outside is not None:
-        raise ValueError(f"{name} is {_abbreviate(outside)}; the model's token ids are 0 to {limit - 1}")
+        raise ValueError(f"{name} is {abbreviate(outside)}; the model's token ids are 0 to {limit - 1}")
     return token_ids
 
 
@@ -151,11 +150,6 @@ def _stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
                 f"{name} contains the lone surrogate U+{lone:04X}, which is not a character; remove it"
             ) from None
     return strings
-
-
-def _abbreviate(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
 def read_generation_defaults(text: str | None, vocab_size: int | None = None) -> GenerationDefaults:
@@ -214,7 +208,7 @@ def find_unsupported_fields(text: str | None, vocab_size: int | None = None) -> 
         return [Reason("generation_config_malformed", f"{GENERATION_NAME}: {error}")]
     return [
         Reason(
-            "generation_config_unsupported", f"{GENERATION_NAME} sets {name} to {_abbreviate(config[name])}"
+            "generation_config_unsupported", f"{GENERATION_NAME} sets {name} to {abbreviate(config[name])}"
         )
         for name, neutral in _UNSUPPORTED.items()
         if config.get(name) is not None and config[name] not in neutral

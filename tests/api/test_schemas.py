@@ -44,6 +44,7 @@ NEUTRAL_CHAT = {
     "n": 1, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"],
     "parallel_tool_calls": True, "functions": None, "reasoning_effort": None, "store": False, "metadata": {},
     "service_tier": "auto", "frequency_penalty": 0, "logprobs": False, "top_logprobs": None, "audio": None,
+    "web_search_options": None,
 }  # fmt: skip
 
 
@@ -65,15 +66,36 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted() -> None:
         (ChatRequest, "service_tier", "priority"),
         (ChatRequest, "store", True),
         (ChatRequest, "audio", {"voice": "a"}),
+        (ChatRequest, "modalities", ["text", "audio"]),
+        (ChatRequest, "modalities", []),
+        (ChatRequest, "modalities", "text"),
+        (ChatRequest, "web_search_options", {}),
+        (ChatRequest, "web_search_options", False),
+        (ChatRequest, "web_search_options", "{accepted}"),
     ],
 )
-def test_a_field_that_is_not_honoured_is_refused_by_name(
+def test_a_field_that_is_not_honoured_is_refused_with_its_name_and_value(
     schema: type[BaseModel], field: str, value: Any
 ) -> None:
     body = (COMPLETION if schema is CompletionRequest else CHAT) | {field: value}
     error = refusal(schema, body)
     assert error["type"] == "unsupported_parameter" and error["ctx"]["param"] == field
-    assert f"`{field}` is not supported" in error["msg"]
+    assert f"`{field}` is not supported by this server with the value {value!r}; omit it" in error["msg"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 4_000_000,
+        ["x" * 1_000_000] * 64,
+        {"x" * 100_000: [{"y": 10**60}] * 10_000},
+        [[[[]]]] * 10_000,
+        [{f"{key:0200}": "\U0010ffff" * 200 for key in range(64)}] * 64,
+    ],
+)
+def test_a_refusal_shows_a_large_value_in_short(value: Any) -> None:
+    error = refusal(ChatRequest, CHAT | {"web_search_options": value})
+    assert "..." in error["msg"] and len(error["msg"]) < 300
 
 
 @pytest.mark.parametrize(

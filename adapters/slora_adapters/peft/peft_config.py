@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import Reason
 from slora_adapters.peft.strict_json import parse_object
 
@@ -240,7 +241,7 @@ class _FieldReader:
     def rank_value(self, what: str, value: object) -> int:
         if type(value) is int and 1 <= value < 1 << 20:
             return value
-        self.refuse("rank", f"{what} is {_short(value)}; it must be a positive whole number")
+        self.refuse("rank", f"{what} is {abbreviate(value)}; it must be a positive whole number")
         return 1
 
     def alpha(self) -> float:
@@ -249,7 +250,7 @@ class _FieldReader:
     def alpha_value(self, what: str, value: object) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < 1e30:
             return float(value)
-        self.refuse("alpha", f"{what} is {_short(value)}; it must be a finite number other than 0")
+        self.refuse("alpha", f"{what} is {abbreviate(value)}; it must be a finite number other than 0")
         return 1.0
 
     def table(self, key: str, read: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
@@ -294,7 +295,7 @@ class _FieldReader:
         if not isinstance(layers, list) or not all(type(v) is int and 0 <= v < 1 << 20 for v in layers):
             self.refuse(
                 "layers_to_transform",
-                f"layers_to_transform is {_short(value)}; it must be a list of layer numbers",
+                f"layers_to_transform is {abbreviate(value)}; it must be a list of layer numbers",
             )
             return None
         return tuple(sorted(set(layers)))
@@ -307,7 +308,7 @@ class _FieldReader:
         ):
             self.refuse(
                 "layers_pattern",
-                f"layers_pattern is {_short(value)}; it must be a list of names such as 'layers'",
+                f"layers_pattern is {abbreviate(value)}; it must be a list of names such as 'layers'",
             )
             return ()
         return tuple(sorted(set(names)))
@@ -317,8 +318,3 @@ class _FieldReader:
             self.refuse(
                 key, f"{key}: a pattern is {len(pattern)} characters long; accepted are {MAX_PATTERN_CHARS}"
             )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slora_adapters.abbreviation import abbreviate
 from slora_adapters.peft.strict_json import parse_object
 
 # Size of the field that has the header's length.
@@ -163,8 +164,8 @@ def _parse_entry(name: str, entry: object) -> TensorSpan:
     offsets = _sizes(entry["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(
-            f"tensor {name!r}: shape {_short(entry['shape'])} or data_offsets "
-            f"{_short(entry['data_offsets'])} are not valid sizes"
+            f"tensor {name!r}: shape {abbreviate(entry['shape'])} or data_offsets "
+            f"{abbreviate(entry['data_offsets'])} are not valid sizes"
         )
     expected = DTYPES[dtype].itemsize
     for size in shape:
@@ -175,11 +176,6 @@ def _parse_entry(name: str, entry: object) -> TensorSpan:
             f"data_offsets span {offsets[1] - offsets[0]}"
         )
     return TensorSpan(name, dtype, shape, offsets[0], offsets[1])
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:

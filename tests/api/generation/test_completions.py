@@ -416,6 +416,44 @@ def test_a_bad_field_is_a_400_that_names_it_and_never_reaches_the_engine(
     assert platform.engine.requests == []
 
 
+def test_fields_that_ask_for_nothing_do_not_change_what_the_engine_gets(platform: Platform, key: str) -> None:
+    for fields in ({}, {"modalities": ["text"], "web_search_options": None}, {"modalities": None}):
+        answer = post(platform, key, CHAT, MESSAGES | fields)
+        assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi!")
+    plain, *others = platform.engine.requests
+    assert len(others) == 2
+    for other in others:
+        assert replace(other, request_id=plain.request_id) == plain
+
+
+@pytest.mark.parametrize(
+    ("param", "value", "accepted"),
+    [
+        ("modalities", ["text", "audio"], "['text'] or null"),
+        ("modalities", ["audio"], "['text'] or null"),
+        ("modalities", [], "['text'] or null"),
+        ("modalities", "text", "['text'] or null"),
+        ("web_search_options", {}, "null"),
+        ("web_search_options", {"search_context_size": "low"}, "null"),
+        ("web_search_options", False, "null"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_field_that_is_not_honoured_is_a_400_with_its_name_its_value_and_the_remedy(
+    platform: Platform, key: str, param: str, value: Any, accepted: str, stream: bool
+) -> None:
+    answer = post(platform, key, CHAT, MESSAGES | {param: value, "stream": stream})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": f"`{param}` is not supported by this server with the value {value!r}; "
+        f"omit it (accepted: {accepted}).",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "unsupported_parameter",
+    }
+    assert platform.engine.requests == []
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
