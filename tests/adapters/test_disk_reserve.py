@@ -11,14 +11,14 @@ from tests.support.file_limit import largest_file
 SIZE = 1 << 20
 
 
-def test_the_reserve_takes_its_room_when_it_is_made(tmp_path: Path) -> None:
+def test_a_new_reserve_allocates_its_disk_space(tmp_path: Path) -> None:
     reserve = DiskReserve(tmp_path / "reserve", SIZE)
     assert not reserve.is_full and (tmp_path / "reserve").stat().st_blocks * 512 >= SIZE
     reserve.check()
     assert [path.name for path in tmp_path.iterdir()] == ["reserve"]
 
 
-def test_a_disk_is_full_from_the_first_look_and_until_the_reserve_is_whole_again(tmp_path: Path) -> None:
+def test_a_full_disk_counts_as_full_until_the_reserve_is_restored(tmp_path: Path) -> None:
     with largest_file(1000):
         reserve = DiskReserve(tmp_path / "reserve", SIZE)
         assert reserve.is_full and not reserve.watch() and not list(tmp_path.iterdir())
@@ -29,14 +29,14 @@ def test_a_disk_is_full_from_the_first_look_and_until_the_reserve_is_whole_again
     reserve.check()
 
 
-def test_a_reserve_is_given_up_once_and_made_again(tmp_path: Path) -> None:
+def test_a_freed_reserve_is_restored_when_there_is_space(tmp_path: Path) -> None:
     reserve = DiskReserve(tmp_path / "reserve", SIZE)
     assert reserve.free() and reserve.is_full and not (tmp_path / "reserve").exists()
     assert not reserve.free(), "there is nothing left to free"
     assert reserve.watch() and (tmp_path / "reserve").stat().st_size == SIZE
 
 
-def test_the_room_that_a_given_up_reserve_left_is_not_taken_for_room_to_write(
+def test_the_space_of_a_freed_reserve_does_not_count_as_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve = DiskReserve(tmp_path / "reserve", SIZE)

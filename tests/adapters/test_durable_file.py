@@ -64,7 +64,7 @@ def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_of_many_creators_exactly_one_makes_the_file(tmp_path: Path) -> None:
+def test_of_concurrent_creators_exactly_one_creates_the_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda n: create_durably(path, b"%d" % n), range(8)))
@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, write: Callable[[Path
     assert os.listdir(tmp_path) == []
 
 
-def test_writing_what_is_there_needs_no_room(tmp_path: Path) -> None:
+def test_writing_unchanged_content_needs_no_space(tmp_path: Path) -> None:
     replace_durably(tmp_path / "state", b"same")
     with largest_file(0):
         replace_durably(tmp_path / "state", b"same")

@@ -21,7 +21,7 @@ def page() -> Iterator[HeartbeatPage]:
     page.close()
 
 
-def test_a_fresh_page_is_of_a_child_that_starts(page: HeartbeatPage) -> None:
+def test_a_new_heartbeat_page_describes_a_starting_child(page: HeartbeatPage) -> None:
     assert page.read() == Beat(0, is_serving=False, is_busy=False, num_completed=0, computing_us=0)
     assert page.reason == ""
 
@@ -56,14 +56,14 @@ def beats_of(heartbeat: Heartbeat, page: HeartbeatPage, is_over: Callable[[Beat]
     return seen
 
 
-def test_a_heartbeat_tells_what_it_measures(page: HeartbeatPage) -> None:
+def test_a_heartbeat_carries_its_measurements(page: HeartbeatPage) -> None:
     heartbeat = Heartbeat(os.dup(page.descriptor), computes_here=False)
     heartbeat.begin_serving()
     last = beats_of(heartbeat, page, lambda beat: beat.number >= 2)[-1]
     assert last == Beat(last.number, True, True, 3, 0)
 
 
-def test_the_event_loops_own_computing_is_not_told(page: HeartbeatPage) -> None:
+def test_a_heartbeat_excludes_the_cpu_time_of_the_event_loop(page: HeartbeatPage) -> None:
     """The page is polled on the event loop's thread, which also computes. No other thread does, so the CPU time
     stays near 0."""
     heartbeat = Heartbeat(os.dup(page.descriptor), computes_here=True)
@@ -77,7 +77,7 @@ def test_the_event_loops_own_computing_is_not_told(page: HeartbeatPage) -> None:
     assert seen[-1] - seen[0] < 0.1e6
 
 
-def test_the_end_of_the_start_is_told_at_once(page: HeartbeatPage) -> None:
+def test_the_end_of_the_start_is_published_at_once(page: HeartbeatPage) -> None:
     """Born from a bug: a child that hung before its next heartbeat was considered to be starting, for ever."""
     Heartbeat(os.dup(page.descriptor), computes_here=True).begin_serving()
     assert page.read().is_serving

@@ -60,7 +60,7 @@ def test_a_migration_that_fails_leaves_nothing_behind(database: Database) -> Non
     database.migrate("things", (FIRST,))
 
 
-def test_an_unfinished_statement_in_a_migration_is_a_mistake(database: Database) -> None:
+def test_an_unfinished_statement_in_a_migration_raises(database: Database) -> None:
     with pytest.raises(ValueError, match="ends inside a statement"):
         database.migrate("things", ("CREATE TABLE x (t TEXT DEFAULT 'open",))
 

@@ -56,7 +56,7 @@ def test_the_arena_cannot_be_cut_short_under_a_reader(cache: HostCache) -> None:
         file.truncate(ALIGNMENT_BYTES)
 
 
-def test_the_least_recently_used_leaves_first(cache: HostCache) -> None:
+def test_the_least_recently_used_adapter_is_evicted_first(cache: HostCache) -> None:
     for number in range(4):
         cache.unpin(_fill(cache, number))
     cache.unpin(cache.find(_version(0)))
@@ -72,7 +72,7 @@ def test_a_pinned_adapter_is_never_evicted(cache: HostCache) -> None:
     assert _fill(cache, 9).offset == pinned[2].offset
 
 
-def test_nothing_is_evicted_for_an_adapter_that_finds_no_room_anyway(cache: HostCache) -> None:
+def test_nothing_is_evicted_for_an_adapter_that_cannot_fit(cache: HostCache) -> None:
     entries = [_fill(cache, number) for number in range(4)]
     cache.unpin(entries[0])
     cache.unpin(entries[2])
@@ -85,7 +85,7 @@ def test_an_adapter_larger_than_the_arena_is_a_clear_error(cache: HostCache) -> 
         cache.allocate(_version(1), _layout(4 * PAGE_SEGMENTS + 1))
 
 
-def test_a_discarded_adapter_is_not_found_but_stays_for_its_reader(cache: HostCache) -> None:
+def test_a_discarded_adapter_is_not_found_but_stays_valid_for_its_reader(cache: HostCache) -> None:
     entry = _fill(cache, 1)
     cache.discard(_version(1))
     assert cache.find(_version(1)) is None
@@ -189,7 +189,7 @@ def _cache(num_pages: int) -> HostCache:
     return HostCache(num_pages * ALIGNMENT_BYTES)
 
 
-def test_of_equally_recent_adapters_the_one_that_is_cheap_to_fetch_again_leaves() -> None:
+def test_of_equally_recent_adapters_the_cheapest_to_fetch_is_evicted() -> None:
     for cheap in range(4):
         cache = _cache(4)
         for number in range(4):
@@ -199,7 +199,7 @@ def test_of_equally_recent_adapters_the_one_that_is_cheap_to_fetch_again_leaves(
         cache.close()
 
 
-def test_a_dear_adapter_that_nobody_uses_leaves_in_the_end(cache: HostCache) -> None:
+def test_an_unused_adapter_is_evicted_in_the_end_even_if_costly_to_fetch(cache: HostCache) -> None:
     _put(cache, "t", 0, reload_s=5.0)
     for number in range(1, 40):
         _put(cache, "t", number, reload_s=1.0)
@@ -215,7 +215,7 @@ def _trace(seed: int, length: int = 1500) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_where_all_cost_the_same_it_is_lru(seed: int) -> None:
+def test_with_equal_costs_eviction_is_lru(seed: int) -> None:
     cache, lru = _cache(12), OrderedDict[int, None]()
     for number in _trace(seed):
         was_there = number in lru
@@ -229,7 +229,7 @@ def test_where_all_cost_the_same_it_is_lru(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_mixed_sizes_it_finds_hardly_fewer_than_lru_without_an_arena(seed: int, report) -> None:
+def test_with_mixed_sizes_the_hit_rate_is_close_to_lru_without_an_arena(seed: int, report) -> None:
     """The reference is plain LRU, which may scatter an adapter over free pages. Reload time is proportional to size."""
     pages = [1 + number * 7 % 5 for number in range(60)]
     cache, lru = _cache(40), OrderedDict[int, None]()
@@ -248,7 +248,7 @@ def test_of_mixed_sizes_it_finds_hardly_fewer_than_lru_without_an_arena(seed: in
 
 
 @given(data=st.data())
-def test_room_is_made_where_the_least_is_lost(data: st.DataObject) -> None:
+def test_eviction_chooses_the_run_of_entries_with_the_lowest_cost(data: st.DataObject) -> None:
     """Compares the cache's choice with a brute-force search over every run of adjacent entries."""
     cache = _cache(ARENA_PAGES)
     draw = data.draw
@@ -305,7 +305,7 @@ def _least_loss(cache: HostCache, entries: list[CachedAdapter], tenant: str, wan
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_tenant_that_streams_through_many_adapters_pushes_out_its_own_only(seed: int) -> None:
+def test_a_tenant_that_streams_through_many_adapters_evicts_only_its_own(seed: int) -> None:
     cache, random = _cache(64), np.random.default_rng(seed)
     sizes = {"b": [2, 5, 3], "c": [7, 1]}
     streamed = 0
@@ -323,7 +323,7 @@ def test_a_tenant_that_streams_through_many_adapters_pushes_out_its_own_only(see
     cache.close()
 
 
-def test_who_keeps_within_its_share_takes_from_who_does_not(cache: HostCache) -> None:
+def test_a_tenant_within_its_share_evicts_from_a_tenant_above_its_share(cache: HostCache) -> None:
     _put(cache, "b", 0)
     for number in range(3):
         _put(cache, "greedy", number, reload_s=100.0)
@@ -331,7 +331,7 @@ def test_who_keeps_within_its_share_takes_from_who_does_not(cache: HostCache) ->
     assert _held(cache, "b") == {0} and _held(cache, "greedy") == {1, 2}
 
 
-def test_a_tenant_alone_may_have_it_all(cache: HostCache) -> None:
+def test_a_single_tenant_may_fill_the_whole_cache(cache: HostCache) -> None:
     for number in range(4):
         _put(cache, "a", number)
     assert _held(cache, "a") == {0, 1, 2, 3} and cache.num_evictions == 0

@@ -19,7 +19,7 @@ def _take_all(queue: LoadQueue) -> list[str]:
     return taken
 
 
-def test_a_tenant_alone_uses_all_places_but_one() -> None:
+def test_a_single_tenant_uses_all_places_but_one() -> None:
     queue = LoadQueue(max_running=4, share=2, max_alone=9)
     for number in range(9):
         queue.add(_v("a", number))
@@ -28,14 +28,14 @@ def test_a_tenant_alone_uses_all_places_but_one() -> None:
     assert _take_all(queue) == ["b"], "at once"
 
 
-def test_a_tenant_alone_runs_no_more_than_the_machine_is_good_for() -> None:
+def test_a_single_tenant_runs_at_most_max_alone_loads() -> None:
     queue = LoadQueue(max_running=9, share=2, max_alone=3)
     for number in range(9):
         queue.add(_v("a", number))
     assert _take_all(queue) == ["a", "a", "a"]
 
 
-def test_beside_others_a_tenant_gets_no_more_than_its_share() -> None:
+def test_a_tenant_beside_others_gets_at_most_its_share() -> None:
     queue = LoadQueue(max_running=6, share=2, max_alone=9)
     for number in range(9):
         queue.add(_v("a", number))

@@ -152,7 +152,7 @@ def test_each_failure_fails_alone_with_its_own_code(make_bench) -> None:
     bench.loader.check()
 
 
-def test_a_failed_load_is_tried_again_when_it_is_asked_for_again(make_bench) -> None:
+def test_a_new_request_retries_a_failed_load(make_bench) -> None:
     bench = make_bench()
     digest = bench.stock.add(1)
     members = read_members(bench.stock.store, digest)
@@ -175,7 +175,7 @@ def test_an_adapter_over_this_servers_limits_is_not_served(make_bench, tmp_path:
     cache.close()
 
 
-def test_eviction_makes_room_and_a_full_cache_waits_for_a_release(make_bench) -> None:
+def test_a_load_evicts_idle_adapters_and_waits_if_all_are_pinned(make_bench) -> None:
     bench = make_bench(cache_bytes=4096, wait_for_room_s=20)
     versions = [_v(bench.stock.add(n)) for n in range(4)]
     size = bench.stock.packed[versions[0].digest].buffer.nbytes
@@ -190,7 +190,7 @@ def test_eviction_makes_room_and_a_full_cache_waits_for_a_release(make_bench) ->
     assert bench.cache.num_evictions == 1
 
 
-def test_progress_counts_loads_and_their_pieces_and_ends_with_the_last_load(make_bench) -> None:
+def test_progress_counts_loads_and_pieces_and_the_loader_is_idle_after_the_last(make_bench) -> None:
     bench = make_bench()
     assert not bench.loader.measure().is_busy
     version = _v(bench.stock.add(1))
@@ -206,7 +206,7 @@ def test_progress_counts_loads_and_their_pieces_and_ends_with_the_last_load(make
     assert bench.loader.measure().num_completed == after.num_completed + 1
 
 
-def test_a_load_that_waits_for_room_is_no_work_that_could_go_on(make_bench) -> None:
+def test_a_load_that_waits_for_room_does_not_count_as_busy(make_bench) -> None:
     """If such a load counted as work, the loader would be killed for a stall. Only a release lets it go on."""
     bench = make_bench(cache_bytes=4096, wait_for_room_s=20)
     held = bench.fetch(_v(bench.stock.add(1)))
@@ -219,7 +219,7 @@ def test_a_load_that_waits_for_room_is_no_work_that_could_go_on(make_bench) -> N
     bench.loader.release(bench.answer())
 
 
-def test_a_load_that_finds_no_room_in_time_fails_and_says_why(make_bench) -> None:
+def test_a_load_that_finds_no_room_in_time_fails_and_names_the_setting(make_bench) -> None:
     bench = make_bench(cache_bytes=4096, wait_for_room_s=0.05)
     bench.fetch(_v(bench.stock.add(1)))
     answer = bench.fetch(_v(bench.stock.add(2)))
@@ -228,7 +228,7 @@ def test_a_load_that_finds_no_room_in_time_fails_and_says_why(make_bench) -> Non
     assert too_large.code == "unavailable" and "host_cache_bytes" in too_large.message
 
 
-def test_a_discarded_adapter_is_asked_of_the_store_again(make_bench) -> None:
+def test_a_discarded_adapter_is_read_from_the_store_again(make_bench) -> None:
     bench = make_bench()
     version = _v(bench.stock.add(1))
     held = bench.fetch(version)
@@ -341,7 +341,7 @@ def test_redis_killed_while_it_is_read_fails_that_load_and_it_works_again_afterw
 
 
 @PIECES
-def test_a_warm_tier_killed_while_it_is_read_is_left_for_the_durable_store(
+def test_a_load_whose_warm_tier_dies_continues_from_the_durable_store(
     make_bench, make_redis: Callable[..., RedisServer], small_pieces: None, before: int
 ) -> None:
     bench, server = make_bench(), make_redis()
@@ -353,7 +353,7 @@ def test_a_warm_tier_killed_while_it_is_read_is_left_for_the_durable_store(
 
 
 @PIECES
-def test_a_chunk_that_is_gone_from_the_warm_tier_is_read_from_the_durable_store(
+def test_a_chunk_missing_in_the_warm_tier_is_read_from_the_durable_store(
     make_bench, make_redis: Callable[..., RedisServer], small_pieces: None, before: int
 ) -> None:
     bench, server = make_bench(), make_redis()
@@ -371,7 +371,7 @@ def test_a_chunk_that_is_gone_from_the_warm_tier_is_read_from_the_durable_store(
     tiers.close()
 
 
-def test_a_chunk_that_is_gone_from_the_only_store_fails_the_load(
+def test_a_chunk_missing_in_the_only_store_fails_the_load(
     make_bench, redis_server: RedisServer, small_pieces: None
 ) -> None:
     bench = make_bench()
@@ -404,7 +404,7 @@ def test_a_blob_deleted_or_replaced_while_it_is_read(
     store.close()
 
 
-def test_a_bit_flipped_in_the_last_tensor_is_found_and_its_region_given_back(
+def test_a_flipped_bit_in_the_last_tensor_fails_the_load_and_frees_its_region(
     make_bench, small_pieces: None
 ) -> None:
     bench = make_bench()
@@ -414,7 +414,7 @@ def test_a_bit_flipped_in_the_last_tensor_is_found_and_its_region_given_back(
     assert isinstance(answer, FetchFailed) and answer.code == "corrupt"
 
 
-def test_nobody_reads_a_region_before_all_of_it_is_verified(make_bench, small_pieces: None) -> None:
+def test_a_region_is_not_readable_before_all_of_it_is_verified(make_bench, small_pieces: None) -> None:
     """The last piece is held back. All other pieces are packed, and requests for the adapter wait."""
     bench = make_bench()
     good, damaged = _v(bench.stock.add(1)), _v(bench.stock.add(2))
@@ -442,7 +442,7 @@ def test_nobody_reads_a_region_before_all_of_it_is_verified(make_bench, small_pi
             assert version not in bench.cache._entries
 
 
-def test_what_lies_in_the_warm_tier_from_now_on_costs_what_that_tier_costs(
+def test_an_adapter_copied_to_the_warm_tier_gets_that_tiers_reload_cost(
     make_bench, make_redis: Callable[..., RedisServer]
 ) -> None:
     bench = make_bench()

@@ -156,7 +156,7 @@ def test_an_adapter_arrives_through_shared_memory_as_packing_made_it(bench: Load
     assert again.packed.buffer.ctypes.data == answer.packed.buffer.ctypes.data, "the host cache kept it"
 
 
-def test_a_request_before_the_loader_is_there_is_answered_when_it_comes(
+def test_a_request_sent_before_the_loader_starts_is_answered_after_its_start(
     make_bench: Callable[..., LoaderHarness],
 ) -> None:
     bench = make_bench()
@@ -189,7 +189,7 @@ def test_failures_have_their_codes_and_do_not_disturb_others(bench: LoaderHarnes
     bench.stock.assert_same(_v(good), answers[good].packed)
 
 
-def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight(
+def test_requests_in_flight_at_a_killed_loader_are_answered_by_its_successor(
     bench: LoaderHarness,
 ) -> None:
     held, wanted = _v(bench.stock.add(1)), _v(bench.stock.add(2))
@@ -208,7 +208,7 @@ def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight
     assert bench.client.connected
 
 
-def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
+def test_copies_in_a_dead_loaders_arena_stay_unchanged(
     make_bench: Callable[..., LoaderHarness],
 ) -> None:
     bench = make_bench(host_cache_bytes=4096)
@@ -223,7 +223,7 @@ def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
     bench.stock.assert_same(second, new.packed)
 
 
-def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
+def test_releasing_a_dead_loaders_copy_releases_nothing_in_the_new_arena(
     make_bench: Callable[..., LoaderHarness],
 ) -> None:
     bench = make_bench(host_cache_bytes=4096)  # room for one adapter
@@ -243,7 +243,7 @@ def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
     bench.stock.assert_same(second, answer.packed)
 
 
-def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: LoaderHarness) -> None:
+def test_the_object_made_from_an_arena_lives_as_long_as_a_copy_in_it(bench: LoaderHarness) -> None:
     """The engine pins the arena's memory for its GPU this way, before it receives any copy from the arena."""
 
     class RecordedArena:
@@ -283,7 +283,7 @@ def test_without_a_loader_requests_fail_after_the_time_limit(
     bench.stock.assert_same(version, bench.fetch(version, client).packed)
 
 
-def test_a_request_at_whose_load_three_loaders_died_fails(bench: LoaderHarness) -> None:
+def test_a_request_whose_load_killed_three_loaders_fails(bench: LoaderHarness) -> None:
     poison, good = _v(bench.stock.add(1)), _v(bench.stock.add(2))
     bench.stock.hang(poison.digest)
     bench.client.request(poison)
@@ -298,7 +298,7 @@ def test_a_request_at_whose_load_three_loaders_died_fails(bench: LoaderHarness) 
     bench.stock.assert_same(good, bench.fetch(good).packed)
 
 
-def test_an_engine_that_dies_gives_back_what_it_held(make_bench: Callable[..., LoaderHarness]) -> None:
+def test_the_copies_held_by_a_dead_engine_are_released(make_bench: Callable[..., LoaderHarness]) -> None:
     bench = make_bench(host_cache_bytes=4096)
     bench.process.start()
     first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
@@ -346,7 +346,7 @@ def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
         assert process.wait(WAIT_S) == 0
 
 
-def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: LoaderHarness) -> None:
+def test_a_client_closed_while_it_connects_disconnects(bench: LoaderHarness) -> None:
     connecting, closing = Event(), Event()
 
     def wait_for_the_end(arena: object) -> None:
@@ -363,14 +363,14 @@ def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: LoaderHa
     assert not closer.is_alive() and not client.connected
 
 
-def test_the_loader_ends_with_its_standard_input(bench: LoaderHarness) -> None:
+def test_the_loader_exits_when_its_standard_input_closes(bench: LoaderHarness) -> None:
     bench.fetch(_v(bench.stock.add(1)))
     bench.process.close_stdin()
     assert bench.process.wait() == 0
     bench.wait_until(lambda: not bench.client.connected)
 
 
-def test_the_loader_ends_on_sigterm_and_not_on_ctrl_c(bench: LoaderHarness) -> None:
+def test_the_loader_exits_on_sigterm_and_not_on_ctrl_c(bench: LoaderHarness) -> None:
     bench.fetch(_v(bench.stock.add(1)))
     bench.process.signal(signal.SIGINT)
     assert isinstance(bench.fetch(_v(bench.stock.add(2))), Fetched)
@@ -396,7 +396,7 @@ def test_adapters_come_from_redis_too(
         ({"store": "unix:///nowhere/redis.sock"}, os.EX_TEMPFAIL),
     ],
 )
-def test_a_config_that_cannot_work_ends_the_loader_with_a_code_for_its_parent(
+def test_an_invalid_config_ends_the_loader_with_a_distinct_exit_code(
     make_bench: Callable[..., LoaderHarness], change: dict[str, str], code: int
 ) -> None:
     bench = make_bench()
@@ -405,7 +405,7 @@ def test_a_config_that_cannot_work_ends_the_loader_with_a_code_for_its_parent(
     assert bench.process.wait() == code
 
 
-def test_a_redis_that_could_lose_adapters_is_a_config_that_cannot_work(
+def test_a_redis_without_durable_settings_is_an_invalid_config(
     make_bench, make_redis: Callable[..., RedisServer]
 ) -> None:
     bench = make_bench(store=make_redis().url)
@@ -421,7 +421,7 @@ def test_the_loader_and_its_client_never_import_torch() -> None:
     assert subprocess.run([sys.executable, "-P", "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_config_survives_its_way_over_the_command_line() -> None:
+def test_a_config_round_trips_through_json() -> None:
     config = LoaderConfig(Path("/x/l.sock"), "file:///s", SHAPE, "bfloat16", "redis://w", 123, 32, 3, 1)
     assert LoaderConfig.from_json(config.to_json()) == config
     for broken in ("{}", '{"surprise": 1}', "[", '{"socket": 1, "shape": {}}'):

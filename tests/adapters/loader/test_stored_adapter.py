@@ -70,7 +70,7 @@ def _pour(blob: LocalBlob, digest: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("batch_bytes", [1, 100, 700, 1 << 20])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_the_pieces_and_the_order_of_the_file_the_adapter_is_the_same(
+def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(
     monkeypatch: pytest.MonkeyPatch, batch_bytes: int, seed: int
 ) -> None:
     monkeypatch.setattr(stored_adapter, "BATCH_BYTES", batch_bytes)
@@ -133,7 +133,9 @@ def test_a_flipped_bit_anywhere_in_the_tensors_is_found(at: int) -> None:
         ({CONFIG: json.dumps(make_config(lora_alpha=5)).encode()}, "have the digest"),
     ],
 )
-def test_what_is_not_the_adapter_is_corrupt(change: dict[str, bytes | None], message: str) -> None:
+def test_a_blob_that_differs_from_the_digest_is_corrupt(
+    change: dict[str, bytes | None], message: str
+) -> None:
     members = make_members()
     digest = _digest(members)
     changed = {name: raw for name, raw in {**members, **change}.items() if raw is not None}
@@ -210,7 +212,7 @@ def test_an_adapter_that_was_stored_with_its_patterns_loads() -> None:
     assert [scale for scale in scales.tolist() if scale] == [2.5, 2.5, 2.0, 2.0]
 
 
-def test_a_stored_pattern_that_takes_for_ever_fails_its_load_only() -> None:
+def test_a_stored_pattern_with_unbounded_matching_time_fails_only_its_load() -> None:
     blob, digest = _store_as_before(alpha_pattern={"(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y": 5})
     with pytest.raises(AdapterCorrupt, match="alpha_pattern: matching takes more than 2 s of CPU time"):
         _pour(blob, digest)

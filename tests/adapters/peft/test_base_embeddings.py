@@ -79,7 +79,7 @@ def test_copies_are_found_in_the_shards_of_a_large_base(tmp_path: Path) -> None:
     assert read(tmp_path, tmp_path / "base").has_copies
 
 
-def test_linears_of_the_base_may_be_of_dtypes_that_adapters_have_not(tmp_path: Path) -> None:
+def test_linears_of_the_base_may_have_dtypes_that_adapters_cannot_have(tmp_path: Path) -> None:
     model = base_model()
     model.model.layers[0].mlp.to(torch.float8_e4m3fn)
     (tmp_path / "base").mkdir()
@@ -88,7 +88,7 @@ def test_linears_of_the_base_may_be_of_dtypes_that_adapters_have_not(tmp_path: P
     assert read(tmp_path, tmp_path / "base").has_copies
 
 
-def test_names_of_the_base_may_begin_behind_the_first_dot(tmp_path: Path, base: Path) -> None:
+def test_tensor_names_of_the_base_may_lack_the_first_prefix(tmp_path: Path, base: Path) -> None:
     model = base_model()
     model.model.save_pretrained(tmp_path / "base")
     make_adapter(tmp_path, r=2, target_modules=["embed_tokens"])
@@ -172,7 +172,7 @@ def test_a_bias_is_refused_where_the_base_has_none(tmp_path: Path, base: Path) -
     assert "has no tensor lm_head.bias [64]" in refusal(tmp_path, base, "bias")
 
 
-def test_copies_are_refused_where_there_is_nothing_to_compare_them_with(tmp_path: Path) -> None:
+def test_copies_are_refused_if_the_base_is_not_available_for_comparison(tmp_path: Path) -> None:
     make_adapter(tmp_path, target_modules=["lm_head"])
     assert "base model is not available" in refusal(tmp_path, None)
     assert "cannot be compared" in refusal(tmp_path, tmp_path / "nowhere")

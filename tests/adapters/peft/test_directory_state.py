@@ -58,7 +58,7 @@ def test_a_change_of_any_file_is_seen(
     assert not take(tmp_path, monkeypatch).proves_unchanged(before)
 
 
-def test_a_file_that_has_only_just_changed_proves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_has_just_changed_is_not_proved_unchanged(tmp_path: Path) -> None:
     """Another write within the same tick of the file system's clock would not change the state."""
     write_directory(tmp_path, make_members())
     os.utime(tmp_path / TENSORS_NAME)

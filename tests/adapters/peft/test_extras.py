@@ -61,7 +61,7 @@ def test_texts_that_are_too_long_broken_or_add_tokens_are_refused(files: dict[st
     assert code in reason_codes(make_members(**files), AdapterLimits(max_text_bytes=100, vocab_size=64))
 
 
-def test_the_bases_own_special_tokens_are_no_news() -> None:
+def test_special_tokens_of_the_base_are_accepted() -> None:
     files = {
         "tokenizer_config_dot_json": '{"added_tokens_decoder": {"63": {"content": "<s>"}}}',
         "added_tokens_dot_json": '{"<s>": 63}',

@@ -70,12 +70,12 @@ def test_a_reference_names_a_repository_a_revision_and_a_folder(
         "hf://user:pw@org/repo", "hf://org/repo@a..b", "hf://org/repo\n", "hf://org/repo@x@y",
     ],
 )  # fmt: skip
-def test_what_only_begins_like_a_reference_is_refused(text: str) -> None:
+def test_a_malformed_reference_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape("hf://ORG/REPO[@REVISION][/FOLDER]")):
         HubReference.parse(text)
 
 
-def test_a_path_is_no_reference() -> None:
+def test_a_path_is_not_parsed_as_a_reference() -> None:
     assert [HubReference.parse(text) for text in ("a/b", "/hf://a/b", "hf:/org/repo", "")] == [None] * 4
 
 
@@ -100,27 +100,27 @@ def test_a_folder_of_a_snapshot_is_an_adapter_too(cache: Path) -> None:
         download(parse(f"hf://{REPO}"))
 
 
-def test_a_repository_with_nothing_but_a_pickle_is_no_adapter(cache: Path) -> None:
+def test_a_repository_with_only_a_pickle_is_refused(cache: Path) -> None:
     lay_out_snapshot(cache, REPO, {"adapter_config.json": b"{}", **OTHERS})
     with pytest.raises(AdapterNotFound, match=rf"hf://{REPO}@{COMMIT} has no adapter_model.safetensors"):
         download(parse(f"hf://{REPO}"))
 
 
-def test_what_the_cache_lacks_is_out_of_reach_without_a_network(cache: Path) -> None:
+def test_a_repository_missing_in_the_cache_is_unavailable_without_a_network(cache: Path) -> None:
     lay_out_snapshot(cache, REPO, FILES)
     for text in ("hf://org/other", f"hf://{REPO}@v2", f"hf://{REPO}@{COMMIT[::-1]}"):
         with pytest.raises(StoreUnavailable, match=f"cannot be reached.*{text}: .*offline mode"):
             download(parse(text))
 
 
-def test_a_download_brings_what_an_adapter_consists_of_and_nothing_else(hub: Hub, cache: Path) -> None:
+def test_a_download_fetches_only_the_files_of_an_adapter(hub: Hub, cache: Path) -> None:
     found = download(parse(f"hf://{REPO}"))
     assert {path.name: path.read_bytes() for path in found.directory.iterdir()} == FILES
     assert found.reference.revision == COMMIT
     assert not any(name in path for name in OTHERS for path in hub.asked)
 
 
-def test_a_branch_that_moved_is_downloaded_anew_and_a_commit_is_not_asked_for_again(hub: Hub) -> None:
+def test_a_moved_branch_is_downloaded_again_and_a_known_commit_is_not(hub: Hub) -> None:
     first = download(parse(f"hf://{REPO}"))
     hub.revisions[REPO, "main"] = later = COMMIT[::-1]
     hub.files[REPO, later] = {**FILES, "adapter_config.json": b'{"r": 8}'}
@@ -145,7 +145,7 @@ def test_a_branch_that_moved_is_downloaded_anew_and_a_commit_is_not_asked_for_ag
         ((400, ""), StoreUnavailable, "cannot be reached.*BadRequest"),
     ],
 )
-def test_what_the_hub_refuses_is_explained(
+def test_a_refusal_of_the_hub_is_explained(
     hub: Hub, failure: tuple[int, str], error: type[Exception], message: str
 ) -> None:
     hub.failing[REPO] = failure
@@ -153,7 +153,7 @@ def test_what_the_hub_refuses_is_explained(
         download(parse(f"hf://{REPO}@v2"))
 
 
-def test_a_hub_that_does_not_answer_is_out_of_reach(
+def test_a_hub_that_does_not_answer_is_unavailable(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -37,7 +37,7 @@ def test_conversion_rounds_as_torch_does(dtype: str, served: str) -> None:
 
 @pytest.mark.parametrize("served", SERVED)
 @pytest.mark.parametrize("dtype", TORCH)
-def test_fits_says_exactly_which_numbers_stay_finite(dtype: str, served: str) -> None:
+def test_fits_agrees_with_torch_on_which_numbers_stay_finite(dtype: str, served: str) -> None:
     bits = _interesting_bits(dtype)
     tensor, _ = _from_bits(bits, dtype)
     magnitudes = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)

@@ -56,7 +56,7 @@ def _adapter(shape: ModelShape, ranks: dict[ModuleId, int], seed: int = 0) -> Ad
 
 
 @given(st.data(), shapes)
-def test_every_row_comes_back_whatever_the_shape_and_ranks(data: st.DataObject, shape: ModelShape) -> None:
+def test_unpacking_returns_every_row_for_any_shape_and_ranks(data: st.DataObject, shape: ModelShape) -> None:
     modules = st.integers(0, shape.num_modules - 1)
     ranks = data.draw(st.dictionaries(modules, st.integers(1, 9), min_size=1))
     adapter = _adapter(shape, ranks)
@@ -84,7 +84,7 @@ def test_packing_refuses_weights_that_overflow_in_the_served_dtype() -> None:
     assert pack(adapter, shape, "bfloat16").buffer.any()
 
 
-def test_packing_for_another_element_size_is_a_mistake() -> None:
+def test_packing_for_another_element_size_raises() -> None:
     shape = llama_shape(1, 8, 2, 1, 4, 8, vocab_size=9, element_bytes=4)
     with pytest.raises(ValueError, match="takes 2 bytes, but the model shape has 4"):
         pack(_adapter(shape, {0: 2}), shape, "bfloat16")

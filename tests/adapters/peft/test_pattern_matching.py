@@ -49,7 +49,7 @@ def test_a_pattern_matches_what_it_matches_in_python(pattern: str) -> None:
     assert whole == [0 if re.fullmatch(pattern, name) else None for name in names]
 
 
-def test_the_first_pattern_of_a_table_wins_and_fields_are_told_apart() -> None:
+def test_the_first_matching_pattern_of_each_field_wins() -> None:
     fields = [PatternField("rank_pattern", ["(q)_proj", "(.*)_proj"]), PatternField("alpha_pattern", ["b"])]
     assert match_fields(fields, ["a.q_proj", "up_proj", "x_proj.b"]) == (
         [[0, 1, None], [None, None, 0]],
@@ -67,7 +67,7 @@ def test_the_first_pattern_of_a_table_wins_and_fields_are_told_apart() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_pattern_that_takes_for_ever_is_refused_by_its_field(change: dict[str, object]) -> None:
+def test_a_pattern_with_unbounded_matching_time_is_refused_by_its_field(change: dict[str, object]) -> None:
     (field,) = change
     members = {name: memoryview(raw) for name, raw in make_members(make_config(**change)).items()}
     with pytest.raises(AdapterInvalid, match=rf"{field}: matching takes more than 2 s of CPU time; simplify"):
@@ -75,13 +75,15 @@ def test_a_pattern_that_takes_for_ever_is_refused_by_its_field(change: dict[str,
 
 
 @pytest.mark.parametrize("pattern", ["(", "*", "(?(7)a)", "(a)" + "(" * 4000 + "a" + ")" * 4000])
-def test_what_python_cannot_compile_is_refused_by_its_field(pattern: str) -> None:
+def test_an_invalid_pattern_is_refused_by_its_field(pattern: str) -> None:
     for field in ("exclude_modules", "rank_pattern"):
         value = pattern if field == "exclude_modules" else {pattern: 2}
         assert field in reason_codes(make_members(make_config(**{field: value})))
 
 
-def test_a_process_that_gives_no_answer_is_no_fault_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_matching_process_is_not_blamed_on_the_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pattern_process, "__file__", "/nowhere.py")
     with pytest.raises(OSError, match="the process that matches patterns ended with exit code 2"):
         reason_codes(make_members(make_config(exclude_modules=".*")))
@@ -112,7 +114,7 @@ def test_a_config_is_stored_with_the_modules_that_its_patterns_matched(
     assert json.loads(config)["exclude_modules"] is None
 
 
-def test_patterns_with_one_meaning_give_one_digest() -> None:
+def test_patterns_that_match_the_same_modules_give_the_same_digest() -> None:
     targets = (r".*\.(q|down)_proj", r".*(down|q)_proj")
     digests = {
         parse_adapter(

@@ -111,7 +111,7 @@ def test_several_faults_are_all_reported() -> None:
         b'{"a":' + b" " * (1 << 20),
     ],
 )
-def test_what_is_not_one_strict_json_object_is_refused(raw: bytes) -> None:
+def test_a_config_that_is_not_one_strict_json_object_is_refused(raw: bytes) -> None:
     config, reasons = parse_peft_config(raw)
     assert config is None
     assert [reason.code for reason in reasons] == ["config_malformed"]

@@ -162,12 +162,12 @@ def test_a_pickle_in_place_of_the_tensors_is_refused_by_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04"])
-def test_a_pickle_under_the_tensors_name_is_called_one(start: bytes) -> None:
+def test_a_pickle_named_as_safetensors_is_reported_as_a_pickle(start: bytes) -> None:
     members = make_members() | {"adapter_model.safetensors": start + b"}q\x00(X\x01" * 20}
     assert reason_codes(members) == ["pickle"]
 
 
-def test_a_header_whose_length_reads_like_a_pickles_start_is_none() -> None:
+def test_a_header_length_that_resembles_a_pickle_is_not_reported_as_one() -> None:
     raw = make_members()["adapter_model.safetensors"]
     size = int.from_bytes(raw[:8], "little")
     wanted = 0x0280  # the bytes 80 02 00 ..., which look like pickle protocol 2
@@ -179,7 +179,7 @@ def test_a_header_whose_length_reads_like_a_pickles_start_is_none() -> None:
     assert reason_codes(make_members() | {"adapter_model.safetensors": padded[:-1]}) == ["tensors_malformed"]
 
 
-def test_a_directory_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+def test_a_missing_directory_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFound):
         read_adapter(tmp_path / "nowhere", SHAPE, AdapterLimits())
 

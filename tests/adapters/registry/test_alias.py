@@ -33,7 +33,7 @@ def test_each_version_gets_its_share_of_the_users(targets: Targets) -> None:
         assert abs(numbers.count(number) / len(USERS) - weight / 100) < 5 * (0.25 / len(USERS)) ** 0.5
 
 
-def test_a_canary_that_grows_keeps_its_users_and_takes_only_from_those_that_shrink() -> None:
+def test_a_growing_canary_keeps_its_users_and_takes_only_from_shrinking_versions() -> None:
     steps: list[Targets] = [{1: 100}, {1: 90, 2: 10}, {1: 80, 2: 20}, {2: 50, 1: 50}, {2: 100}]
     taken = [{user for user, number in chosen(one).items() if number == 2} for one in steps]
     assert all(before < after for before, after in pairwise(taken))
@@ -42,22 +42,22 @@ def test_a_canary_that_grows_keeps_its_users_and_takes_only_from_those_that_shri
     assert all(after[user] == 3 for user in USERS if before[user] == 3)
 
 
-def test_a_third_version_takes_no_more_from_the_others_than_its_share() -> None:
+def test_adding_a_third_version_moves_only_its_share_of_users() -> None:
     before, after = chosen({1: 50, 2: 50}), chosen({1: 45, 2: 45, 3: 10})
     assert all(after[user] in (before[user], 3) for user in USERS)
 
 
-def test_the_order_in_which_weights_are_told_changes_nothing() -> None:
+def test_the_order_of_the_weights_does_not_matter() -> None:
     assert chosen({1: 90, 2: 10}) == chosen({2: 10, 1: 90})
 
 
-def test_the_canaries_of_two_aliases_are_different_users() -> None:
+def test_the_canary_users_of_two_aliases_are_independent() -> None:
     one, other = chosen({1: 50, 2: 50}, "a"), chosen({1: 50, 2: 50}, "b")
     share = sum(one[user] == other[user] for user in USERS) / len(USERS)
     assert abs(share - 0.5) < 5 * (0.25 / len(USERS)) ** 0.5
 
 
-def test_who_gets_what_is_the_same_in_every_process_and_release() -> None:
+def test_the_version_of_a_user_is_the_same_in_every_process_and_release() -> None:
     first = [choose_target({1: 50, 2: 50}, "salt", user) for user in USERS[:12]]
     assert first == [2, 1, 1, 1, 1, 2, 2, 2, 2, 2, 1, 2]
 
@@ -73,7 +73,7 @@ def test_who_gets_what_is_the_same_in_every_process_and_release() -> None:
         ({1: 101, 2: -1}, "version 1 has the weight 101"),
     ],
 )
-def test_weights_that_are_no_split_are_refused_with_the_rule(targets: Targets, words: str) -> None:
+def test_invalid_splits_are_refused_with_the_rule(targets: Targets, words: str) -> None:
     with pytest.raises(BadAlias, match=words):
         check_targets(targets)
 
@@ -88,7 +88,7 @@ def state(number: int) -> AliasState:
     return AliasState({number: 100})
 
 
-def test_rolling_back_goes_through_the_moves_backwards_as_far_as_they_are_kept() -> None:
+def test_rollbacks_undo_the_kept_moves_in_reverse_order() -> None:
     history = AliasHistory(state(1))
     for number in range(2, MAX_HISTORY + 4):
         history = history.move(state(number))
@@ -100,7 +100,7 @@ def test_rolling_back_goes_through_the_moves_backwards_as_far_as_they_are_kept()
     assert seen == list(range(MAX_HISTORY + 2, 2, -1))
 
 
-def test_what_is_deleted_leaves_its_share_to_the_heaviest_and_is_no_way_back() -> None:
+def test_the_share_of_a_deleted_version_goes_to_the_heaviest_and_its_history_is_dropped() -> None:
     history = (
         AliasHistory(state(1)).move(AliasState({1: 60, 2: 10, 3: 30}, follows_pushes=True)).move(state(2))
     )
@@ -131,12 +131,12 @@ def test_a_reference_is_a_name_a_version_or_an_alias(
     "text",
     ["", "@", "a@", "@1", "a@0", "a@01", "a@-1", "a@1@2", "a@Prod", "A@1", "a@" + "9" * 19, "a@\u0661"],
 )
-def test_what_is_no_reference_is_refused(text: str) -> None:
+def test_an_invalid_reference_is_refused(text: str) -> None:
     with pytest.raises(BadAdapterName):
         parse_reference(text)
 
 
 @pytest.mark.parametrize("alias", ["", "7", "007", "Prod", "a@b", "a/b", "-a", "x" * 129])
-def test_what_can_be_no_alias_is_refused_with_the_rule(alias: str) -> None:
+def test_an_invalid_alias_name_is_refused_with_the_rule(alias: str) -> None:
     with pytest.raises(BadAlias, match="is not a valid alias: an alias has 1 to 128"):
         check_alias_name(alias)

@@ -49,9 +49,7 @@ def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog,
     assert b"secret" not in whole and b"{{ m }}" not in whole, "a blob may be shared with other tenants"
 
 
-def test_two_tenants_share_the_bytes_and_the_last_one_takes_them_away(
-    catalog: Catalog, tmp_path: Path
-) -> None:
+def test_two_tenants_share_a_blob_and_the_last_deletion_removes_it(catalog: Catalog, tmp_path: Path) -> None:
     first = _publish(catalog, tmp_path / "1", "t1")
     second = _publish(catalog, tmp_path / "2", "t2", chat_template_dot_jinja="other")
     assert first.record.version.digest == second.record.version.digest
@@ -85,7 +83,7 @@ class RecordedStore(FileStore):
         return super().exists(digest)
 
 
-def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(
+def test_weights_that_another_tenant_has_cost_the_same_work_as_new_ones(
     tmp_path: Path, open_storage: OpenStorage
 ) -> None:
     """Otherwise the duration of an upload would reveal whether another tenant has the same weights."""
@@ -107,7 +105,7 @@ def _inodes(store: FileStore) -> set[int]:
     return {path.stat().st_ino for path in store.root.rglob("*") if path.is_file()}
 
 
-def test_a_blob_goes_with_the_last_version_that_has_it(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_blob_is_deleted_with_its_last_version(catalog: Catalog, tmp_path: Path) -> None:
     old = _publish(catalog, tmp_path / "1").record.version.digest
     new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1)).record.version.digest
     assert sorted(catalog.store.digests()) == sorted([old, new])
@@ -132,7 +130,7 @@ def test_discarding_an_upload_drops_its_blob_unless_another_upload_needs_it(
     assert list(catalog.store.digests()) == []
 
 
-def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_sweep_deletes_only_the_blobs_left_by_a_crash(catalog: Catalog, tmp_path: Path) -> None:
     kept = _publish(catalog, tmp_path / "1").record.version.digest
     catalog.store.put("e" * 64, {"a": b"left by a crash"})
     with reserved(catalog.registry, "f" * 64):
@@ -141,7 +139,7 @@ def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_pa
         assert sorted(catalog.store.digests()) == sorted([kept, "f" * 64])
 
 
-def test_what_nobody_refers_to_is_dropped_when_it_was_so_for_the_time_of_grace(
+def test_an_unreferenced_blob_is_deleted_after_the_grace_period(
     tmp_path: Path, open_storage: OpenStorage
 ) -> None:
     now = [0.0]
@@ -163,7 +161,7 @@ def test_what_nobody_refers_to_is_dropped_when_it_was_so_for_the_time_of_grace(
     assert left_at(19.5) == ["f"] and left_at(19.75) == []
 
 
-def test_nothing_is_dropped_where_another_registry_may_need_it(
+def test_no_blob_is_deleted_from_a_store_that_another_registry_uses(
     catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = Database(tmp_path / "other.db")
@@ -190,7 +188,7 @@ class ConcurrentlyClaimedStore(FileStore):
         return iter(found)
 
 
-def test_a_registry_that_comes_while_a_store_is_swept_keeps_what_it_brings(
+def test_a_registry_that_claims_a_store_during_a_sweep_keeps_its_blobs(
     tmp_path: Path, open_storage: OpenStorage
 ) -> None:
     catalog = Catalog(Registry(open_storage()), ConcurrentlyClaimedStore(tmp_path / "store"))
@@ -199,7 +197,7 @@ def test_a_registry_that_comes_while_a_store_is_swept_keeps_what_it_brings(
     assert catalog.store.exists("e" * 64)
 
 
-def test_a_registry_that_has_lost_itself_drops_nothing(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_an_emptied_registry_deletes_no_blobs(tmp_path: Path, redis_server: RedisServer) -> None:
     """A Redis that was emptied holds no references, so every blob would look unreferenced."""
     with closing(open_redis_storage(redis_server.url)) as storage:
         catalog = Catalog(Registry(storage), FileStore(tmp_path / "store"))

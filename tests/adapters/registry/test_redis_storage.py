@@ -65,14 +65,14 @@ def open_registries(server: RedisServer) -> Iterator[Open]:
         (("--appendonly", "yes", "--appendfsync", "no"), "'appendfsync everysec' or 'always'"),
     ],
 )
-def test_a_redis_that_could_lose_names_is_refused(
+def test_a_redis_registry_without_durable_settings_is_refused(
     make_redis: Callable[..., RedisServer], options: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(StoreUnfit, match=f"as a registry it needs {message}"):
         open_redis_storage(make_redis(*options).url)
 
 
-def test_what_a_newer_release_has_written_is_left_alone(server: RedisServer, open_registries: Open) -> None:
+def test_a_registry_of_a_newer_release_is_refused(server: RedisServer, open_registries: Open) -> None:
     open_registries()
     with server.client() as client:
         client.set("slora:registry:schema", "3")
@@ -82,7 +82,7 @@ def test_what_a_newer_release_has_written_is_left_alone(server: RedisServer, ope
         open_registries()
 
 
-def test_only_a_redis_or_nothing_is_a_registry(tmp_path, server: RedisServer) -> None:
+def test_a_registry_url_must_be_empty_or_a_redis(tmp_path, server: RedisServer) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
         for url in ("s3://bucket/names", "/var/names"):
             with pytest.raises(ValueError, match="must be a Redis"):
@@ -95,9 +95,7 @@ def test_only_a_redis_or_nothing_is_a_registry(tmp_path, server: RedisServer) ->
         far.close()
 
 
-def test_a_full_redis_refuses_what_takes_room_and_lets_go_of_what_it_has(
-    server: RedisServer, open_registries: Open
-) -> None:
+def test_a_full_redis_refuses_pushes_and_allows_deletions(server: RedisServer, open_registries: Open) -> None:
     registry = open_registries()
     for name in ("a", "b"):
         registry.put(name, _v(), DETAILS)
@@ -116,7 +114,7 @@ def test_a_full_redis_refuses_what_takes_room_and_lets_go_of_what_it_has(
 # -- concurrent changes of the same keys ------------------------------------------------------------------------------
 
 
-def test_a_change_is_made_again_of_what_somebody_else_has_left(open_registries: Open) -> None:
+def test_a_change_is_recomputed_after_a_concurrent_change(open_registries: Open) -> None:
     registry, other = open_registries(), open_registries()
     storage = registry._storage
     seen: list[list[int]] = []
@@ -132,7 +130,7 @@ def test_a_change_is_made_again_of_what_somebody_else_has_left(open_registries: 
     assert [record.number for record in other.versions("t1", "a")] == [3, 2, 1]
 
 
-def test_a_pin_is_checked_against_what_is_pinned_when_it_is_made(open_registries: Open) -> None:
+def test_a_pin_is_checked_again_after_a_concurrent_pin(open_registries: Open) -> None:
     registry, other = open_registries(), open_registries()
     for name in ("a", "b"):
         registry.put(name, _v(), DETAILS)
@@ -175,7 +173,7 @@ def test_a_lost_connection_loses_no_change(server: RedisServer, open_registries:
     assert [change.name for change in told.changes] == ["a", "b"] and not told.resync
 
 
-def test_after_the_death_of_redis_nothing_is_taken_for_known(
+def test_the_name_cache_is_cleared_when_redis_dies(
     server: RedisServer, open_registries: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other processes may have read a change that was never acknowledged."""
@@ -207,7 +205,7 @@ def test_after_the_death_of_redis_nothing_is_taken_for_known(
     assert [change.name for change in after.changes] == ["a"] and not after.resync
 
 
-def test_over_many_deaths_of_redis_nothing_acknowledged_is_lost_and_every_reader_ends_up_right(
+def test_repeated_kills_of_redis_lose_no_acknowledged_change_and_readers_converge(
     server: RedisServer, open_registries: Open, soak: bool
 ) -> None:
     writer, reader = open_registries(), open_registries()
@@ -243,7 +241,7 @@ def test_over_many_deaths_of_redis_nothing_acknowledged_is_lost_and_every_reader
     assert reader.get("t1", "a") == records[0]
 
 
-def test_another_history_is_noticed(server: RedisServer, open_registries: Open) -> None:
+def test_a_replaced_change_history_forces_a_resync(server: RedisServer, open_registries: Open) -> None:
     registry = open_registries()
     registry.put("a", _v(), DETAILS)
     cursor = registry.changes().cursor
@@ -262,7 +260,7 @@ def test_another_history_is_noticed(server: RedisServer, open_registries: Open) 
     assert [change.name for change in registry.changes(begun.cursor).changes] == ["c"]
 
 
-def test_known_names_are_answered_while_redis_is_away_and_others_refused_until_it_is_back(
+def test_during_a_redis_outage_cached_names_are_answered_and_others_refused(
     server: RedisServer, open_registries: Open
 ) -> None:
     registry, other = open_registries(), open_registries()
@@ -295,7 +293,7 @@ def test_known_names_are_answered_while_redis_is_away_and_others_refused_until_i
         registry.get("t1", "known")
 
 
-def test_a_process_forgets_at_once_what_it_changes_and_what_others_do_when_it_hears_of_it(
+def test_cached_names_are_dropped_on_own_changes_and_on_changes_from_the_feed(
     open_registries: Open,
 ) -> None:
     registry, other = open_registries(), open_registries()
@@ -321,7 +319,7 @@ def test_a_process_forgets_at_once_what_it_changes_and_what_others_do_when_it_he
 # -- leases ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_registries: Open) -> None:
+def test_an_upload_waits_until_the_deletion_of_its_blob_has_ended(open_registries: Open) -> None:
     collector, uploader = open_registries(), open_registries()
     order: list[str] = []
     may_end, has_begun = threading.Event(), threading.Event()
@@ -350,7 +348,7 @@ def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_regis
     assert not collector.collect(D1, order.append)
 
 
-def test_weights_whose_drop_did_not_come_back_are_not_taken_for_a_while(
+def test_uploads_of_a_blob_are_refused_while_its_deletion_is_unconfirmed(
     open_registries: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store may still execute the delayed deletion."""
@@ -376,7 +374,7 @@ def test_weights_whose_drop_did_not_come_back_are_not_taken_for_a_while(
             is_reserved = True
 
 
-def test_a_drop_that_a_server_died_of_is_over_when_that_server_is_back(
+def test_a_deletion_interrupted_by_a_crash_ends_when_its_server_restarts(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_storage, "_PATIENCE_S", 0.05)
@@ -410,7 +408,9 @@ def test_a_drop_that_a_server_died_of_is_over_when_that_server_is_back(
         assert not may_upload(again, D1), "it is another one's now"
 
 
-def test_the_lease_of_a_drop_survives_the_death_of_redis(server: RedisServer, open_registries: Open) -> None:
+def test_the_lease_of_a_deletion_survives_the_death_of_redis(
+    server: RedisServer, open_registries: Open
+) -> None:
     registry = open_registries()
     leases: list[int] = []
     with server.client() as client, server.stalled_fsync():
@@ -427,9 +427,7 @@ def test_the_lease_of_a_drop_survives_the_death_of_redis(server: RedisServer, op
     assert leases == [1]
 
 
-def test_an_upload_whose_reservation_redis_has_lost_is_refused(
-    server: RedisServer, open_registries: Open
-) -> None:
+def test_an_upload_whose_reservation_was_lost_is_refused(server: RedisServer, open_registries: Open) -> None:
     registry = open_registries()
     with server.client() as client, reserved(registry, D1) as reservation:
         client.delete(f"slora:registry:reserved:{D1}")
@@ -446,7 +444,7 @@ def _record() -> AdapterRecord:
     return AdapterRecord("a", 1, _v(), DETAILS, ExtrasSummary.of(AdapterExtras()), 1.0, 1.0)
 
 
-def test_an_answer_from_before_a_change_is_not_kept() -> None:
+def test_a_value_read_before_a_change_is_not_cached() -> None:
     cache, key = NameCache(), ("t1", "a")
 
     def find() -> AdapterRecord:
@@ -460,7 +458,7 @@ def test_an_answer_from_before_a_change_is_not_kept() -> None:
     assert cache.get(key, 1) is None
 
 
-def test_what_is_not_there_and_what_was_not_answered_takes_no_room() -> None:
+def test_missing_names_and_failed_lookups_are_not_cached() -> None:
     cache = NameCache()
 
     def fail() -> None:
@@ -473,7 +471,7 @@ def test_what_is_not_there_and_what_was_not_answered_takes_no_room() -> None:
     assert not cache._names
 
 
-def test_names_that_were_asked_for_longest_ago_make_room() -> None:
+def test_the_least_recently_used_names_are_evicted() -> None:
     cache = NameCache(max_bytes=40_000)
     for number in range(1000):
         name = f"n{number}"

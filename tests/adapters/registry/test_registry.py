@@ -70,7 +70,7 @@ def test_each_push_is_a_version_and_the_bare_name_serves_the_newest(registry: Re
     assert registry.versions("t1", "a") == [second.record, first.record]
 
 
-def test_pushing_the_newest_again_changes_nothing_and_says_so(registry: Registry, clock: Clock) -> None:
+def test_pushing_the_newest_version_again_is_a_no_op(registry: Registry, clock: Clock) -> None:
     registry.put("a", _v("t1", D2), DETAILS)
     first = registry.put("a", _v("t1"), DETAILS)
     registry.roll_back("t1", "a", "latest")
@@ -119,7 +119,7 @@ def test_details_and_extras_come_back_as_they_were_put(registry: Registry) -> No
     assert [record.extras.template_bytes for record in registry.versions("t1", "a")] == [0, 2, None, 7]
 
 
-def test_each_versions_extras_count_and_are_gone_with_it(registry: Registry) -> None:
+def test_the_extras_of_a_version_are_counted_and_deleted_with_it(registry: Registry) -> None:
     """Born from a bug: extras did not count, so a tenant could store any amount of them beside small weights."""
     for digest in (D1, D2):
         registry.put("a", _v("t1", digest), DETAILS, AdapterExtras("ü" * 1000, "{}"))
@@ -132,7 +132,7 @@ def test_each_versions_extras_count_and_are_gone_with_it(registry: Registry) -> 
     assert registry.storage_usage("t1", D1) == StorageUsage(0, 0, None)
 
 
-def test_the_extras_of_a_name_that_was_deleted_and_pushed_again_are_not_those_of_the_old_one(
+def test_a_lookup_during_delete_and_push_returns_the_extras_of_the_new_version(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name is deleted and pushed again between the two lookups of one request. Its version numbers start at 1
@@ -158,7 +158,7 @@ class QuotaFull(Exception):
     pass
 
 
-def test_of_pushes_at_once_no_more_pass_their_check_than_the_tenant_may_have(
+def test_concurrent_pushes_do_not_exceed_the_tenants_quota(
     open_storage: OpenStorage,
 ) -> None:
     """Born from a bug: two processes checked the tenant's quota at the same time, and then each made a version."""
@@ -181,7 +181,7 @@ def test_of_pushes_at_once_no_more_pass_their_check_than_the_tenant_may_have(
     assert Registry(open_storage()).storage_usage("t1", D1).num_versions == most
 
 
-def test_pushing_the_newest_again_is_not_checked(registry: Registry) -> None:
+def test_pushing_the_newest_version_again_skips_the_quota_check(registry: Registry) -> None:
     def refuse(usage: StorageUsage) -> None:
         raise QuotaFull
 
@@ -218,7 +218,7 @@ def test_a_version_is_orphaned_with_its_last_name_and_its_blob_with_the_last_ten
     assert last.orphaned == (_v("t2"),) and last.unreferenced == (D1,)
 
 
-def test_collect_drops_only_what_nobody_refers_to(registry: Registry) -> None:
+def test_collect_deletes_only_unreferenced_blobs(registry: Registry) -> None:
     dropped: list[str] = []
     registry.put("a", _v("t1"), DETAILS)
     assert not registry.collect(D1, dropped.append)
@@ -336,7 +336,7 @@ def test_another_process_sees_a_change_at_once(registry: Registry, open_storage:
     assert registry.get("t1", "a").version == _v("t1", D2)
 
 
-def test_of_many_puts_and_deletes_at_once_references_are_never_miscounted(registry: Registry) -> None:
+def test_concurrent_puts_and_deletes_never_miscount_references(registry: Registry) -> None:
     def use(worker: int) -> None:
         for turn in range(12):
             registry.put(f"n{worker % 3}", _v(f"t{worker % 2}", (D1, D2)[turn % 2]), DETAILS)
@@ -361,7 +361,7 @@ def nothing(wanted: Rollout, others: Sequence[Rollout]) -> None:
     raise Refused
 
 
-def test_a_pin_stays_with_its_name_when_that_moves_and_goes_with_it(registry: Registry) -> None:
+def test_a_pin_follows_its_name_to_new_versions_and_is_deleted_with_it(registry: Registry) -> None:
     for tenant in ("t1", "t2"):
         registry.put("a", _v(tenant), DETAILS)
     assert registry.pin("t1", "a", anything) == registry.rollout("t1", "a")
@@ -376,7 +376,7 @@ def test_a_pin_stays_with_its_name_when_that_moves_and_goes_with_it(registry: Re
     assert not registry.rollout("t1", "a").pinned, "it is a new name"
 
 
-def test_the_pin_of_an_alias_covers_all_that_it_points_at_and_not_what_the_name_serves(
+def test_the_pin_of_an_alias_covers_exactly_the_versions_of_the_alias(
     registry: Registry,
 ) -> None:
     for digest in (D1, D2, D3):
@@ -393,7 +393,7 @@ def test_the_pin_of_an_alias_covers_all_that_it_points_at_and_not_what_the_name_
     assert registry.delete_alias("t1", "a", "prod").pinned and registry.pinned() == []
 
 
-def test_to_pin_or_unpin_twice_is_to_do_it_once(registry: Registry) -> None:
+def test_pinning_and_unpinning_are_idempotent(registry: Registry) -> None:
     registry.put("a", _v("t1"), DETAILS)
     assert not registry.unpin("t1", "a").pinned
     assert registry.pin("t1", "a", anything) == registry.pin("t1", "a", nothing), "it is pinned already"
@@ -401,7 +401,7 @@ def test_to_pin_or_unpin_twice_is_to_do_it_once(registry: Registry) -> None:
     assert registry.pinned() == []
 
 
-def test_what_may_not_be_pinned_is_not(registry: Registry) -> None:
+def test_a_refused_pin_is_not_stored(registry: Registry) -> None:
     for tenant, name in (("t2", "c"), ("t1", "b"), ("t1", "a")):
         registry.put(name, _v(tenant), DETAILS)
     told: list[tuple[str, list[str]]] = []

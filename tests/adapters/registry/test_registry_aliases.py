@@ -54,7 +54,7 @@ def registry(open_storage: OpenStorage) -> Registry:
     return registry
 
 
-def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry) -> None:
+def test_an_alias_moves_only_from_its_expected_targets(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 100}, expected={})
     with pytest.raises(AliasConflict, match=r"a@prod points at 1 \(100%\), not at no version"):
         registry.move("t1", "a", "prod", {2: 100}, expected={})
@@ -78,7 +78,7 @@ def test_another_process_sees_a_move_and_a_rollback_at_once(
     assert other.get("t1", "a@prod").number == 1
 
 
-def test_of_many_who_move_it_from_the_same_place_one_does(registry: Registry) -> None:
+def test_of_concurrent_moves_from_the_same_targets_exactly_one_succeeds(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 100})
 
     def move(weight: int) -> bool:
@@ -91,7 +91,7 @@ def test_of_many_who_move_it_from_the_same_place_one_does(registry: Registry) ->
         assert sum(threads.map(move, range(1, 13))) == 1
 
 
-def test_a_user_stays_with_a_version_and_requests_without_one_are_drawn(registry: Registry) -> None:
+def test_a_user_keeps_its_version_and_requests_without_a_user_are_split_at_random(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 50, 2: 50})
     users = [f"u{number}" for number in range(40)]
     first = {user: registry.get("t1", "a@prod", user).number for user in users}
@@ -102,7 +102,7 @@ def test_a_user_stays_with_a_version_and_requests_without_one_are_drawn(registry
     assert {registry.get("t1", "a@prod").number for _ in range(200)} == {1, 2}
 
 
-def test_a_name_that_was_set_to_stay_is_not_moved_by_a_push_until_it_is_told_to_follow(
+def test_a_name_that_does_not_follow_pushes_stays_until_it_is_set_to_follow(
     registry: Registry,
 ) -> None:
     registry.move("t1", "a", LATEST, {1: 100})
@@ -123,7 +123,7 @@ def test_any_alias_may_follow_pushes(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(("name", "targets"), [("a", {4: 100}), ("a", {1: 50, 9: 50}), ("b", {1: 100})])
-def test_an_alias_points_only_at_what_is_there(
+def test_an_alias_points_only_at_existing_versions(
     registry: Registry, name: str, targets: dict[int, int]
 ) -> None:
     with pytest.raises(AdapterNotFound):
@@ -133,7 +133,7 @@ def test_an_alias_points_only_at_what_is_there(
     assert [one.alias for one in registry.rollouts("t1")] == [LATEST]
 
 
-def test_what_an_alias_points_at_is_not_deleted_and_the_alias_is_named(registry: Registry) -> None:
+def test_deleting_a_version_that_an_alias_serves_is_refused_with_the_alias(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 90, 2: 10})
     for reference, aliases in (("a@2", ("prod",)), ("a@3", (LATEST,)), ("a", ("prod",))):
         with pytest.raises(AdapterInUse) as refused:
@@ -145,7 +145,7 @@ def test_what_an_alias_points_at_is_not_deleted_and_the_alias_is_named(registry:
     assert [record.number for record in registry.delete("t1", "a").records] == [1, 3]
 
 
-def test_forced_what_is_left_of_an_alias_takes_over_and_an_alias_of_nothing_goes(registry: Registry) -> None:
+def test_a_forced_deletion_shifts_aliases_to_their_other_versions_or_removes_them(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 90, 2: 10})
     registry.move("t1", "a", "old", {1: 100})
     registry.pin("t1", "a@old", lambda wanted, others: None)
@@ -164,7 +164,7 @@ def test_forced_what_is_left_of_an_alias_takes_over_and_an_alias_of_nothing_goes
     assert push(registry, 0) == 1, "it is another name"
 
 
-def test_the_last_version_takes_its_name_along_only_when_forced(registry: Registry) -> None:
+def test_deleting_the_last_version_of_a_name_requires_force(registry: Registry) -> None:
     push(registry, 0, "b")
     with pytest.raises(AdapterInUse):
         registry.delete("t1", "b@1")
@@ -172,7 +172,7 @@ def test_the_last_version_takes_its_name_along_only_when_forced(registry: Regist
     assert [one.label for one in registry.list("t1")] == ["a"]
 
 
-def test_latest_can_be_moved_and_not_deleted_and_an_alias_is_no_version_to_delete(registry: Registry) -> None:
+def test_latest_can_be_moved_but_not_deleted(registry: Registry) -> None:
     with pytest.raises(BadAlias, match="because the bare name serves it"):
         registry.delete_alias("t1", "a", LATEST)
     with pytest.raises(BadAlias, match="is an alias"):
@@ -436,7 +436,7 @@ class RegistryMachine(RuleBasedStateMachine):
             assert registry.storage_usage(tenant, DIGESTS[0]) == StorageUsage(len(versions), num_bytes, own)
 
 
-def test_both_do_what_a_plain_model_does(shared_redis: RedisServer) -> None:
+def test_both_storages_agree_with_a_simple_model(shared_redis: RedisServer) -> None:
     machine = type("OverBoth", (RegistryMachine,), {"server": shared_redis})
     # Each step commits to disk once or twice.
     counts = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=50)

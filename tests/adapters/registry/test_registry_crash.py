@@ -73,7 +73,7 @@ def check(registry: Registry, acknowledged: Acknowledged) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 17, 60])
-def test_a_rollout_that_is_killed_leaves_what_it_acknowledged_and_nothing_half_done(
+def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
     open_storage: OpenStorage, num_steps: int
 ) -> None:
     registry = Registry(open_storage())

@@ -33,7 +33,7 @@ def follow(registry: Registry, cursor: str) -> Iterator[Change]:
     raise AssertionError(f"nothing came within {WAIT_S} s")
 
 
-def test_another_process_hears_what_was_changed_in_order_and_of_nothing_else(
+def test_another_process_reads_exactly_the_changes_in_order(
     open_storage: OpenStorage,
 ) -> None:
     writer, reader = Registry(open_storage()), Registry(open_storage())
@@ -84,7 +84,7 @@ def test_many_changes_come_in_several_answers(
     assert seen == [["n0", "n1", "n2"], ["n3", "n4", "n5"], ["n6"]]
 
 
-def test_who_was_away_for_longer_than_the_feed_reaches_back_is_told_so(
+def test_a_reader_behind_the_start_of_the_feed_must_resync(
     open_storage: OpenStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (sqlite_storage, redis_names):
@@ -119,7 +119,7 @@ for turn in range(int(sys.argv[4])):
 """
 
 
-def test_of_several_processes_that_write_one_name_no_update_and_no_news_are_lost(
+def test_concurrent_writers_of_one_name_lose_no_update_and_no_feed_entry(
     open_storage: OpenStorage, soak: bool
 ) -> None:
     num_writers, num_turns = 3, 200 if soak else 12

@@ -75,7 +75,7 @@ def old_database(path: Path, num_migrations: int) -> Database:
 
 
 @pytest.mark.parametrize("num_migrations", [1, 2])
-def test_what_names_of_an_older_release_stood_for_is_their_version_1(
+def test_adapters_of_an_older_release_become_version_1_of_their_name(
     tmp_path: Path, num_migrations: int
 ) -> None:
     database = old_database(tmp_path / "slora.db", num_migrations)
@@ -122,7 +122,7 @@ def test_a_database_of_the_release_before_keeps_its_names_and_gets_a_feed(tmp_pa
     database.close()
 
 
-def test_another_history_is_noticed(tmp_path: Path) -> None:
+def test_a_replaced_change_history_forces_a_resync(tmp_path: Path) -> None:
     """The database was restored from an older copy and has been written to since."""
     database = Database(tmp_path / "slora.db")
     registry = Registry(SqliteStorage(database))

@@ -94,9 +94,7 @@ def _content(store: ObjectStore, digest: str = DIGEST) -> dict[str, bytes] | Non
     return found
 
 
-def test_what_was_put_and_deleted_leaves_nothing_but_the_last_upload(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_replaced_and_deleted_blobs_leave_no_objects(store: ObjectStore, tmp_path: Path) -> None:
     for members in (OLD, NEW, OLD):
         store.put(DIGEST, members)
     assert len(_objects(tmp_path / "objects")) == 3, "two members, and that they are all"
@@ -137,7 +135,7 @@ def _run_and_die(url: str, call: str, after: int) -> bool:
 
 
 @pytest.mark.parametrize("call", ["new", "replacing", "delete"])
-def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_nothing_for_long(
+def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_its_rest_is_removed(
     tmp_path: Path, call: str
 ) -> None:
     clock = Clock()
@@ -165,7 +163,7 @@ def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_nothing_f
     assert survived and after >= 5
 
 
-def test_what_a_dead_writer_left_is_removed_by_the_next_upload_once_it_is_old(
+def test_the_next_upload_removes_old_objects_of_a_dead_writer(
     store: ObjectStore, filesystem: FaultyFileSystem, clock: Clock, tmp_path: Path
 ) -> None:
     def die(operation: str, path: str) -> None:
@@ -186,7 +184,7 @@ def test_what_a_dead_writer_left_is_removed_by_the_next_upload_once_it_is_old(
     assert len(_objects(tmp_path / "objects")) == 3 and _content(store, OTHER) == NEW
 
 
-def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
+def test_a_failed_upload_leaves_only_a_temporary_marker(
     store: ObjectStore, filesystem: FaultyFileSystem, clock: Clock, tmp_path: Path
 ) -> None:
     store.put(DIGEST, OLD)
@@ -220,7 +218,7 @@ def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
     assert _objects(tmp_path / "objects") == before
 
 
-def test_a_writer_gives_up_before_its_upload_could_be_taken_for_left_over(
+def test_a_writer_aborts_before_its_upload_counts_as_abandoned(
     store: ObjectStore, filesystem: FaultyFileSystem, clock: Clock, tmp_path: Path
 ) -> None:
     def sleep(operation: str, path: str) -> None:
@@ -233,7 +231,7 @@ def test_a_writer_gives_up_before_its_upload_could_be_taken_for_left_over(
     assert not any(path.startswith("blobs/") for path in _objects(tmp_path / "objects"))
 
 
-def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_upload_with_a_missing_member_is_not_a_blob(store: ObjectStore, tmp_path: Path) -> None:
     """Such an upload results from a writer that paused for a day before it wrote the final marker."""
     store.put(DIGEST, OLD)
     member = next((tmp_path / "objects").rglob("*.b"))
@@ -245,9 +243,7 @@ def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: P
     assert _content(store) == NEW
 
 
-def test_a_listing_in_which_something_is_missing_is_taken_again(
-    store: ObjectStore, filesystem: FaultyFileSystem
-) -> None:
+def test_an_incomplete_listing_is_repeated(store: ObjectStore, filesystem: FaultyFileSystem) -> None:
     """A listing of files that runs during other uploads may show the marker without its members."""
     store.put(DIGEST, OLD)
     misses = iter([True, True])
@@ -256,7 +252,7 @@ def test_a_listing_in_which_something_is_missing_is_taken_again(
     assert next(misses, None) is None
 
 
-def test_a_put_that_no_listing_shows_has_failed(
+def test_a_put_that_no_listing_shows_fails(
     store: ObjectStore, filesystem: FaultyFileSystem, tmp_path: Path
 ) -> None:
     store.put(DIGEST, OLD)
@@ -267,7 +263,7 @@ def test_a_put_that_no_listing_shows_has_failed(
     assert _content(store) == OLD and before <= set(_objects(tmp_path / "objects"))
 
 
-def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
+def test_a_deletion_removes_the_objects_that_a_crashed_replacement_left(
     store: ObjectStore, filesystem: FaultyFileSystem, tmp_path: Path
 ) -> None:
     store.put(DIGEST, OLD)
@@ -286,7 +282,7 @@ def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
     assert not any(path.startswith("blobs/") for path in _objects(tmp_path / "objects"))
 
 
-def test_a_reader_whose_blob_is_replaced_under_its_hands_gets_the_new_one(
+def test_a_reader_whose_blob_is_replaced_meanwhile_gets_the_new_one(
     store: ObjectStore, filesystem: FaultyFileSystem
 ) -> None:
     store.put(DIGEST, OLD)
@@ -315,7 +311,7 @@ ONE, TWO = {"a": b"one", "b": b"1"}, {"a": b"two", "b": b"22"}
     ids=["put-put", "put-delete", "delete-put", "delete-delete", "read-put"],
 )
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
-def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
+def test_two_interleaved_operations_leave_one_whole_blob_or_none(
     tmp_path: Path,
     first: Callable[[ObjectStore], object],
     second: Callable[[ObjectStore], object],
@@ -359,7 +355,7 @@ def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
     assert left >= 0 and after >= 2
 
 
-def test_a_put_that_another_overtakes_leaves_the_later_one(
+def test_a_put_overtaken_by_a_later_one_keeps_the_later_blob(
     store: ObjectStore, filesystem: FaultyFileSystem, tmp_path: Path
 ) -> None:
     """Two complete puts run during the first put. The first one must not replace them, nor delete the last one."""
@@ -391,7 +387,7 @@ def test_a_large_member_is_read_in_ranges_side_by_side(
     assert read_members(store, DIGEST)["a"] == content
 
 
-def test_too_few_bytes_are_an_error_and_no_adapter(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_short_read_is_an_error(store: ObjectStore, tmp_path: Path) -> None:
     store.put(DIGEST, OLD)
 
     def shrink(operation: str, path: str) -> None:
@@ -412,7 +408,7 @@ def test_a_sweep_does_a_few_at_a_time(store: ObjectStore, clock: Clock, tmp_path
     assert len(list(notes.iterdir())) == 3
 
 
-def test_what_others_left_in_the_folders_is_not_taken_for_ours(store: ObjectStore, tmp_path: Path) -> None:
+def test_foreign_objects_in_the_folders_are_ignored(store: ObjectStore, tmp_path: Path) -> None:
     store.put(DIGEST, OLD)
     for path in (
         f"blobs/ab/{DIGEST}/README",
@@ -446,7 +442,7 @@ def test_no_secret_is_in_an_error_nor_in_its_traceback(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_url_brings_its_secrets_and_a_filesystem_of_our_own(
+def test_a_url_may_carry_credentials_and_gets_its_own_filesystem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class GuardedFileSystem(FaultyFileSystem):
@@ -470,7 +466,7 @@ def test_a_url_brings_its_secrets_and_a_filesystem_of_our_own(
     assert others.dircache.use_listings_cache
 
 
-def test_a_filesystem_that_goes_on_remembering_listings_is_refused(tmp_path: Path) -> None:
+def test_a_filesystem_that_caches_listings_is_refused(tmp_path: Path) -> None:
     store = ObjectStore(
         AsyncFileSystemWrapper(SharedFiles(skip_instance_cache=True)), str(tmp_path), scheme="far"
     )
@@ -493,14 +489,14 @@ class MissingBucket(FaultyFileSystem):
         raise AssertionError("nobody asked for a bucket")
 
 
-def test_a_bucket_that_is_not_there_is_refused_and_not_made() -> None:
+def test_a_missing_bucket_is_refused_and_not_created() -> None:
     store = ObjectStore(MissingBucket(), "nobodys/folder", scheme="s3")
     with pytest.raises(StoreUnfit, match=r"the s3:// store cannot be written: .*'nobodys' does not exist"):
         store.prepare()
     store.close()
 
 
-def test_a_scheme_whose_package_is_missing_says_which() -> None:
+def test_a_scheme_without_its_package_names_the_package() -> None:
     fsspec.register_implementation(
         "faraway", "no_such_package.Files", clobber=True, errtxt="Install no-such-package"
     )

@@ -22,7 +22,7 @@ OTHER_DIGEST = "cd" * 32
 BIG = os.urandom(CHUNK_BYTES * 2 + 5)
 
 
-def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> None:
+def test_a_blob_survives_the_death_of_redis(redis_server: RedisServer) -> None:
     store = open_store(redis_server.url)
     store.put(DIGEST, {"a": b"small", "b": BIG})
     redis_server.kill()
@@ -31,7 +31,7 @@ def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> 
     store.close()
 
 
-def test_what_was_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_server: RedisServer) -> None:
+def test_a_blob_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_server: RedisServer) -> None:
     """While an fsync is in progress, Redis replies before it writes. The reply alone does not prove durability."""
     store = open_store(redis_server.url)
     with redis_server.client() as client, redis_server.stalled_fsync():
@@ -58,7 +58,7 @@ def test_what_was_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_s
         (("--appendonly", "yes", "--appendfsync", "no"), "'appendfsync everysec' or 'always'"),
     ],
 )
-def test_a_redis_that_could_lose_adapters_is_refused_as_the_only_store(
+def test_a_redis_without_durable_settings_is_refused_as_the_only_store(
     make_redis: Callable[..., RedisServer], options: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(StoreUnfit, match=message):
@@ -76,7 +76,7 @@ def test_a_durable_redis_that_does_not_answer_is_unavailable(redis_server: Redis
     store.close()
 
 
-def test_a_warm_copy_expires_and_each_use_gives_it_a_new_life(make_redis: Callable[..., RedisServer]) -> None:
+def test_a_warm_copy_expires_and_each_use_renews_it(make_redis: Callable[..., RedisServer]) -> None:
     server = make_redis()
     store = open_redis_store(server.url, durable=False)
     store.put(DIGEST, {"b": BIG})
@@ -104,7 +104,7 @@ def test_a_durable_blob_never_expires_and_a_replaced_one_leaves_no_chunks(redis_
     store.close()
 
 
-def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_server: RedisServer) -> None:
+def test_a_late_deletion_removes_only_the_copy_that_it_was_meant_for(redis_server: RedisServer) -> None:
     """A command that a dead server has sent may reach Redis after another server uploaded the same adapter again."""
     with closing(open_redis_store(redis_server.url, durable=True)) as store:
         store.put(DIGEST, {"a": b"old"})
@@ -124,7 +124,7 @@ def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_serv
             assert client.keys("slora:{*") == []
 
 
-def test_no_warm_tier_ever_harms_a_durable_blob_in_the_same_redis(
+def test_a_warm_tier_never_damages_a_durable_blob_in_the_same_redis(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     """Another host may use the same Redis as its warm tier. It copies, replaces, distrusts and deletes the same
@@ -160,7 +160,7 @@ def test_no_warm_tier_ever_harms_a_durable_blob_in_the_same_redis(
     durable.close()
 
 
-def test_the_store_again_as_its_warm_tier_is_no_tier(redis_server: RedisServer) -> None:
+def test_the_durable_store_is_not_used_as_its_own_warm_tier(redis_server: RedisServer) -> None:
     with closing(open_store(redis_server.url, redis_server.url)) as store, redis_server.client() as client:
         assert store.tiers == ("redis",)
         store.put(DIGEST, {"a": b"once"})
@@ -174,7 +174,7 @@ def _put_and_die(url: str) -> None:
     store.put(DIGEST, {"b": BIG})
 
 
-def test_an_upload_that_dies_is_never_seen_and_expires(redis_server: RedisServer) -> None:
+def test_an_interrupted_upload_is_never_visible_and_expires(redis_server: RedisServer) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_put_and_die, args=(redis_server.url,))
     process.start()
     process.join()

@@ -194,7 +194,7 @@ def _assert_absent(store: Store, digest: str = DIGEST) -> None:
         store.open(digest)
 
 
-def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> None:
+def test_a_blob_is_read_back_byte_for_byte(store: Store, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(BIG)
     (tmp_path / "nothing").write_bytes(b"")
     store.put(
@@ -207,9 +207,7 @@ def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> 
     assert list(store.digests()) == [DIGEST]
 
 
-def test_whoever_opens_a_store_sees_all_who_claimed_it(
-    place: StoreUnderTest, store: Store, second: Store
-) -> None:
+def test_every_client_of_a_store_sees_all_claims(place: StoreUnderTest, store: Store, second: Store) -> None:
     assert store.claims() == frozenset()
     for claimant, name in ((store, "ab12"), (second, "cd34"), (store, "ab12")):
         claimant.claim(name)
@@ -227,7 +225,7 @@ def test_a_blob_that_was_never_put_is_not_found(store: Store) -> None:
     assert list(store.digests()) == []
 
 
-def test_a_deleted_blob_is_gone_for_those_who_come_later(store: Store) -> None:
+def test_a_deleted_blob_is_not_found(store: Store) -> None:
     store.put(DIGEST, {"a": BIG})
     store.put(OTHER, {"a": b"2"})
     store.delete(DIGEST)
@@ -237,7 +235,7 @@ def test_a_deleted_blob_is_gone_for_those_who_come_later(store: Store) -> None:
 
 @pytest.mark.parametrize("read_before", [0, 1000, CHUNK_BYTES + 5])
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
-def test_a_blob_that_goes_while_it_is_read_is_read_as_it_was_or_not_found(
+def test_a_blob_deleted_during_a_read_is_read_unchanged_or_not_found(
     store: Store, read_before: int, replaced: bool
 ) -> None:
     store.put(DIGEST, {"a": BIG})
@@ -300,7 +298,7 @@ def test_putting_a_digest_again_replaces_what_is_there(store: Store) -> None:
     assert not store.exists(DIGEST)
 
 
-def test_what_one_process_does_another_sees_at_once(store: Store, second: Store) -> None:
+def test_a_change_by_one_process_is_visible_to_another_at_once(store: Store, second: Store) -> None:
     for step in range(3):
         _assert_absent(second)
         store.put(DIGEST, {"a": bytes([step])})
@@ -310,14 +308,14 @@ def test_what_one_process_does_another_sees_at_once(store: Store, second: Store)
         store.delete(DIGEST)
 
 
-def test_what_is_not_a_digest_is_refused(store: Store) -> None:
+def test_an_invalid_digest_is_refused(store: Store) -> None:
     for digest in ("", "AB" * 32, "ab" * 31, "../" + "a" * 61, "ab" * 32 + "\n", "{x}"):
         for call in (store.open, store.delete, store.exists, lambda bad: store.put(bad, {"a": b""})):
             with pytest.raises(ValueError, match="is not a digest"):
                 call(digest)
 
 
-def test_what_is_not_a_plain_member_name_is_refused(store: Store) -> None:
+def test_an_invalid_member_name_is_refused(store: Store) -> None:
     for name in ("", "..", "a/b", ".hidden", "a\0b", "x" * 129, "a\n"):
         with pytest.raises(ValueError, match="is not a valid member name"):
             store.put(DIGEST, {"ok": b"", name: b""})
@@ -366,7 +364,9 @@ def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], pl
         assert found in versions
 
 
-def test_of_puts_at_once_one_is_kept_whole(place: StoreUnderTest, store: Store, second: Store) -> None:
+def test_of_concurrent_puts_exactly_one_is_kept_whole(
+    place: StoreUnderTest, store: Store, second: Store
+) -> None:
     versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(4)]
     for _ in range(5):
         together = Barrier(len(versions))
@@ -385,7 +385,7 @@ def test_of_puts_at_once_one_is_kept_whole(place: StoreUnderTest, store: Store, 
     _assert_absent(second)
 
 
-def test_a_listing_beside_writers_shows_all_that_stays_and_nothing_that_never_was(store: Store) -> None:
+def test_a_listing_beside_writers_shows_every_lasting_blob_and_no_other_digest(store: Store) -> None:
     staying = [f"{n:02x}" * 32 for n in range(5)]
     passing = [f"{n:02x}" * 32 for n in range(0xF0, 0xF5)]
     for digest in staying:
@@ -491,7 +491,7 @@ store.close()
 
 
 @SHARED
-def test_processes_at_once_see_whole_blobs_and_leave_nothing(
+def test_concurrent_processes_see_whole_blobs_and_leave_no_files(
     kind: Callable, tmp_path: Path, make_redis: Callable
 ) -> None:
     place = kind(tmp_path, make_redis)
@@ -506,7 +506,7 @@ def test_processes_at_once_see_whole_blobs_and_leave_nothing(
     store.close()
 
 
-def test_a_place_that_went_away_is_unavailable_and_not_empty(place: StoreUnderTest, store: Store) -> None:
+def test_a_removed_store_is_unavailable_and_not_empty(place: StoreUnderTest, store: Store) -> None:
     store.put(DIGEST, {"a": b"1"})
     place.lose()
     for call in (
@@ -539,7 +539,7 @@ def test_a_working_store_says_so(store: Store) -> None:
         ("shared://", "needs a bucket and folder"),
     ],
 )
-def test_urls_that_are_no_stores_are_refused(url: str, message: str) -> None:
+def test_invalid_store_urls_are_refused(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_store(url)
 

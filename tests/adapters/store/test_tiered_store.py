@@ -45,14 +45,14 @@ def _content(store) -> dict[str, bytes]:
     return read_members(store, DIGEST)
 
 
-def test_what_is_put_is_read_from_the_warm_tier(tiers: TieredStore) -> None:
+def test_a_new_blob_is_read_from_the_warm_tier(tiers: TieredStore) -> None:
     tiers.put(DIGEST, CONTENT)
     tiers.drain()
     tiers.durable.delete(DIGEST)
     assert _content(tiers) == CONTENT
 
 
-def test_what_is_read_past_the_warm_tier_warms_it(tiers: TieredStore) -> None:
+def test_a_read_from_the_durable_store_fills_the_warm_tier(tiers: TieredStore) -> None:
     tiers.durable.put(DIGEST, CONTENT)
     assert not tiers.warm.exists(DIGEST)
     assert _content(tiers) == CONTENT
@@ -80,7 +80,7 @@ def test_a_warm_tier_that_dies_breaks_nothing_and_is_used_again(
     assert tiers.warm.exists(DIGEST)
 
 
-def test_a_dead_warm_tier_is_asked_once_and_then_left_alone(
+def test_a_dead_warm_tier_is_tried_once_and_then_skipped(
     tiers: TieredStore, warm_server: RedisServer
 ) -> None:
     tiers.durable.put(DIGEST, CONTENT)
@@ -93,7 +93,7 @@ def test_a_dead_warm_tier_is_asked_once_and_then_left_alone(
     assert asked == [DIGEST]
 
 
-def test_a_warm_copy_that_proved_wrong_is_dropped_and_the_durable_one_read(tiers: TieredStore) -> None:
+def test_a_warm_copy_reported_as_corrupt_is_dropped_and_the_durable_blob_is_read(tiers: TieredStore) -> None:
     tiers.durable.put(DIGEST, CONTENT)
     tiers.warm.put(DIGEST, {"a": b"wrong"})
     assert _content(tiers) == {"a": b"wrong"}, "stores do not verify"
@@ -104,7 +104,9 @@ def test_a_warm_copy_that_proved_wrong_is_dropped_and_the_durable_one_read(tiers
     assert not tiers.report_corrupt(DIGEST), "the durable copy itself is wrong: no use in asking again"
 
 
-def test_nonsense_in_the_warm_tier_does_not_break_reads(tiers: TieredStore, warm_server: RedisServer) -> None:
+def test_invalid_data_in_the_warm_tier_does_not_break_reads(
+    tiers: TieredStore, warm_server: RedisServer
+) -> None:
     tiers.durable.put(DIGEST, CONTENT)
     with warm_server.client() as client:
         for members in (b"", b"[", b"7", b'[["a"]]', b'[["a", "x"]]', b'[["a", -5]]', b'[["a", 5]]'):
