@@ -19,7 +19,7 @@ def test_each_finding_has_an_attack() -> None:
     assert len({attack.title for attack in ATTACKS}) == len(ATTACKS)
 
 
-def test_an_answer_is_told_by_status_field_and_message() -> None:
+def test_a_response_is_summarised_by_status_field_and_message() -> None:
     error = {"error": {"message": "too long", "param": "prompt"}}
     assert say(httpx.Response(400, json=error)) == "400 [prompt] too long"
     assert say(httpx.Response(200, content=b"abc")) == "200 (3 bytes)"

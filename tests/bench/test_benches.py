@@ -55,7 +55,7 @@ def test_what_is_saved_is_counted_in_each_way_by_hand() -> None:
     assert meter.by_request == {"request-0": meter.total} and meter.at_end == {"request-0": Blocks(6, 8)}
 
 
-def test_every_row_of_sharing_tells_what_was_saved_and_what_the_paper_saved() -> None:
+def test_every_sharing_row_reports_our_savings_and_the_papers() -> None:
     shared, counted = sharing_rows(1), counting_rows(1)
     assert len(shared) == 3 * len(WIDTHS) and len(counted) == 7 * len(WIDTHS)
     assert len({row["lengths"] for row in counted}) == 7
@@ -73,7 +73,7 @@ def test_swapping_small_blocks_layer_by_layer_costs_more_than_computing_again() 
     assert by_layer == sorted(by_layer, reverse=True)
 
 
-def test_a_static_batch_waits_until_it_is_full_and_the_last_one_was_answered() -> None:
+def test_a_static_batch_waits_until_it_is_full_and_the_previous_batch_has_ended() -> None:
     gate = StaticGate(2, patience_s=5.0)
     gate.push(request(0.0, 0))
     assert gate.release(0.0, 0) == []
@@ -85,7 +85,7 @@ def test_a_static_batch_waits_until_it_is_full_and_the_last_one_was_answered() -
     assert [r.thread for r in gate.release(7.0, 0)] == [2]
 
 
-def test_a_dynamic_batch_leaves_when_its_window_closes() -> None:
+def test_a_dynamic_batch_is_released_when_its_window_closes() -> None:
     gate = DynamicGate(2, window_s=1.0)
     gate.push(request(0.0, 0))
     assert gate.release(0.5, 0) == [] and gate.wake_at() == 1.0
@@ -116,7 +116,7 @@ def test_the_overhead_is_measured_in_a_steady_state() -> None:
     assert all(entry["us a page"] > 0 for entry in page_rows(10))
 
 
-def test_scenes_of_fairness_have_the_tenants_that_they_tell_of() -> None:
+def test_fairness_scenes_have_the_tenants_that_they_describe() -> None:
     rates = [sum(r.tenant == t for r in ten_times(60.0)) for t in (0, 1)]
     assert rates[1] == 10 * rates[0]
     assert not [r for r in back_from_idle(60.0) if r.tenant == 1 and 10.0 < r.arrival_s < 30.0]
@@ -131,7 +131,7 @@ def test_fair_scheduling_gives_backlogged_tenants_equal_shares() -> None:
         assert row["tenant 1 %"] == pytest.approx(50.0, abs=8.0 if "idle" in row["scene"] else 2.5)
 
 
-def test_first_come_first_served_gives_most_to_who_sends_most() -> None:
+def test_first_come_first_served_serves_the_largest_sender_most() -> None:
     assert share_rows(fair_setup("fcfs"), 60.0)[0]["tenant 1 %"] > 80
 
 
@@ -143,7 +143,7 @@ def test_early_abort_serves_more_in_time_though_it_serves_fewer() -> None:
         assert early["given up"] > 0 == patient["given up"]
 
 
-def test_who_decodes_hardly_notices_cold_adapters() -> None:
+def test_decoding_requests_are_hardly_slowed_by_cold_adapters() -> None:
     row = cold_row(A10G_7B, 400)
     assert row["alone p50 ms"] < row["beside cold p50 ms"] < row["cold p99 ms"]
     assert 1 < row["over alone"] < 1.2

@@ -48,7 +48,7 @@ def test_the_floor_of_eight_adapters_is_that_of_their_bytes() -> None:
     assert abs(weight_bytes / (weight_bytes + 8 * adapter_bytes) - 0.957) < 0.001
 
 
-def test_gaps_are_those_of_who_decodes_while_cold_adapters_come(tmp_path: Path) -> None:
+def test_gaps_are_measured_in_decoding_requests_while_cold_adapters_load(tmp_path: Path) -> None:
     table = ResumedTable(tmp_path / "rows.jsonl", CPU)
     assert table.fill(Overlap(overlap.SMALL).cases(), 600)
     rows = {row["case"]: row for row in overlap.compare(table.rows())}

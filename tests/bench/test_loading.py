@@ -38,7 +38,7 @@ def test_a_storm_is_of_adapters_that_are_all_cold_and_then_all_warm() -> None:
 
 
 @pytest.mark.soak
-def test_those_who_decode_are_watched_while_an_adapter_comes() -> None:
+def test_decoding_streams_are_measured_while_an_adapter_loads() -> None:
     (rows,) = stream_tables(1, 1, (4, 64), _SETUP, threads=(1,)).values()
     (row,) = rows
     assert row["gaps"] > 0 and row["gap p50 ms"] <= row["p99 ms"] and row["ping ms"] > 0

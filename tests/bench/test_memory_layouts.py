@@ -37,7 +37,7 @@ def test_buddy_blocks_never_overlap_and_join_again(places: int, wanted: list[int
     assert buddy.allocate(whole) is not None, "free halves were not joined"
 
 
-def test_orca_reserves_as_the_paper_says() -> None:
+def test_orca_reserves_as_in_the_paper() -> None:
     request = TraceRequest(0.0, 0, 0, 100, 25, 0)
     assert (reserve_max(request), reserve_pow2(request), reserve_oracle(request)) == (2048, 132, 125)
 
@@ -61,7 +61,7 @@ def test_no_other_division_runs_more_at_once(rows: dict[str, dict[str, float]]) 
     assert all(other < ours for other in others)
 
 
-def test_contiguous_reservation_wastes_as_the_paper_says(rows: dict[str, dict[str, float]]) -> None:
+def test_contiguous_reservation_wastes_as_in_the_paper(rows: dict[str, dict[str, float]]) -> None:
     shares = [rows[f"contiguous, Orca ({name})"]["useful of taken %"] for name in ("Max", "Pow2", "Oracle")]
     assert shares == sorted(shares) and shares[0] < 30 and shares[2] < 75
     assert rows["one pool (production)"]["useful of taken %"] > 97

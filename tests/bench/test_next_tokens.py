@@ -9,7 +9,7 @@ from slora.scheduler.beam_search import BeamSearch
 from tests.support.beam_model import beam_params
 
 
-def test_the_likeliest_come_first_and_leave_nothing_worth_telling() -> None:
+def test_proposals_are_sorted_and_cover_most_of_the_probability() -> None:
     first = []
     for thread in range(400):
         proposal = NextTokens(None).propose(thread, [], 8)
@@ -22,7 +22,9 @@ def test_the_likeliest_come_first_and_leave_nothing_worth_telling() -> None:
 
 
 @pytest.mark.parametrize(("memory_tokens", "agree"), [(0, 3), (2, 2), (None, 1)])
-def test_beams_expect_the_same_if_they_end_in_the_same_tokens(memory_tokens: int | None, agree: int) -> None:
+def test_beams_with_the_same_last_tokens_get_the_same_proposals(
+    memory_tokens: int | None, agree: int
+) -> None:
     """Of three, one ends as the first does, and one otherwise."""
     next_tokens = NextTokens(memory_tokens)
     answers = [[5, 6, 7], [1, 6, 7], [5, 6, 8]]

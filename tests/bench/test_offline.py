@@ -66,7 +66,7 @@ def test_the_machine_is_measured_in_what_it_does() -> None:
     assert rates.read_bytes_per_s > 0 and rates.flops > rates.read_bytes_per_s
 
 
-def test_few_adapters_are_given_out_in_turn_and_many_are_drawn_anew_in_each_round() -> None:
+def test_few_adapters_are_assigned_in_turn_and_many_are_sampled_in_each_round() -> None:
     assert give_out(0, 3, 1) == [None] * 3
     assert give_out(2, 5, 1) == give_out(2, 5, 2) == [0, 1, 0, 1, 0]
     first, second = give_out(1000, 64, 1), give_out(1000, 64, 2)
@@ -98,7 +98,7 @@ def test_a_part_of_a_step_does_not_count_what_it_calls(monkeypatch: pytest.Monke
     assert dict(vars(Clockwork)) == before
 
 
-def test_a_function_that_was_renamed_is_told_and_none_stays_timed() -> None:
+def test_a_renamed_function_is_reported_and_no_function_stays_timed() -> None:
     before = dict(vars(Clockwork))
     timed = [Timed(Clockwork, "outer", "a"), Timed(Clockwork, "gone", "b")]
     with pytest.raises(AttributeError, match="Clockwork has no gone"), StepClock().timing(timed):
@@ -138,7 +138,7 @@ def make_setup(kit: ModelKit) -> Setup:
     return Setup(str(kit.directory), adapters, "float32", 1, 64, 4, kit.pool_bytes(64))
 
 
-# The rows of `test_a_row_tells_what_adapters_cost_and_who_was_not_measured` come from slora's contender.
+# The rows of `test_a_row_reports_the_cost_of_adapters_and_the_missing_contenders` come from slora's contender.
 @pytest.mark.parametrize("name", [pytest.param("slora", marks=pytest.mark.soak), "peft"])
 def test_contenders_generate_what_they_are_asked_for(kit: ModelKit, name: str, tmp_path: Path) -> None:
     launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
@@ -160,13 +160,13 @@ def test_a_contender_is_stopped_between_its_runs(kit: ModelKit, tmp_path: Path) 
     assert contender.stop() == 0
 
 
-def test_a_contender_that_ends_says_its_last_words(kit: ModelKit, tmp_path: Path) -> None:
+def test_the_error_of_a_contender_that_exits_includes_its_last_output(kit: ModelKit, tmp_path: Path) -> None:
     launch = Launch("broken", "bench.contenders.not_there", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
     with pytest.raises(ContenderFailed, match=r"broken ended with 1: .*not_there"):
         ContenderProcess(launch, make_setup(kit), tmp_path / "log")
 
 
-def test_a_row_tells_what_adapters_cost_and_who_was_not_measured(kit: ModelKit, tmp_path: Path) -> None:
+def test_a_row_reports_the_cost_of_adapters_and_the_missing_contenders(kit: ModelKit, tmp_path: Path) -> None:
     broken = Launch("broken", "bench.contenders.not_there", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
     mute = Launch("mute", "tests.bench.mute_contender", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
     launches: dict[str, Launch | str] = {
@@ -191,7 +191,7 @@ def test_a_row_tells_what_adapters_cost_and_who_was_not_measured(kit: ModelKit, 
     assert "not_there" in reasons[0] and reasons[1] == "not measured: why" and "mute ended" in reasons[2]
 
 
-def test_a_peer_that_is_not_there_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_is_reported_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_environments, "HOME", tmp_path)
     assert peer_environments.launch_peer("vllm", 1, 1 << 30) == "not installed; `make bench-peers` does it"
     (tmp_path / "vllm").mkdir()
@@ -213,7 +213,7 @@ def test_a_process_takes_the_memory_that_it_has_written_to() -> None:
     assert after - before > 60 << 20 and shared < after
 
 
-def test_bars_judge_the_rows_that_they_are_for() -> None:
+def test_bars_apply_to_their_own_rows() -> None:
     key = {"dtype": "bfloat16", "shape": "decode", "batch": 64}
     rows = [
         {**key, "adapters": 0, "contender": "vllm", "ours over it": 0.95},
@@ -245,7 +245,7 @@ def test_bars_judge_the_rows_that_they_are_for() -> None:
     assert re.fullmatch(r"bfloat16, decode, batch 64, 0 adapters", verdict_rows(rows)[0]["where"])
 
 
-def test_adapters_that_the_machine_has_no_room_for_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_in_memory_are_left_out_and_reported(tmp_path: Path) -> None:
     plan = Plan(10**6, [Shape("small", 4, 4)], (1,), 1, 1, 1 << 30, {"slora": slora_launch(1)})
     (row,) = throughput_rows(Fleet(tmp_path, [tmp_path], "float32"), plan, tmp_path)
     assert re.match(

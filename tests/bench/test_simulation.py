@@ -60,7 +60,7 @@ def test_the_clock_moves_by_what_steps_cost() -> None:
     assert simulation.now == pytest.approx(prefill + decode)
 
 
-def test_an_adapter_that_is_far_away_delays_its_request_by_the_fetch() -> None:
+def test_a_cold_adapter_delays_its_request_by_the_fetch() -> None:
     far = Setup(A10G_7B, (8,), fetch=FetchCosts(latency_s=1.0, bytes_per_s=16 * 2**20))
     waits = Simulation(far).run([request(adapter=0)]).ttft_mean_s
     at_once = Simulation(Setup(A10G_7B, (8,))).run([request(adapter=0)]).ttft_mean_s
@@ -76,7 +76,7 @@ def test_fetches_wait_for_a_lane() -> None:
     assert [int(w) for w in waits if w is not None] == [1, 1, 2, 2]
 
 
-def test_a_turn_of_a_chat_finds_what_was_said_before() -> None:
+def test_a_chat_turn_reuses_the_cached_blocks_of_earlier_turns() -> None:
     turns = [
         TraceRequest(0.0, 0, 0, 320, 64, thread=1, shared_tokens=256),
         TraceRequest(30.0, 0, 0, 320 + 64 + 32, 16, thread=1, shared_tokens=256),
@@ -90,7 +90,7 @@ def test_a_turn_of_a_chat_finds_what_was_said_before() -> None:
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_what_gives_way_is_swapped_or_computed_again_as_told(preemption: str) -> None:
+def test_preempted_sequences_are_swapped_or_recomputed_as_configured(preemption: str) -> None:
     setup = Setup(A10G_7B, (8,), swap_share=1.0, policies=Policies(preemption=preemption, prefix_cache="off"))
     simulation = Simulation(setup)
     trace = slora_trace(4, 4, 30)
@@ -103,7 +103,7 @@ def test_what_gives_way_is_swapped_or_computed_again_as_told(preemption: str) ->
         assert simulation.totals.swapped_pages == 0 and simulation.totals.prefill_tokens > 1.02 * prompts
 
 
-def test_a_request_that_comes_too_late_for_its_deadline_is_given_up() -> None:
+def test_a_request_that_cannot_meet_its_deadline_fails() -> None:
     simulation = Simulation(Setup(A10G_7B, (8,), max_num_seqs=1, deadline_s=2.0))
     results = simulation.run([request(prompt=32, output=200), request(0.1, prompt=32, thread=1)])
     assert results.completed == 1 and results.errors == {"DeadlineMissed": 1}

@@ -48,7 +48,7 @@ def test_lengths_have_the_means_of_the_paper_and_a_tail(pair: LengthPair) -> Non
         assert min(lengths) >= 1
 
 
-def test_lengths_of_a_known_shape_lie_as_those_of_the_list_do() -> None:
+def test_sharegpt_shaped_lengths_have_the_quantiles_of_the_data_set() -> None:
     """In units of the mean; nobody's answer is longer than 1,024 tokens there, and half of the prompts have 58."""
     prompts, outputs = SHAREGPT_SHAPED.draw(5000, np.random.default_rng(0))
     assert (np.mean(prompts), np.mean(outputs)) == pytest.approx((161.31, 337.99), abs=0.05)
@@ -66,7 +66,7 @@ def test_zipf_gives_the_first_adapter_its_share() -> None:
     assert first == pytest.approx(1 / harmonic, abs=0.03)
 
 
-def test_a_turn_of_a_chat_begins_with_all_that_was_said_before() -> None:
+def test_a_chat_turn_begins_with_all_earlier_turns() -> None:
     trace = chat_trace(3, 2, 60, turns=3, shared_tokens=8)
     turns = [request for request in trace if request.thread == 0]
     assert len(turns) == 3
@@ -85,7 +85,7 @@ def test_chats_share_their_adapters_system_prompt_and_no_more() -> None:
     assert other.prompt()[0] != first.prompt()[0]
 
 
-def test_merged_traces_keep_their_threads_apart() -> None:
+def test_merged_traces_keep_their_threads_separate() -> None:
     one, two = base_trace(20, 1.0, ALPACA), base_trace(20, 1.0, ALPACA, seed=1)
     both = merge(one, two)
     assert len({request.thread for request in both}) == 40

@@ -32,7 +32,7 @@ def test_the_likeliest_token_is_the_first_of_equals_wherever_it_lies(
     )
 
 
-def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernels: Kernels, device: str) -> None:
+def test_rows_of_a_wider_tensor_are_read_in_place(kernels: Kernels, device: str) -> None:
     wide = torch.randn(5, 700, device=device)
     wide[:, 600:] = 100.0
     best, token = kernels.argmax(wide[:, :600])
@@ -40,7 +40,7 @@ def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernels: Kernels, device
     assert torch.equal(token, expected.indices) and torch.equal(best, expected.values)
 
 
-def test_one_row_may_stand_for_many(kernels: Kernels, device: str) -> None:
+def test_rows_of_an_expanded_tensor_are_read_in_place(kernels: Kernels, device: str) -> None:
     row = torch.randn(300, device=device)
     best, token = kernels.argmax(row.expand(4, -1))
     assert best.tolist() == [row.max().item()] * 4 and token.tolist() == [row.argmax().item()] * 4

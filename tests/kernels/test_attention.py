@@ -155,7 +155,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("softcap", (None, 1.5), ids=("plain", "capped"))
 @pytest.mark.parametrize("chunk", ((1, 40), (5, 40), (12, 40)), ids=str)
-def test_a_key_that_is_no_number_is_one_for_all_who_see_it(
+def test_a_nan_key_makes_every_token_that_attends_to_it_nan(
     kernels: Kernels, device: str, dtype: torch.dtype, softcap: float | None, chunk: tuple[int, int]
 ) -> None:
     """The key of token 30 is NaN in the second KV head, which half of the query heads read.
@@ -175,7 +175,7 @@ def test_a_key_that_is_no_number_is_one_for_all_who_see_it(
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("wrong", (torch.inf, -torch.inf, torch.nan))
 @pytest.mark.parametrize("side", (0, 1), ids=("k", "v"))
-def test_a_token_that_is_not_finite_is_nan_for_those_who_see_it_and_spoils_no_other(
+def test_a_non_finite_token_affects_only_the_tokens_that_attend_to_it(
     kernels: Kernels, device: str, side: int, wrong: float, kv_format: KVFormat
 ) -> None:
     """A token of each sequence has one non-finite number, in the second KV head, which half of the query heads read.

@@ -178,7 +178,7 @@ def test_long_tiles_beside_short_ones_match_the_twin(
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_an_empty_tile_changes_nothing_wherever_it_stands(
+def test_an_empty_tile_anywhere_in_the_list_changes_nothing(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
     """Lists of tiles are padded to the captured length. A padding tile names a slot and zero tokens."""

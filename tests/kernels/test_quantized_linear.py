@@ -53,7 +53,7 @@ def test_sums_that_half_precision_cannot_hold_do_not_overflow(
     check_close(kernels.quantized_linear(x, values, scales, None), expected)
 
 
-def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernels: Kernels, device: str) -> None:
+def test_rows_of_a_wider_tensor_are_read_in_place(kernels: Kernels, device: str) -> None:
     values, scales = make_weight(9, 64, torch.int8, device)
     x = torch.randn(5, 100, device=device)[:, 20:84]
     expected = reference.quantized_linear(x, values, scales, None)

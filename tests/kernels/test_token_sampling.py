@@ -115,7 +115,7 @@ def test_filters_keep_what_transformers_keeps(
     assert not (mine != theirs)[likelihoods > 2.0**-26].any()
 
 
-def test_equals_stay_or_go_together() -> None:
+def test_tied_tokens_are_kept_or_filtered_together() -> None:
     """Tokens with equal logits are kept or dropped together, because 16-bit logits have many ties and token ids
     carry no order."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
@@ -297,7 +297,7 @@ def test_a_row_gets_the_same_token_as_from_the_reference(width: int) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("vocab_size", (1, 255, 1000, 2051))
-def test_weights_are_the_whole_part_of_what_they_stand_for(vocab_size: int, dtype: torch.dtype) -> None:
+def test_token_weights_are_rounded_down_to_integers(vocab_size: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(vocab_size)
     wide = (torch.randn(4, vocab_size + 5, generator=random) * 4).to(dtype).to(DEVICE)
     logits = wide[:, :vocab_size]  # a view whose rows are not contiguous

@@ -21,7 +21,7 @@ def test_a_swap_goes_out_and_in_again() -> None:
     assert COSTS.swap_s(5) == pytest.approx(0.04)
 
 
-def test_what_a_load_takes_can_be_told_in_tokens_of_prefill() -> None:
+def test_the_time_of_a_load_converts_to_prefill_tokens() -> None:
     assert COSTS.load_s(60 * 10**6) == pytest.approx(0.6)
     assert COSTS.tokens(COSTS.load_s(60 * 10**6)) == pytest.approx(300)
     assert COSTS.tokens(COSTS.prefill_s(17)) == pytest.approx(17)

@@ -16,7 +16,7 @@ numba_lora_plan = pytest.importorskip("slora_kernels.cpu.lora_plan")
 intrinsics = pytest.importorskip("slora_kernels.cpu.intrinsics")
 
 
-def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
+def test_expand_waits_for_the_shrink_of_other_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Both tiles are cut, whatever the number of threads.

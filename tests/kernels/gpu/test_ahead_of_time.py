@@ -158,7 +158,7 @@ def test_products_of_16_bit_numbers_run_on_matrix_units(compiled: list[CompiledK
             assert kernel.product == PRODUCTS.get(kernel.kernel, {}).get(kernel.target), kernel
 
 
-def test_multiply_adds_are_fused_whatever_the_environment_says(compiled: list[CompiledKernel]) -> None:
+def test_multiply_adds_are_fused_regardless_of_the_environment(compiled: list[CompiledKernel]) -> None:
     assert all(kernel.fuses_multiply_add for kernel in compiled)
 
 

@@ -88,7 +88,7 @@ def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dty
     assert not torch.equal(together, before)
 
 
-def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
+def test_rows_outside_all_tiles_are_neither_read_nor_written() -> None:
     """The shrink output holds uninitialised memory in the base model's rows and in the columns past a rank.
 
     Padding tiles in the list have no tokens, and their weights are NaN.

@@ -56,7 +56,7 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
         ),
     ),
 )
-def test_a_broken_table_says_where_and_what_may_stand_there(
+def test_an_invalid_table_is_refused_with_the_place_and_the_valid_values(
     tmp_path: Path, harm: Break, message: str
 ) -> None:
     table = json.loads(SIZES_FILE.read_text())

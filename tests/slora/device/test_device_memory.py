@@ -107,7 +107,7 @@ def test_swapping_nothing_needs_no_host(shape: ModelShape) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(1, 60))
-def test_an_adapter_in_slices_is_the_adapter_as_a_whole(
+def test_loading_an_adapter_in_slices_equals_loading_it_at_once(
     shape: ModelShape, packed: dict[str, PackedAdapter], length: int
 ) -> None:
     adapter = packed["odd_rank"]
@@ -145,12 +145,12 @@ def test_a_slot_holds_nothing_until_the_last_slice_is_there(
     assert memory.tables.page_table[2, : len(second.pages)].tolist() == second.pages
 
 
-def test_a_slot_that_nobody_moved_into_holds_nothing(shape: ModelShape) -> None:
+def test_a_slot_is_empty_before_its_first_load(shape: ModelShape) -> None:
     assert not make_memory(shape, num_pages=2).holds(0, 0)
 
 
 @pytest.mark.parametrize("missing", ["all", "one", "another's"])
-def test_a_slice_that_does_not_follow_the_one_before_it_is_refused(
+def test_a_slice_out_of_order_is_refused(
     shape: ModelShape, packed: dict[str, PackedAdapter], missing: str
 ) -> None:
     memory, adapter = make_memory(shape), packed["odd_rank"]
@@ -169,9 +169,7 @@ def test_a_slice_that_does_not_follow_the_one_before_it_is_refused(
     assert memory.holds(2, 7)
 
 
-def test_a_load_that_breaks_leaves_the_slot_empty(
-    shape: ModelShape, packed: dict[str, PackedAdapter]
-) -> None:
+def test_a_failed_load_leaves_the_slot_empty(shape: ModelShape, packed: dict[str, PackedAdapter]) -> None:
     memory, adapter = make_memory(shape), packed["odd_rank"]
     first = make_resident(adapter, memory)
     memory.load(AdapterLoad(first, adapter, 0, len(first.pages)))

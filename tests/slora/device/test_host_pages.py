@@ -31,6 +31,6 @@ def test_a_page_larger_than_a_slab_has_one_to_itself(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("page", [-1, 5])
-def test_a_page_that_is_not_there_is_refused(page: int) -> None:
+def test_a_page_number_out_of_range_is_refused(page: int) -> None:
     with pytest.raises(IndexError, match=f"page {page} does not exist; there are 5"):
         HostPages(5, 16, is_page_locked=False)[page]

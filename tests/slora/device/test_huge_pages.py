@@ -15,7 +15,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_touching_brings_all_of_the_memory_and_changes_nothing_in_it() -> None:
+def test_prefaulting_maps_all_of_the_memory_and_changes_no_byte() -> None:
     tensor = empty_tensor((96 << 20,), torch.uint8, CPU)
     tensor[5 << 20] = 7
     before = resident_bytes()
@@ -30,5 +30,5 @@ def test_touching_brings_all_of_the_memory_and_changes_nothing_in_it() -> None:
         assert resident_bytes() - before > 60 << 20
 
 
-def test_what_is_small_is_left_alone() -> None:
+def test_small_tensors_are_not_prefaulted() -> None:
     assert prefault(torch.empty(1000)) is None

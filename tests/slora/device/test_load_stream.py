@@ -43,7 +43,7 @@ def ask(kit: ModelKit, versions: dict, names: list[str | None]) -> list[list[Eng
     ]
 
 
-def test_adapters_that_come_beside_steps_give_the_same_answers(
+def test_adapters_loaded_beside_steps_give_the_same_answers(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = kits("llama")
@@ -71,7 +71,7 @@ def test_adapters_that_come_beside_steps_give_the_same_answers(
     assert copies and all(calls[at - 2 : at + 2] == ["mark", "step", "copy", "wait"] for at in copies)
 
 
-def test_a_step_that_fails_leaves_no_load_undone(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_completes_the_loads_beside_it(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 300, load_bytes_per_step=1)

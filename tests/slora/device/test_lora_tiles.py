@@ -51,7 +51,7 @@ def rows_of(tiles: list[Tile]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("limits", (TileLimits(4, 2), TileLimits(32, 16), TileLimits(4)))
-def test_decode_rows_and_chunks_share_no_tile_where_they_are_told_apart(
+def test_decode_rows_and_chunks_share_no_tile_if_they_have_separate_limits(
     kits: Kits, limits: TileLimits
 ) -> None:
     chunks = plan_mixed_step(kits("llama")).chunks

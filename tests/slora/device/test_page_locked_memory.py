@@ -26,7 +26,7 @@ def test_memory_that_cannot_be_page_locked_is_a_warning_and_works(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_arena_is_pinned_for_as_long_as_somebody_keeps_it(cache: HostCache) -> None:
+def test_an_arena_is_page_locked_as_long_as_its_owner_lives(cache: HostCache) -> None:
     arena = torch.from_numpy(cache.memory)
     pinned = PageLockedMemory(cache.memory)
     assert pinned.is_page_locked and arena.is_pinned()

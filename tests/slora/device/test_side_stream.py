@@ -93,7 +93,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("ends", ("early", "late"))
-def test_a_shrink_beside_its_linear_gives_the_same_bits_whenever_it_ends(
+def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     kits: Kits, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
 ) -> None:
     steps = Steps(kits("llama"), monkeypatch)
@@ -125,7 +125,7 @@ def test_a_step_with_a_chunk_forks_nothing(kits: Kits, monkeypatch: pytest.Monke
     assert "shrink" in stream.calls and not {"fork", "join"} & {*stream.calls}
 
 
-def test_a_linear_that_fails_is_joined_all_the_same(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_linear_still_joins_the_side_stream(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the failure, the linear's input is free memory, and the shrink may still be reading it."""
     steps = Steps(kits("llama"), monkeypatch)
     plan = steps.plan(decodes=True)

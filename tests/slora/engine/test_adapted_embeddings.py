@@ -68,7 +68,7 @@ def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, kernels: 
         assert answers[f"{kind}/1"].token_ids == answers[kind].token_ids
 
 
-def test_the_oracle_hears_each_of_these_adapters(kits: Kits) -> None:
+def test_the_oracle_distinguishes_each_of_these_adapters_from_the_base(kits: Kits) -> None:
     kit = kits("llama")
     work = mix(kit, prompts_each=1, seed=6)
     answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
@@ -84,7 +84,7 @@ def test_the_oracle_hears_each_of_these_adapters(kits: Kits) -> None:
         (("r8_on_q_and_v", "head", None, "both_and_linears", "head"), True, 3),
     ],
 )
-def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
+def test_a_step_adapts_embedding_and_head_only_for_the_rows_that_need_it(
     kits: Kits, kinds: tuple[str | None, ...], *, adapts_embedding: bool, head_rows: int
 ) -> None:
     kit = kits("llama")

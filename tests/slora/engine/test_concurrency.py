@@ -105,7 +105,7 @@ def test_sixty_four_requests_over_eight_adapters_and_the_base_answer_as_they_do_
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_is_sampled_in_the_batch(kit: ModelKit) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(kit: ModelKit) -> None:
     """Born from a bug: one request with top_p or top_k changed the token order of the inverse-CDF sampling for all
     rows."""
     source, _ = make_source(kit)

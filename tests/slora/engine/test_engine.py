@@ -190,7 +190,9 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
     assert answer.reason is FinishReason.STOP
 
 
-def test_the_model_s_own_end_is_obeyed_unless_ignored(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_token_of_the_model_ends_the_answer_unless_ignored(
+    kit: ModelKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
     free = drive(engine, [[ask([1, 2])]])["r"].token_ids
@@ -223,7 +225,7 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     assert answers["r"].token_ids + drive(engine, [])["r"].token_ids == alone
 
 
-def test_an_adapter_that_nobody_has_fails_its_request_alone(kit: ModelKit) -> None:
+def test_an_unknown_adapter_fails_only_its_own_request(kit: ModelKit) -> None:
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
     missing = EngineRequest("missing", "t", [1], AdapterVersion("t", "0" * 64), GREEDY)
@@ -233,7 +235,7 @@ def test_an_adapter_that_nobody_has_fails_its_request_alone(kit: ModelKit) -> No
     assert len(answers["r"].token_ids) == 10
 
 
-def test_a_deleted_adapter_leaves_the_pool(kit: ModelKit) -> None:
+def test_a_deleted_adapter_is_freed_from_the_pool(kit: ModelKit) -> None:
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200)
     version = versions["odd_rank"]
@@ -246,7 +248,7 @@ def test_a_deleted_adapter_leaves_the_pool(kit: ModelKit) -> None:
     assert isinstance(error, AdapterFetchFailed)
 
 
-def test_a_pinned_adapter_answers_as_one_that_was_asked_for_and_its_tenant_has_its_share(
+def test_a_pinned_adapter_answers_like_a_requested_one_and_sets_its_tenants_share(
     kit: ModelKit,
 ) -> None:
     source, versions = make_source(kit)
@@ -265,7 +267,7 @@ def test_a_pinned_adapter_answers_as_one_that_was_asked_for_and_its_tenant_has_i
     assert engine.stats().adapter_loads == 1
 
 
-def test_the_numbers_add_up(kit: ModelKit) -> None:
+def test_the_statistics_add_up(kit: ModelKit) -> None:
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200)
     requests = [
@@ -349,7 +351,7 @@ def test_first_come_first_served_refuses_a_priority(kit: ModelKit) -> None:
     engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams()))
 
 
-def test_costs_are_learned_from_steps_and_told(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_learned_from_steps_and_reported(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Born from a fault: costs measured at start beside a busy program were used until a restart."""
     spoilt = replace(COSTS, step_s=5.0, decode_s=1e-9)
     monkeypatch.setattr(Runner, "measure_costs", lambda runner: spoilt)
@@ -366,7 +368,7 @@ def test_costs_are_learned_from_steps_and_told(kit: ModelKit, monkeypatch: pytes
     assert costs.load_byte_s == engine.stats().load_paces.pool != spoilt.load_byte_s
 
 
-def test_costs_that_are_given_stay(kit: ModelKit) -> None:
+def test_given_costs_are_not_changed(kit: ModelKit) -> None:
     engine = make_engine(kit, make_source(kit)[0], 100, kernels="torch")
     drive(engine, [[ask([1])]])
     assert engine.stats().costs == COSTS

@@ -86,7 +86,7 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
         encode({"op": "remove_adapter", "version": ["only a tenant"]}),
     ],
 )
-def test_a_peer_that_speaks_nonsense_is_dropped_and_others_stay(
+def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
     frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -113,7 +113,7 @@ def test_a_peer_that_speaks_nonsense_is_dropped_and_others_stay(
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
-def test_a_request_is_the_same_at_the_other_end_of_the_wire() -> None:
+def test_a_request_survives_the_wire_format() -> None:
     version = AdapterVersion("t", "0" * 64)
     sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
     request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25)

@@ -50,7 +50,7 @@ def draw_prompts(count: int, length: int) -> list[list[int]]:
 
 
 @pytest.mark.soak  # compilation takes half a minute
-def test_a_pool_holds_as_many_tokens_as_its_pages_say(kits: Kits) -> None:
+def test_an_fp8_pool_has_more_pages_of_the_same_tokens(kits: Kits) -> None:
     kit = kits("qwen3")
     pool_bytes = kit.pool_bytes(90, dtype="bfloat16")
     settings = {"dtype": "bfloat16", "pool_bytes": pool_bytes, "kernels": KERNELS}
@@ -66,7 +66,7 @@ def test_a_pool_holds_as_many_tokens_as_its_pages_say(kits: Kits) -> None:
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("model", ["llama", "gemma2", "mistral_window"])
-def test_tokens_are_found_about_as_likely_as_without(
+def test_log_probabilities_are_close_to_those_without_fp8(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str
 ) -> None:
     """The models have random weights, whose attention is as sharp as their logits are wide. A trained model loses
@@ -113,7 +113,7 @@ def assert_same(found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> 
     ],
     ids=["in chunks", "swapped", "recomputed", "behind windows"],
 )
-def test_forks_chunks_and_those_who_give_way_get_the_same_tokens(
+def test_forks_chunks_and_preemption_do_not_change_the_tokens(
     kits: Kits, kernels: str, model: str, num_pages: int, settings: dict[str, int | str]
 ) -> None:
     """Choices share pages and copy them when they diverge, and sequences are preempted. Free pages are filled with
@@ -133,7 +133,7 @@ def test_forks_chunks_and_those_who_give_way_get_the_same_tokens(
     assert (stats.swapped_in_pages > 0) == (num_pages < 100 and settings.get("preemption") != "recompute")
 
 
-def test_a_prefix_that_is_found_says_what_one_that_is_computed_says(kits: Kits) -> None:
+def test_a_cached_prefix_gives_the_same_answer_as_a_computed_one(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_fp8_engine(kit, make_source(kit)[0], 400)
     first = replace(ask("first", None, n=1), prompt_token_ids=list(range(1, 60)))
@@ -142,7 +142,7 @@ def test_a_prefix_that_is_found_says_what_one_that_is_computed_says(kits: Kits) 
     assert_same({"first": answers["again"]}, {"first": answers["first"]})
 
 
-def test_a_model_of_transformers_own_classes_is_served_alike(tmp_path: Path) -> None:
+def test_a_model_of_transformers_classes_is_served_in_fp8_too(tmp_path: Path) -> None:
     """The parity check at start runs in the model's own dtype, because fp8 rounding would hide errors. Requests are
     served in fp8."""
     kit = make_kit(tmp_path, "llama", {}, num_hidden_layers=2)
@@ -155,7 +155,7 @@ def test_a_model_of_transformers_own_classes_is_served_alike(tmp_path: Path) -> 
     assert float((exact - theirs).abs().mean()) > 1e-3
 
 
-def test_a_row_that_is_not_finite_fails_alone(kits: Kits) -> None:
+def test_a_row_with_non_finite_values_fails_alone(kits: Kits) -> None:
     """NaN keys and values are written only into the pages of the request that produced them."""
     kit = kits("llama")
     engine = make_fp8_engine(kit, make_source(kit)[0], 100)
@@ -169,7 +169,7 @@ def test_a_row_that_is_not_finite_fails_alone(kits: Kits) -> None:
     assert answers["fine"].error is None and len(answers["fine"].token_ids) == 4
 
 
-def test_a_form_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8'; it must be auto or fp8"):
         EngineConfig(tmp_path, kv_cache_dtype="int8")
 
@@ -183,7 +183,7 @@ def test_a_form_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         ((12, 0), None, None),
     ],
 )
-def test_a_gpu_that_cannot_read_it_is_refused_with_the_remedy(
+def test_a_gpu_without_fp8_support_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, said: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")

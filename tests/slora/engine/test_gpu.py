@@ -29,7 +29,7 @@ def serve(kit: ModelKit, work: Work, num_pages: int, dtype: str, **settings: int
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_adapters_that_come_and_go_between_steps_answer_as_peft_does(
+def test_adapters_loaded_and_evicted_between_steps_answer_as_peft_does(
     kits: Kits, report: Callable[[str], None], model: str, *, cuda_graphs: bool, soak: bool
 ) -> None:
     kit = kits(model)
@@ -55,7 +55,7 @@ def test_parity_holds_in_chunks_and_under_preemption(kits: Kits, model: str) -> 
 @pytest.mark.parametrize(
     ("model", "dtype"), [("qwen2", "bfloat16"), ("qwen2", "float16"), ("gemma2", "bfloat16")]
 )
-def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
+def test_sixteen_bit_answers_are_as_accurate_as_those_of_transformers(
     kits: Kits, report: Callable[[str], None], model: str, dtype: str
 ) -> None:
     """See the test of the same name in test_parity.py. Here the GPU's matrix units multiply the 16-bit numbers."""

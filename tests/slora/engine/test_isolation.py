@@ -42,7 +42,9 @@ def ask(name: str, adapter: AdapterVersion | None, length: int = 5, max_tokens: 
     ("dtype", "kernels"),
     [*(("float32", kernels) for kernels in CPU_KERNELS), ("bfloat16", KERNELS)],
 )
-def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: str, dtype: str) -> None:
+def test_the_previous_content_of_a_page_does_not_change_any_answer(
+    kits: Kits, kernels: str, dtype: str
+) -> None:
     """Runs the same steps over pages that held zeros and over pages that held NaN. The logits are equal bit for bit."""
     kit = kits("llama")
     source, versions = make_source(kit, dtype)
@@ -65,7 +67,7 @@ def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: st
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_a_block_behind_all_windows_is_read_by_nobody(kits: Kits, kernels: str) -> None:
+def test_a_block_behind_all_windows_is_never_read(kits: Kits, kernels: str) -> None:
     """The freed block keeps its entry in the block table. If a kernel read it, 0 * NaN would give NaN."""
     kit = kits("mistral_window")
     source, versions = make_source(kit)
@@ -136,7 +138,7 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
     engine._scheduler.paging.pool.release(pages)
 
 
-def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Kits) -> None:
+def test_a_plan_for_an_adapter_that_lost_its_slot_is_never_computed(kits: Kits) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 500)
@@ -169,7 +171,7 @@ def break_forward(
     monkeypatch.setattr(model, "forward", break_or_compute)
 
 
-def test_a_request_that_breaks_its_steps_ends_alone_and_the_others_are_answered_as_ever(
+def test_a_request_that_breaks_its_steps_fails_alone_and_the_others_are_answered(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from a fault: one request that broke a step ended all requests of that step."""
@@ -188,9 +190,7 @@ def test_a_request_that_breaks_its_steps_ends_alone_and_the_others_are_answered_
     }
 
 
-def test_a_device_that_computes_nothing_any_more_ends_the_engine(
-    kits: Kits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_device_ends_the_engine(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Born from a fault: after a sticky device error every later step failed, and the engine went on."""
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)

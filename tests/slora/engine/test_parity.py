@@ -86,7 +86,7 @@ def test_the_oracle_tells_each_adapter_from_the_base_and_from_each_other(kits: K
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("model", ["mistral_window", "phi3_window"])
-def test_what_is_behind_every_window_leaves_room_for_sequences_longer_than_the_pool(
+def test_windowed_sequences_longer_than_the_pool_answer_as_transformers_does(
     kits: Kits, model: str, kernels: str
 ) -> None:
     kit = kits(model)
@@ -100,7 +100,7 @@ def test_what_is_behind_every_window_leaves_room_for_sequences_longer_than_the_p
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_longrope_is_short_up_to_its_switch_and_long_beyond_whoever_crosses_it(
+def test_longrope_uses_short_factors_up_to_its_switch_and_long_ones_beyond(
     kits: Kits, report: Callable[[str], None], kernels: str
 ) -> None:
     kit = kits("phi3_longrope")
@@ -119,7 +119,7 @@ def test_longrope_is_short_up_to_its_switch_and_long_beyond_whoever_crosses_it(
     assert verdict.equal, verdict
 
 
-def test_the_text_part_of_a_model_that_sees_answers_as_the_whole_model_does(tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_answers_as_the_whole_model_does(tmp_path: Path) -> None:
     text_linears = r".*language_model.*_proj"
     kinds = {
         "some": {"r": 3, "target_modules": r".*language_model.*(k|up)_proj"},
@@ -217,7 +217,7 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
         ("gemma3_text", "bfloat16"),
     ],
 )
-def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
+def test_sixteen_bit_answers_are_as_accurate_as_those_of_transformers(
     kits: Kits, report: Callable[[str], None], model: str, dtype: str, kernels: str
 ) -> None:
     """The truth is the float32 log-probabilities of the model whose weights were rounded to 16 bits. Both programs

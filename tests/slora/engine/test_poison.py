@@ -41,7 +41,7 @@ class HostPages:
     [*(("llama", kernels) for kernels in CPU_KERNELS), ("mistral_window", KERNELS), ("gpt2", KERNELS)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
-def test_free_pages_are_read_by_nobody(kits: Kits, model: str, dtype: str, kernels: str) -> None:
+def test_free_pages_are_never_read(kits: Kits, model: str, dtype: str, kernels: str) -> None:
     """The pool is small and the answers are long. Pages change owners all the time; sequences fork, are preempted
     and resume."""
     kit = kits(model)
@@ -75,7 +75,7 @@ def start(kits: Kits) -> tuple[Engine, dict[str, Answer]]:
     return engine, answers
 
 
-def test_poison_shows_whoever_reads_a_page_that_is_free(kits: Kits) -> None:
+def test_poisoning_detects_a_read_of_a_free_page(kits: Kits) -> None:
     engine, answers = start(kits)
     poison(engine)
     step(engine, answers)
@@ -86,7 +86,7 @@ def test_poison_shows_whoever_reads_a_page_that_is_free(kits: Kits) -> None:
     assert "not finite" in str(answers["r"].error)
 
 
-def test_what_a_plan_still_reads_is_spared_and_the_rest_is_not(kits: Kits) -> None:
+def test_poisoning_spares_the_free_pages_that_a_plan_still_reads(kits: Kits) -> None:
     """A page that is swapped out is already free when its step runs. So is the host page of a swap-in."""
     engine, _ = start(kits)
     memory, host = engine._runner.memory, engine._scheduler.swapping._space

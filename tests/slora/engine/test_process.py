@@ -154,7 +154,7 @@ def test_cancelling_a_reader_frees_its_pages(run: Run) -> None:
     run(body)
 
 
-def test_a_client_that_vanishes_takes_its_requests_with_it(run: Run, stack: EngineStack) -> None:
+def test_the_requests_of_a_disconnected_client_are_aborted(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
         before = (await wait_for_stats(client, idle)).generated_tokens
         async with connect(stack) as other:
@@ -225,7 +225,7 @@ def test_one_client_may_not_use_a_request_id_twice_at_once(run: Run) -> None:
     run(body)
 
 
-def test_what_is_wrong_with_a_request_comes_back_as_it_was_raised(run: Run, kit: ModelKit) -> None:
+def test_the_error_of_a_request_keeps_its_class_over_the_socket(run: Run, kit: ModelKit) -> None:
     async def body(client: RemoteEngine) -> None:
         with pytest.raises(RequestRefused, match="the prompt is empty") as refused:
             await collect(client.generate(EngineRequest("a", "tenant", [], None, GREEDY)))
@@ -241,7 +241,7 @@ def test_what_is_wrong_with_a_request_comes_back_as_it_was_raised(run: Run, kit:
     run(body)
 
 
-def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> None:
+def test_a_deleted_adapter_is_removed_from_the_engine(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
         version = stack.versions["odd_rank"]
         await collect(client.generate(ask("a", version)))
@@ -255,7 +255,7 @@ def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> No
     run(body)
 
 
-def test_what_is_pinned_over_the_socket_is_there_before_anybody_asks(run: Run, stack: EngineStack) -> None:
+def test_an_adapter_pinned_over_the_socket_is_loaded_before_any_request(run: Run, stack: EngineStack) -> None:
     version = stack.versions["odd_rank"]
 
     async def body(client: RemoteEngine) -> None:
@@ -272,7 +272,9 @@ def test_what_is_pinned_over_the_socket_is_there_before_anybody_asks(run: Run, s
     run(body)
 
 
-def test_what_is_prewarmed_over_the_socket_is_there_before_anybody_asks(run: Run, stack: EngineStack) -> None:
+def test_an_adapter_prewarmed_over_the_socket_is_loaded_before_any_request(
+    run: Run, stack: EngineStack
+) -> None:
     version = stack.versions["odd_rank"]
 
     async def body(client: RemoteEngine) -> None:
@@ -287,7 +289,7 @@ def test_what_is_prewarmed_over_the_socket_is_there_before_anybody_asks(run: Run
     run(body)
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody_else(run: Run, stack: EngineStack) -> None:
+def test_a_client_that_does_not_read_does_not_delay_other_clients(run: Run, stack: EngineStack) -> None:
     chatty = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=20)
 
     async def body(client: RemoteEngine) -> None:
@@ -306,7 +308,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody_else(run: Run, stack: Engin
     run(body)
 
 
-def test_a_killed_engine_fails_what_was_in_flight_at_once_and_a_new_one_serves_on(
+def test_a_killed_engine_fails_requests_in_flight_and_its_successor_serves(
     run: Run, stack: EngineStack
 ) -> None:
     async def body(client: RemoteEngine) -> None:
@@ -334,7 +336,7 @@ def test_a_killed_engine_fails_what_was_in_flight_at_once_and_a_new_one_serves_o
     run(body)
 
 
-def test_a_killed_loader_is_noticed_and_its_successor_serves_what_waited(
+def test_requests_that_waited_for_a_killed_loader_are_served_by_its_successor(
     run: Run, stack: EngineStack
 ) -> None:
     async def body(client: RemoteEngine) -> None:
@@ -357,7 +359,7 @@ def test_a_killed_loader_is_noticed_and_its_successor_serves_what_waited(
     run(body)
 
 
-def test_before_there_is_an_engine_a_client_says_so(tmp_path: Path) -> None:
+def test_without_an_engine_a_client_raises_engine_unavailable(tmp_path: Path) -> None:
     async def main() -> None:
         client = RemoteEngine(tmp_path / "nobody.sock")
         running = asyncio.create_task(client.run())
@@ -371,7 +373,7 @@ def test_before_there_is_an_engine_a_client_says_so(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_terminated_engine_goes_in_peace_even_with_clients(run: Run, stack: EngineStack) -> None:
+def test_an_engine_exits_cleanly_on_sigterm_with_connected_clients(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
         async with aclosing(client.generate(ask("a", params=LONG))) as stream:
             await anext(stream)
@@ -388,7 +390,7 @@ def test_a_terminated_engine_goes_in_peace_even_with_clients(run: Run, stack: En
     run(body)
 
 
-def test_an_engine_ends_with_its_parent_s_end_of_the_pipe(stack: EngineStack) -> None:
+def test_an_engine_exits_when_its_parent_closes_the_pipe(stack: EngineStack) -> None:
     assert stack.engine is not None
 
     async def main() -> None:
@@ -400,7 +402,7 @@ def test_an_engine_ends_with_its_parent_s_end_of_the_pipe(stack: EngineStack) ->
     assert stack.engine.wait() == 0
 
 
-def test_an_engine_whose_device_is_lost_ends_and_its_clients_may_try_again(
+def test_an_engine_with_a_lost_device_exits_and_its_clients_may_retry(
     running_stack: EngineStack,
 ) -> None:
     """Born from a fault: every later step failed, and the engine process went on."""

@@ -156,7 +156,7 @@ async def settle(stack: EngineStack) -> EngineStats:
         return await client.stats()
 
 
-def test_a_crowd_that_comes_and_goes_leaves_every_page_free_or_cached(
+def test_after_random_requests_and_aborts_every_page_is_free_or_cached(
     kits: Callable[[str], ModelKit], report: Callable[[str], None], *, soak: bool
 ) -> None:
     kit = kits("llama")

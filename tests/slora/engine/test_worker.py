@@ -102,7 +102,7 @@ def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     assert told.qsize() == 5
 
 
-def test_a_deadline_is_told_when_nothing_else_happens(kit: ModelKit) -> None:
+def test_a_missed_deadline_is_reported_by_an_idle_worker(kit: ModelKit) -> None:
     """The request's adapter never loads and no other request arrives. The request must still end at its deadline."""
     worker, told = make_worker()
     late = AdapterVersion("t", "never")
@@ -126,7 +126,7 @@ class WatchedSource(ScriptedSource):
         self.asked.put(version)
 
 
-def test_a_pinned_adapter_that_did_not_come_is_asked_for_again_when_nothing_else_happens(
+def test_an_idle_worker_retries_the_fetch_of_a_pinned_adapter(
     kit: ModelKit,
 ) -> None:
     worker, _ = make_worker()

@@ -53,7 +53,7 @@ async def wait_for(llm: AsyncLLM, condition: Callable[[EngineStats], bool]) -> E
     return stats
 
 
-def test_many_at_once_get_the_answers_that_they_get_one_by_one(llm: AsyncLLM, kit: ModelKit) -> None:
+def test_concurrent_requests_get_the_same_answers_as_single_ones(llm: AsyncLLM, kit: ModelKit) -> None:
     adapters = [None, *kit.adapters.values()]
     work = [("The quick brown"[: 3 + n], adapters[n % 3]) for n in range(12)]
     params = [SamplingParams(max_tokens=9 + n % 4, seed=n) for n in range(12)]
@@ -134,7 +134,7 @@ def test_a_closed_iterator_ends_its_request(llm: AsyncLLM) -> None:
     run(close())
 
 
-def test_what_is_refused_is_refused_alone(llm: AsyncLLM, kit: ModelKit, tmp_path: Path) -> None:
+def test_a_refused_request_does_not_affect_the_others(llm: AsyncLLM, kit: ModelKit, tmp_path: Path) -> None:
     async def mixed() -> list[Any]:
         return await asyncio.gather(
             llm.generate("fox", GREEDY),
@@ -149,7 +149,7 @@ def test_what_is_refused_is_refused_alone(llm: AsyncLLM, kit: ModelKit, tmp_path
     assert isinstance(missing, AdapterNotFound)
 
 
-def test_a_cancelled_question_leaves_the_engine_alone(llm: AsyncLLM) -> None:
+def test_a_cancelled_call_does_not_end_the_engine(llm: AsyncLLM) -> None:
     """Born from a bug: the reply to a cancelled call ended the engine's thread."""
 
     async def cancel() -> None:
@@ -163,7 +163,7 @@ def test_a_cancelled_question_leaves_the_engine_alone(llm: AsyncLLM) -> None:
     run(cancel())
 
 
-def test_an_adapter_that_many_ask_for_at_once_is_loaded_once(kit: ModelKit) -> None:
+def test_an_adapter_requested_concurrently_is_loaded_once(kit: ModelKit) -> None:
     path = kit.adapters["odd_rank"]
     adapter = LoraAdapter.from_tensors(
         load_file(path / "adapter_model.safetensors"), LoraConfig.from_pretrained(path).to_dict()
@@ -193,7 +193,7 @@ def test_an_engine_of_this_process_takes_pins_like_a_remote_one(llm: AsyncLLM, k
     run(pinned())
 
 
-def test_closing_fails_what_is_unfinished_and_what_comes_after(kit: ModelKit) -> None:
+def test_closing_fails_unfinished_and_later_requests(kit: ModelKit) -> None:
     async def close() -> None:
         async with AsyncLLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300)) as llm:
             stream = llm.stream("fox", LONG)
@@ -216,9 +216,7 @@ def test_a_model_that_cannot_be_served_is_refused_when_it_is_opened(kit: ModelKi
         AsyncLLM(kit.directory, kernels=KERNELS, pool_bytes=1)
 
 
-def test_a_crowd_of_tasks_that_come_and_go_leaves_every_page_and_every_answer_in_order(
-    kit: ModelKit, *, soak: bool
-) -> None:
+def test_random_cancellations_corrupt_no_page_and_no_answer(kit: ModelKit, *, soak: bool) -> None:
     """Tasks are cancelled at random moments, in a pool too small for all of them. The other tasks get their answers."""
     adapters = [None, *kit.adapters.values()]
     work = [([n % 400, 7, n * n % 400], adapters[n % 3]) for n in range(400 if soak else 60)]

@@ -36,7 +36,7 @@ def llm(kit: ModelKit) -> LLM:
     return LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300))
 
 
-def test_one_prompt_may_stand_alone(llm: LLM) -> None:
+def test_a_single_prompt_needs_no_list(llm: LLM) -> None:
     (text,) = llm.generate("The quick", GREEDY)
     (tokens,) = llm.generate(text.prompt_token_ids, GREEDY)
     assert tokens == text
@@ -70,7 +70,7 @@ def test_the_text_is_that_of_the_tokens_without_the_one_that_stopped_it(llm: LLM
     assert stopped.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
+def test_a_stop_string_ends_the_text_and_the_generation(llm: LLM) -> None:
     (free,) = llm.generate("fox", SamplingParams(max_tokens=200, temperature=0.0))
     stop = free.text[5:8]
     at = free.text.find(stop)
@@ -134,7 +134,7 @@ def test_choices_stream_side_by_side(llm: LLM) -> None:
             assert own[-1].finish_reason is choice.finish_reason
 
 
-def test_the_best_are_the_likeliest_of_all_that_were_drawn(llm: LLM) -> None:
+def test_best_of_returns_the_likeliest_of_all_samples(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, seed=4, n=5)
     (every,) = llm.generate("fox", replace(params, logprobs=0))
     ranked = sorted(every.choices, key=lambda choice: -sum(entry.logprob for entry in choice.logprobs or ()))
@@ -178,7 +178,7 @@ def test_a_chat_is_the_completion_of_what_the_template_writes(llm: LLM, kit: Mod
     assert "".join(delta.text for delta in llm.stream_chat(messages, GREEDY)) == answer.text
 
 
-def test_an_adapter_brings_its_own_template_and_defaults(llm: LLM, kit: ModelKit, tmp_path: Path) -> None:
+def test_an_adapters_own_template_and_defaults_are_used(llm: LLM, kit: ModelKit, tmp_path: Path) -> None:
     shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
     (tmp_path / "own" / "chat_template.jinja").write_text("say {{ messages[0].content }}")
     (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 5, "do_sample": false}')
@@ -188,7 +188,7 @@ def test_an_adapter_brings_its_own_template_and_defaults(llm: LLM, kit: ModelKit
     assert [answer] == llm.generate("say fox", SamplingParams(max_tokens=5, temperature=0), tmp_path / "own")
 
 
-def test_defaults_are_cut_to_what_the_pool_leaves(kit: ModelKit, tmp_path: Path) -> None:
+def test_default_max_tokens_are_cut_to_the_room_in_the_pool(kit: ModelKit, tmp_path: Path) -> None:
     shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
     (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 300, "do_sample": false}')
     small = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(18))
@@ -199,7 +199,7 @@ def test_defaults_are_cut_to_what_the_pool_leaves(kit: ModelKit, tmp_path: Path)
     assert len(answer.token_ids) == room_pages * small.info.block_tokens - 3 + 1 < 300
 
 
-def test_an_adapter_whose_texts_an_upload_would_be_refused_for_is_refused_here(
+def test_an_adapter_with_texts_that_an_upload_refuses_is_refused(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
     shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
@@ -211,9 +211,7 @@ def test_an_adapter_whose_texts_an_upload_would_be_refused_for_is_refused_here(
     assert codes == {"chat_template_malformed", "generation_config_unsupported"}
 
 
-def test_an_adapter_that_is_trained_further_in_its_directory_is_read_anew(
-    llm: LLM, kit: ModelKit, tmp_path: Path
-) -> None:
+def test_an_adapter_retrained_in_its_directory_is_read_again(llm: LLM, kit: ModelKit, tmp_path: Path) -> None:
     shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
     expected = llm.generate("fox", GREEDY, tmp_path / "own") + llm.generate(
         "fox", GREEDY, kit.adapters["rslora"]
@@ -228,7 +226,7 @@ def set_alpha(directory: Path, alpha: int) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": alpha}))
 
 
-def test_an_adapter_is_read_anew_when_only_its_config_was_written(
+def test_an_adapter_is_read_again_when_only_its_config_changed(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
     """Born from a bug: only the weights' modification time was checked, so a new alpha in the config had no effect."""
@@ -242,7 +240,7 @@ def test_an_adapter_is_read_anew_when_only_its_config_was_written(
 
 
 @pytest.mark.parametrize("how", ["in place", "renamed"])
-def test_an_adapter_is_read_anew_when_its_weights_keep_their_time(
+def test_an_adapter_is_read_again_when_its_weights_change_but_not_their_mtime(
     llm: LLM, kit: ModelKit, tmp_path: Path, how: str
 ) -> None:
     """Born from a bug: weights with the same size and modification time were assumed to be unchanged."""
@@ -313,7 +311,7 @@ def test_lists_of_another_length_are_refused(llm: LLM, name: str) -> None:
         llm.generate(["a", "b"], **{name: wrong})
 
 
-def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -> None:
+def test_one_invalid_prompt_refuses_the_call_and_frees_everything(llm: LLM) -> None:
     with pytest.raises(RequestRefused, match="token id 400"):
         llm.generate([[1], [400], [2]], GREEDY)
     stats = llm.stats()

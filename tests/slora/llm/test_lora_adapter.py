@@ -57,7 +57,7 @@ def test_tensors_in_memory_are_the_same_version_as_the_files_that_peft_writes(
     assert llm.stats().resident_adapters == len(kit.adapters)
 
 
-def test_a_peft_model_is_served_as_it_is_when_it_is_handed_over(
+def test_a_peft_model_is_served_with_the_weights_at_the_time_of_the_call(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
     model = make_adapter(tmp_path / "saved", make_model("llama"), seed=9, std=0.15, r=3)
@@ -110,7 +110,7 @@ def weighted_oracle(kit: ModelKit, kind: str, weight: float) -> Oracle:
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_each_request_weighs_its_adapter_as_it_says(
+def test_each_request_may_weight_its_adapter_differently(
     kit: ModelKit, report: Callable[[str], None], kernels: str
 ) -> None:
     """One batch uses the same adapter with several weights, so tiles are split where the weight changes."""
@@ -132,9 +132,7 @@ def test_each_request_weighs_its_adapter_as_it_says(
     llm.check()
 
 
-def test_a_weight_of_nothing_is_the_base_and_another_weight_is_another_answer(
-    llm: LLM, kit: ModelKit
-) -> None:
+def test_a_weight_of_zero_is_the_base_and_other_weights_change_the_answer(llm: LLM, kit: ModelKit) -> None:
     adapter = in_memory(kit.adapters["patterns"])
     whole, half, nothing, base = llm.generate(
         [PROMPT] * 4, GREEDY, [adapter, adapter.weighted(0.5), adapter.weighted(0), None]
@@ -144,13 +142,13 @@ def test_a_weight_of_nothing_is_the_base_and_another_weight_is_another_answer(
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -20_000.0])
-def test_a_weight_that_is_no_number_or_too_large_is_refused(llm: LLM, kit: ModelKit, weight: float) -> None:
+def test_a_weight_that_is_nan_or_too_large_is_refused(llm: LLM, kit: ModelKit, weight: float) -> None:
     with pytest.raises(RequestRefused, match="from -10000 to 10000") as caught:
         llm.generate(PROMPT, GREEDY, LoraAdapter(kit.adapters["odd_rank"], weight=weight))
     assert caught.value.param == "adapter_weight"
 
 
-def test_a_forgotten_adapter_leaves_and_can_come_back(llm: LLM, kit: ModelKit) -> None:
+def test_a_removed_adapter_is_freed_and_can_be_loaded_again(llm: LLM, kit: ModelKit) -> None:
     adapter = in_memory(kit.adapters["odd_rank"])
     expected = llm.generate(PROMPT, GREEDY, adapter)
     llm.remove_adapter(adapter)
@@ -166,7 +164,7 @@ def test_a_forgotten_adapter_leaves_and_can_come_back(llm: LLM, kit: ModelKit) -
     assert llm.stats().resident_adapters == 1
 
 
-def test_an_adapter_of_the_hub_is_served_as_it_was_when_it_was_first_asked_for(
+def test_an_adapter_of_the_hub_keeps_the_commit_of_its_first_request(
     llm: LLM, kit: ModelKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -14,7 +14,7 @@ LENGTHS, MAX_POSITIONS = (100, 4096), 131072
 
 
 @pytest.mark.parametrize("window", [1, 2, 21, 100, 4095, 4096, 4097, 100_000])
-def test_a_window_is_told_from_every_other_window_at_any_length(window: int) -> None:
+def test_a_window_is_distinguished_from_every_other_window_at_any_length(window: int) -> None:
     function = sliding_window_causal_mask_function(window)
     assert describe_mask_difference(function, window, LENGTHS, MAX_POSITIONS) is None
     for other in (window - 1, window + 1, 2 * window, None):
@@ -34,7 +34,7 @@ def test_a_causal_mask_is_one() -> None:
     assert told is not None and "has a window of 21 tokens" in told
 
 
-def test_masks_that_pages_do_not_know_are_described_by_the_first_tokens_that_differ() -> None:
+def test_an_unsupported_mask_is_described_by_the_first_differing_tokens() -> None:
     chunked = chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64))
     difference = describe_mask_difference(chunked, None, (8192,), MAX_POSITIONS)
     assert difference is not None and "hides token 0 from token 8192" in difference
@@ -42,7 +42,7 @@ def test_masks_that_pages_do_not_know_are_described_by_the_first_tokens_that_dif
     assert difference is not None and "shows token 1 to token 0" in difference
 
 
-def test_a_mask_that_the_model_changed_is_not_taken_for_the_one_that_was_made() -> None:
+def test_a_mask_changed_by_the_model_is_not_recognised() -> None:
     record = MaskRecord()
 
     def hide_all(_: Tensor, __: Tensor, query: Tensor, ___: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def test_configs_of_known_models_mean_what_they_mean_in_transformers(tmp_path: P
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_config_of_each_family_leaves_out_is_what_transformers_assumes(
+def test_missing_config_fields_of_each_family_get_the_defaults_of_transformers(
     tmp_path: Path, family: str
 ) -> None:
     fields = {"vocab_size": 99, "hidden_size": 512, "num_attention_heads": 32}
@@ -132,7 +132,7 @@ def test_the_oldest_spelling_of_a_rope_s_type_is_understood(tmp_path: Path) -> N
     assert config.ropes == (Rope(1e4, 8, LinearScaling(2.0)),)
 
 
-def test_what_the_first_phi_3_checkpoints_called_longrope_is_longrope(tmp_path: Path) -> None:
+def test_the_rope_type_name_of_the_first_phi_3_checkpoints_is_longrope(tmp_path: Path) -> None:
     """transformers 5 itself can no longer read this spelling."""
     fields = HUB["Phi-3-mini-128k-instruct"]
     read_as = []
@@ -144,7 +144,7 @@ def test_what_the_first_phi_3_checkpoints_called_longrope_is_longrope(tmp_path: 
     assert read_as[0].rope_switch == 4096
 
 
-def test_yarn_reaches_as_far_as_its_factor_says(tmp_path: Path) -> None:
+def test_yarn_multiplies_the_maximum_length_by_its_factor(tmp_path: Path) -> None:
     """Such checkpoints keep max_position_embeddings at the original length, as Qwen's instructions for long texts
     say."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -158,7 +158,7 @@ def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
         assert config.window_of_layer == (expected, expected)
 
 
-def test_null_takes_a_default_away_only_where_it_means_none(tmp_path: Path) -> None:
+def test_null_disables_a_default_only_for_optional_features(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma2", "head_dim": 8}))
     assert ModelConfig.from_directory(tmp_path).final_softcap == 30.0
     fields = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": None}
@@ -168,7 +168,7 @@ def test_null_takes_a_default_away_only_where_it_means_none(tmp_path: Path) -> N
     assert config.activation == "gelu_tanh"
 
 
-def test_what_a_config_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:
+def test_missing_config_fields_get_the_defaults_of_transformers(tmp_path: Path) -> None:
     config = read(tmp_path, num_key_value_heads=None, rms_norm_eps=None)
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
     assert config.ropes == (Rope(10000.0, 8),)
@@ -360,7 +360,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_file_field_and_value(tmp_path: Path, case: str) -> None:
+def test_an_unsupported_config_is_refused_by_file_field_and_value(tmp_path: Path, case: str) -> None:
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
         read(tmp_path, **changes)
@@ -425,7 +425,7 @@ ROPES = st.dictionaries(
     st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3),
     st.dictionaries(st.sampled_from(["rope_scaling", "rope_parameters"]), ROPES, max_size=1),
 )
-def test_a_config_of_any_content_is_served_or_refused_but_breaks_nothing(
+def test_a_config_of_any_content_is_either_accepted_or_refused(
     tmp_path_factory: pytest.TempPathFactory, family: str, changes: dict[str, Any], rope: dict[str, Any]
 ) -> None:
     """Born from bugs: lists, texts and tables in place of numbers raised errors such as TypeError."""

@@ -33,7 +33,7 @@ def scale_by_index(index_of: Callable[[int], Tensor]) -> Hook:
     return lambda _, __, output: output * (1 + 0.5 * index_of(output.shape[1])[:, None])
 
 
-def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
+def test_a_model_that_mixes_tokens_outside_attention_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The config does not reveal the fault. Only the model's answers do."""
@@ -42,7 +42,7 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
         start(tmp_path, monkeypatch, lambda _, __, output: output + 0.1 * output.roll(1, dims=1))
 
 
-def test_a_model_that_numbers_the_tokens_of_a_batch_is_refused(
+def test_a_model_that_depends_on_positions_in_the_batch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from Llama 4, which computed the second sequence of a batch with the length of the first."""
@@ -54,7 +54,7 @@ def test_a_model_that_numbers_the_tokens_of_a_batch_is_refused(
 
 
 @pytest.mark.parametrize("window", [100, 400])
-def test_what_begins_at_a_length_of_the_config_is_proved_beyond_it(
+def test_the_parity_check_goes_beyond_every_length_in_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """Born from proofs on 41 tokens, which tested nothing beyond the window.
@@ -79,7 +79,7 @@ def test_what_begins_at_a_length_of_the_config_is_proved_beyond_it(
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
-def test_a_model_that_fails_while_it_is_proved_is_refused_with_its_reason(
+def test_a_model_that_fails_during_the_parity_check_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from an engine that was restarted for ever."""

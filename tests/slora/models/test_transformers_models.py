@@ -135,7 +135,7 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
         ),
     ],
 )
-def test_what_pages_cannot_serve_truly_is_refused_by_name(
+def test_models_that_pages_cannot_serve_exactly_are_refused_by_name(
     tmp_path: Path, model_type: str, fields: dict[str, Any], reason: str
 ) -> None:
     directory = save(tmp_path, model_type, **fields)
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path)
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
-def test_a_directory_without_a_known_model_says_so(tmp_path: Path) -> None:
+def test_a_directory_with_an_unknown_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ConfigError, match="nonesuch"):
         read_model_spec(tmp_path)

@@ -5,7 +5,7 @@ from slora.pool.reuse_rate import ReuseRate
 from slora_adapters.loader.fetch_pace import FetchPace
 
 
-def test_a_share_begins_at_a_half_and_follows_what_is_counted() -> None:
+def test_a_reuse_rate_starts_at_one_half_and_follows_the_counts() -> None:
     share = ReuseRate()
     assert share.value == 0.5
     for _ in range(8):
@@ -16,7 +16,7 @@ def test_a_share_begins_at_a_half_and_follows_what_is_counted() -> None:
     assert 0.98 < share.value < 1
 
 
-def test_the_recent_past_counts_most() -> None:
+def test_recent_outcomes_count_most() -> None:
     share = ReuseRate()
     for was_used in [True] * 10_000 + [False] * 2_000:
         share.record(was_used=was_used)
@@ -28,7 +28,7 @@ def test_an_initial_rate_without_weight_is_refused() -> None:
         ReuseRate(0)
 
 
-def test_fetches_are_expected_to_take_as_long_by_the_byte_as_the_last_ones() -> None:
+def test_the_expected_fetch_time_per_byte_follows_recent_fetches() -> None:
     pace = FetchPace()
     assert pace.fetch_s(100) == 0
     pace.count(100_000_000, 0.5)

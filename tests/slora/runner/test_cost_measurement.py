@@ -66,7 +66,7 @@ def test_the_smallest_of_settings_can_be_measured(kits: Kits, settings: dict[str
     )
 
 
-def test_no_step_of_it_is_larger_than_may_be_and_none_leaves_a_trace(
+def test_measurement_steps_respect_the_limits_and_leave_no_state(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[StepPlan] = []
@@ -97,7 +97,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def test_the_pages_are_cleared_even_if_a_step_of_it_breaks(kits: Kits) -> None:
+def test_the_pages_are_cleared_even_if_a_measurement_step_fails(kits: Kits) -> None:
     runner = start_runner(kits("llama"))
     runner.memory.pages.fill_(0xFF)
 
@@ -118,7 +118,7 @@ def test_the_figures_are_in_one_line_of_the_log(kits: Kits, caplog: pytest.LogCa
     assert record.getMessage().startswith("measured: a step ") and "\n" not in record.getMessage()
 
 
-def test_timings_are_taken_apart_into_what_they_are_made_of() -> None:
+def test_timings_are_solved_for_the_costs_that_they_consist_of() -> None:
     costs = TIMINGS.solve()
     assert costs.decode_s == pytest.approx(0.001)
     assert costs.step_s == pytest.approx(0.009)
@@ -129,7 +129,7 @@ def test_timings_are_taken_apart_into_what_they_are_made_of() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6])
-def test_differences_that_drown_in_noise_count_as_next_to_nothing(noise: float) -> None:
+def test_differences_below_the_noise_count_as_the_minimum_cost(noise: float) -> None:
     """A GPU that waits for its host takes as long for one row as for a whole prefill. The measured difference is
     then noise."""
     costs = _Timings(0.01, 0.01 - noise, 8, 0.01 - 2 * noise, 512, 0.01 - noise, 256, 0.0, 1e-9).solve()
@@ -140,12 +140,12 @@ def test_differences_that_drown_in_noise_count_as_next_to_nothing(noise: float) 
     )
 
 
-def test_a_machine_with_room_for_one_row_ascribes_all_of_it_to_the_step() -> None:
+def test_with_one_row_per_step_the_whole_time_is_the_step_cost() -> None:
     costs = _Timings(0.01, 0.01, 1, 0.01, 1, 0.02, 1, 0.001, 1e-9).solve()
     assert costs.step_s == pytest.approx(0.01) and costs.decode_s == 1e-9
 
 
-def test_a_long_prefill_is_spared_where_a_short_one_tells_enough(
+def test_a_long_prefill_is_not_measured_if_a_short_one_suffices(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On this machine, each token takes as long as a step."""

@@ -87,7 +87,7 @@ def bench(kits: Kits) -> Bench:
 
 
 @torch.inference_mode()
-def test_a_step_brought_up_to_a_recorded_size_computes_the_same(bench: Bench) -> None:
+def test_a_step_padded_to_a_captured_size_computes_the_same(bench: Bench) -> None:
     batch = bench.decode(SOME, 15)
     pages = bench.runner.memory.pages
     before = pages.clone()
@@ -144,7 +144,7 @@ def describe(launches: list[Launch], lasting: set[int]) -> list[object]:
 
 
 @torch.inference_mode()
-def test_no_argument_of_any_launch_changes_when_other_adapters_are_swapped_in(bench: Bench) -> None:
+def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None:
     model, memory = bench.runner._model, bench.runner.memory
     parts = [bench.graphs._buffers, memory.pages, memory.tables, model._layers, model._norm]
     lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(parts)}
@@ -185,7 +185,7 @@ def test_steps_without_adapters_launch_nothing_for_them(bench: Bench) -> None:
     assert bench.launches and not any("lora" in launch.kernel.__name__ for launch in bench.launches)
 
 
-def test_a_step_with_a_chunk_of_a_prompt_is_no_graph(bench: Bench) -> None:
+def test_a_step_with_a_prompt_chunk_uses_no_graph(bench: Bench) -> None:
     params = SamplingParams(max_tokens=3)
     bench.engine.add(EngineRequest("a", "t", [1, 2, 3], None, params))
     plan = bench.engine._scheduler.schedule()

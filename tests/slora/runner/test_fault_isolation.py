@@ -63,7 +63,9 @@ def test_a_step_that_works_runs_once() -> None:
 
 
 @pytest.mark.parametrize("culprits", [(0,), (255,), (100, 101), (3, 77, 200)])
-def test_the_culprits_are_found_and_all_others_computed_in_order(culprits: tuple[int, ...]) -> None:
+def test_fault_isolation_finds_the_culprits_and_computes_all_others_in_order(
+    culprits: tuple[int, ...],
+) -> None:
     runner = breaking_on(*culprits)
     result = isolate(runner, [make_chunk(number) for number in range(256)])
     assert sorted(map(number_of, result.culprits)) == list(culprits) and not result.given_up
@@ -71,7 +73,7 @@ def test_the_culprits_are_found_and_all_others_computed_in_order(culprits: tuple
     assert len(runner.runs) <= 1 + 16 * len(culprits)
 
 
-def test_forks_draw_too_and_chunks_in_the_middle_of_a_prompt_do_not() -> None:
+def test_forks_are_sampled_and_chunks_in_the_middle_of_a_prompt_are_not() -> None:
     chunks = [make_chunk(0, num_forks=2), make_chunk(1), make_chunk(2, samples=False), make_chunk(3)]
     result = isolate(breaking_on(1), chunks)
     assert result.sampled == [SampledToken(0)] * 3 + [SampledToken(3)]
@@ -86,20 +88,20 @@ def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> N
     assert [plan.copies for plan in runner.plans] == [[(1, 2)], [], []]
 
 
-def test_a_step_that_breaks_only_once_ends_nobody() -> None:
+def test_a_step_that_fails_only_once_fails_no_request() -> None:
     breaks = iter([RuntimeError("out of memory")])
     runner = Runner(lambda numbers: next(breaks, None))
     assert isolate(runner, [make_chunk(1)]) == StepResult([SampledToken(1)])
 
 
-def test_where_every_chunk_breaks_the_runs_are_bounded_and_the_rest_is_given_up() -> None:
+def test_the_number_of_isolation_runs_is_bounded() -> None:
     runner = breaking_on(*range(256))
     result = isolate(runner, [make_chunk(number) for number in range(256)])
     assert len(runner.runs) == 65
     assert len(result.culprits) + len(result.given_up) == 256 and len(result.given_up) > 200
 
 
-def test_a_lost_device_is_no_requests_fault() -> None:
+def test_a_lost_device_is_not_attributed_to_a_request() -> None:
     runner = breaking_on(1)
     runner.is_lost = True
     with pytest.raises(DeviceFailed):
@@ -107,7 +109,7 @@ def test_a_lost_device_is_no_requests_fault() -> None:
     assert len(runner.runs) == 1
 
 
-def test_pages_that_could_not_be_moved_are_not_tried_again() -> None:
+def test_a_failed_page_transfer_is_not_retried() -> None:
     runner = Runner(lambda numbers: PageTransferFailed("x"))
     with pytest.raises(PageTransferFailed):
         isolate(runner, [make_chunk(0)])

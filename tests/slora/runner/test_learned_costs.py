@@ -80,7 +80,7 @@ def assert_near(costs: CostModel, truth: CostModel, factor: float) -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_spoilt_start_is_mended_within_a_minute(seed: int, noise: float) -> None:
+def test_wrong_initial_costs_are_corrected_within_a_minute(seed: int, noise: float) -> None:
     """Born from a fault: costs were measured once, beside a busy program. A step then cost 69 ms and a row 1e-6 ms
     until a restart."""
     learned = LearnedCosts(SPOILT, BOUNDS)
@@ -88,7 +88,7 @@ def test_a_spoilt_start_is_mended_within_a_minute(seed: int, noise: float) -> No
     assert_near(learned.current, TRUTH, 1.7)
 
 
-def test_what_a_step_takes_is_predicted_after_seconds_although_its_parts_are_not_known_apart() -> None:
+def test_the_time_of_a_step_is_predicted_before_its_parts_are_known() -> None:
     """Every step is the same, so the cost of the step cannot be told from the cost of its rows. Their sum is still
     predicted."""
     learned = LearnedCosts(SPOILT, BOUNDS)
@@ -97,7 +97,7 @@ def test_what_a_step_takes_is_predicted_after_seconds_although_its_parts_are_not
     assert learned.current.step_seconds(work) == pytest.approx(TRUTH.step_seconds(work), rel=0.15)
 
 
-def test_a_machine_that_becomes_slower_is_followed_within_a_minute() -> None:
+def test_costs_follow_a_slower_machine_within_a_minute() -> None:
     learned = LearnedCosts(TRUTH, BOUNDS)
     slower = CostModel(*(4 * value for value in astuple(TRUTH)))
     works = serve(1)
@@ -106,7 +106,7 @@ def test_a_machine_that_becomes_slower_is_followed_within_a_minute() -> None:
     assert learned.current.step_seconds(work) == pytest.approx(slower.step_seconds(work), rel=0.3)
 
 
-def test_costs_that_no_step_shows_stay() -> None:
+def test_costs_that_no_step_exercises_are_not_changed() -> None:
     learned = LearnedCosts(TRUTH, BOUNDS)
     works = (work._replace(swapped_pages=0, loaded_bytes=0) for work in serve(2))
     learn(learned, TRUTH, works, 30.0, 0.1)
@@ -114,7 +114,7 @@ def test_costs_that_no_step_shows_stay() -> None:
     assert learned.current.load_byte_s == TRUTH.load_byte_s
 
 
-def test_timings_that_scatter_tenfold_give_their_median() -> None:
+def test_learned_costs_follow_the_median_of_noisy_timings() -> None:
     """Born from a fault: fitted by least squares, the costs followed the fastest steps, and prefill appeared to be
     free."""
     rng = random.Random(7)
@@ -129,7 +129,7 @@ def test_timings_that_scatter_tenfold_give_their_median() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-12, 1e6])
-def test_no_step_leads_out_of_the_bounds(seconds: float) -> None:
+def test_learned_costs_stay_within_the_bounds(seconds: float) -> None:
     learned = LearnedCosts(TRUTH, BOUNDS)
     for number, work in zip(range(200), serve(3), strict=False):
         learned.count(work, StepTimes(seconds, seconds, seconds), float(number))
@@ -139,27 +139,27 @@ def test_no_step_leads_out_of_the_bounds(seconds: float) -> None:
             assert 0 < low <= value <= high
 
 
-def test_equal_steps_lead_to_equal_costs() -> None:
+def test_learning_is_deterministic() -> None:
     first, second = LearnedCosts(SPOILT, BOUNDS), LearnedCosts(SPOILT, BOUNDS)
     for learned in (first, second):
         learn(learned, TRUTH, serve(4), 10.0, 0.1)
     assert first.current == second.current
 
 
-def test_what_is_kept_of_the_past_is_bounded() -> None:
+def test_the_number_of_kept_timings_is_bounded() -> None:
     learned = LearnedCosts(TRUTH, BOUNDS)
     for number in range(2000):
         learned.count(StepWork(1 << number % 50, 1 << number % 7, number, 0, 0), StepTimes(0.01), 0.0)
     assert len(learned._timings) <= 64 and max(map(len, learned._timings.values())) <= 16
 
 
-def test_a_start_that_noise_made_impossible_is_put_within_the_bounds() -> None:
+def test_initial_costs_are_clamped_to_the_bounds() -> None:
     learned = LearnedCosts(replace(TRUTH, decode_s=0.0, step_s=1e9), BOUNDS)
     assert learned.decode_s == TRUTH.token_s and learned.step_s == BOUNDS.upper.step_s
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_bounds_hold_what_machines_take(on_gpu: bool) -> None:
+def test_the_bounds_contain_the_costs_of_real_machines(on_gpu: bool) -> None:
     """Covers an 8B model in 16 bits: on 64 cores with matrix units, on a fast GPU, and on two busy cores."""
     linears = tuple(LinearShape(f"l{n}", 4096, 13312) for n in range(4))
     shape = ModelShape(32, 32, 8, 128, 4096, 128256, 2, linears, ((0, 1, 2), (3,)))

@@ -25,7 +25,7 @@ from tests.support.poison import poison
 Kits = Callable[[str], ModelKit]
 
 
-def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
+def test_pages_are_swapped_out_before_their_space_is_reused(kits: Kits) -> None:
     """One plan swaps a page out, copies to it, swaps in over the copy's source and loads an adapter over it."""
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 300)
@@ -75,7 +75,7 @@ def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_an_answer_goes_on_bit_for_bit_after_its_pages_were_on_the_host(kits: Kits, kernels: str) -> None:
+def test_an_answer_continues_bit_for_bit_after_a_swap(kits: Kits, kernels: str) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -130,7 +130,7 @@ def test_swap_space_follows_from_the_settings(kits: Kits, monkeypatch: pytest.Mo
     assert pages() == 10, "more than a quarter of the free memory"
 
 
-def test_whoever_waits_for_kernels_to_be_compiled_reads_what_for(
+def test_kernel_compilation_is_logged_with_its_reason(
     kits: Kits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     said, kit, records = Event(), kits("llama"), list[str]()

@@ -116,7 +116,7 @@ def test_biases_come_before_penalties() -> None:
     assert processed(logits, [make_sequence(params, [1], [3, 3])])[0, 3] == 4.0 / 2 - 2
 
 
-def test_who_asks_for_nothing_gets_the_very_same_logits() -> None:
+def test_a_request_without_penalties_keeps_its_logits_unchanged() -> None:
     logits = random_logits(2)
     before = logits.clone()
     plain = make_sequence(SamplingParams(), [1], [2])
@@ -126,7 +126,7 @@ def test_who_asks_for_nothing_gets_the_very_same_logits() -> None:
     assert torch.equal(logits, before)
 
 
-def test_counts_kept_token_by_token_are_those_of_a_row_written_anew() -> None:
+def test_incremental_counts_equal_those_of_a_rewritten_row() -> None:
     """A row is written anew after a preemption, when a sequence restarts with the tokens that it has generated."""
     rng = random.Random(3)
     params = SamplingParams(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2, min_tokens=6)
@@ -148,7 +148,7 @@ def test_counts_kept_token_by_token_are_those_of_a_row_written_anew() -> None:
             sequence.row = row
 
 
-def test_a_row_forgets_who_had_it_before() -> None:
+def test_a_reused_row_keeps_nothing_of_its_previous_sequence() -> None:
     logits = random_logits(1)
     table = SamplingTable(1, VOCAB_SIZE, CPU)
     wild = SamplingParams(logit_bias=dict.fromkeys(range(30), 9.0), presence_penalty=2.0, min_tokens=5)
@@ -157,7 +157,7 @@ def test_a_row_forgets_who_had_it_before() -> None:
     assert torch.equal(process_logits(logits, table.gather([0]), table), logits)
 
 
-def test_penalties_over_whole_rows_are_those_of_the_tokens_that_were_seen() -> None:
+def test_penalties_over_whole_rows_equal_penalties_over_seen_tokens() -> None:
     """A GPU processes whole rows, so that the host does not have to wait for the number of tokens."""
     random = torch.Generator().manual_seed(1)
     logits = random_logits(5)

@@ -39,7 +39,7 @@ def check_scores(kit: ModelKit, prompt: list[int], adapter: str | None, count: i
     [(400, {}), (400, {"max_num_seqs": 7, "max_num_batched_tokens": 7}), (45, {})],
     ids=["whole", "in chunks", "preempted"],
 )
-def test_the_tokens_of_a_prompt_score_as_transformers_says(
+def test_prompt_logprobs_equal_those_of_transformers(
     kits: Kits, kernels: str, num_pages: int, settings: dict[str, int]
 ) -> None:
     kit = kits("llama")
@@ -70,7 +70,7 @@ def test_the_tokens_of_a_prompt_score_as_transformers_says(
     assert all(answer.prompt_logprobs == [] for name, answer in answers.items() if "/" in name)
 
 
-def test_logits_of_a_long_prompt_are_never_all_there_at_once(
+def test_the_logits_of_a_long_prompt_are_computed_in_parts(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = kits("llama")
@@ -91,7 +91,7 @@ def test_logits_of_a_long_prompt_are_never_all_there_at_once(
     assert max(rows) <= 64 and sum(rows) == 399 + len(answer.token_ids)
 
 
-def test_scores_are_the_same_at_the_other_end_of_the_wire() -> None:
+def test_prompt_logprobs_survive_the_wire_format() -> None:
     scored = (None, TokenLogprobs(-0.5, ((3, -0.5), (4, -1.25))), TokenLogprobs(-9.0, ()))
     delta = TokenDelta((5,), FinishReason.LENGTH, (TokenLogprobs(-0.1, ((5, -0.1),)),), 2, scored)
     output = StepOutput("r", delta)

@@ -176,14 +176,14 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     assert tokens_of(logits, sequences) == logits.argmax(-1).tolist()
 
 
-def test_a_tiny_top_p_leaves_the_most_likely_token() -> None:
+def test_a_tiny_top_p_keeps_only_the_most_likely_token() -> None:
     logits = random_logits(50)
     sequences = [make_sequence(SamplingParams(top_p=1e-12), seed=n) for n in range(50)]
     assert tokens_of(logits, sequences) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logprobs_are_those_of_the_untouched_distribution(temperature: float) -> None:
+def test_logprobs_are_those_of_the_unmodified_distribution(temperature: float) -> None:
     logits = random_logits(3, seed=1)
     params = [SamplingParams(temperature=temperature, top_k=2, logprobs=k) for k in (0, 5, None)]
     rows = sample_once(logits, [make_sequence(one, seed=7) for one in params])

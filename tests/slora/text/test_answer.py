@@ -18,7 +18,7 @@ def test_cached_tokens_are_counted_once_for_all_choices() -> None:
     assert answer.completion().num_cached_tokens == 32
 
 
-def test_two_completions_that_say_the_same_are_equal_whatever_was_cached() -> None:
+def test_the_equality_of_completions_ignores_cached_tokens() -> None:
     completions = []
     for num_cached in (0, 16):
         answer = Answer(EngineRequest("r", "t", [1] * 40, None, SamplingParams()), None)

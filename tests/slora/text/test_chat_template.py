@@ -31,7 +31,7 @@ def test_constant_expressions_are_not_computed_at_compilation(kind: str) -> None
     assert kept < 2 * MIB and peak < 4 * MIB
 
 
-def test_what_is_kept_of_many_templates_is_bounded() -> None:
+def test_the_number_of_cached_templates_is_bounded() -> None:
     compile_chat_template("warm")
     tracemalloc.start()
     try:

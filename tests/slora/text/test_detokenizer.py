@@ -89,7 +89,7 @@ def test_any_tokens_in_pieces_read_as_they_do_in_one(kind: str, data: st.DataObj
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
-def test_half_a_character_is_never_sent(kind: str, text: str) -> None:
+def test_an_incomplete_character_is_never_sent(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     tokens = tokenizer.encode(text.replace("�", ""))
     detokenizer = Detokenizer(tokenizer)

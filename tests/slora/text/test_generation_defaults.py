@@ -11,7 +11,7 @@ from slora.text.generation_defaults import (
 )
 
 
-def test_what_transformers_saves_is_read() -> None:
+def test_generation_configs_saved_by_transformers_are_read() -> None:
     config = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": [1, 2], "max_new_tokens": 64,
               "pad_token_id": 1, "transformers_version": "5.0", "stop_strings": "END"}  # fmt: skip
     assert read_generation_defaults(json.dumps(config)) == GenerationDefaults(
@@ -20,7 +20,7 @@ def test_what_transformers_saves_is_read() -> None:
     assert find_unsupported_fields(json.dumps(config)) == []
 
 
-def test_what_has_another_name_here_is_read_too() -> None:
+def test_fields_with_another_name_are_translated() -> None:
     config = {"min_p": 0.05, "repetition_penalty": 1.1, "min_new_tokens": 3}
     defaults = read_generation_defaults(json.dumps(config))
     assert (defaults.min_p, defaults.repetition_penalty, defaults.min_tokens) == (0.05, 1.1, 3)
@@ -28,7 +28,7 @@ def test_what_has_another_name_here_is_read_too() -> None:
     assert defaults.params(2) == SamplingParams(2, min_p=0.05, repetition_penalty=1.1, min_tokens=2)
 
 
-def test_no_sampling_means_the_likeliest_token() -> None:
+def test_do_sample_false_means_greedy_decoding() -> None:
     assert read_generation_defaults('{"do_sample": false, "temperature": 0.7}').temperature == 0.0
     assert read_generation_defaults('{"do_sample": true, "temperature": 0.7}').temperature == 0.7
 
@@ -39,7 +39,7 @@ def test_an_adapters_defaults_win_field_by_field() -> None:
     assert own.override(base) == GenerationDefaults(0.0, 0.9, 10, None, (1,))
 
 
-def test_no_file_says_nothing() -> None:
+def test_a_missing_file_gives_no_defaults() -> None:
     assert read_generation_defaults(None) == GenerationDefaults()
     assert find_unsupported_fields(None) == []
 

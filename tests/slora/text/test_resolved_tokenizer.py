@@ -101,7 +101,7 @@ def test_files_of_older_versions_of_transformers_count_as_they_do_there(tmp_path
 
 
 @pytest.mark.parametrize("legacy", [None, False, True])
-def test_a_mark_of_a_space_stands_behind_a_special_token_where_the_class_puts_one(
+def test_the_space_marker_after_a_special_token_follows_the_tokenizer_class(
     tmp_path: Path, legacy: bool | None
 ) -> None:
     """Born from a bug: the old tokenizer.json gave `<s> [INST]` two space markers, and adapters were trained with

@@ -58,7 +58,7 @@ def test_texts_that_share_stop_strings_do_not_disturb_each_other(
                 assert (found is not None) == (naive_match(text[: at + 1], strings, 0) is not None)
 
 
-def test_nothing_is_open_without_strings() -> None:
+def test_without_stop_strings_no_text_is_held_back() -> None:
     matcher = StopMatcher([])
     assert matcher.search("text") is None
     assert matcher.num_pending == 0

@@ -89,7 +89,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_templates_use_is_understood_as_transformers_does(pair: Pair, template: str) -> None:
+def test_template_features_behave_as_in_transformers(pair: Pair, template: str) -> None:
     ours, theirs = pair
     expected = theirs.apply_chat_template(CHAT, chat_template=TEMPLATES[template], tokenize=False)
     assert ours.apply_chat_template(CHAT, TEMPLATES[template]) == expected
@@ -142,7 +142,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_whatever_a_template_fails_with_is_the_request_s_fault(pair: Pair, failure: str) -> None:
+def test_every_template_error_is_reported_as_an_invalid_request(pair: Pair, failure: str) -> None:
     """Born from a bug: an IndexError, a LookupError or endless recursion inside a template was not caught."""
     ours, _ = pair
     with pytest.raises(RequestRefused, match="the chat template refuses these messages") as caught:
@@ -198,7 +198,7 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_not_obeyed(tmp_path: 
     assert ours.encode(TEXT) == byte_level().encode(TEXT).ids
 
 
-def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
+def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_level(), chat_template=None)
     with pytest.raises(RequestRefused, match="no chat template; send a text prompt to /v1/completions"):
         Tokenizer.from_directory(tmp_path).apply_chat_template(CHAT)

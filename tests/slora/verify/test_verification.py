@@ -105,7 +105,7 @@ LONGROPES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("model", LONGROPES)
-def test_tokens_drawn_before_the_switch_of_longrope_are_judged_with_its_short_factors(
+def test_tokens_before_the_longrope_switch_are_verified_with_short_factors(
     tmp_path: Path, model: str
 ) -> None:
     """Born from a false alarm: the reference computes all tokens in one pass, and so gives the early ones the long
@@ -210,7 +210,7 @@ def test_an_untrained_adapter_is_equal_with_a_warning(
     assert page.endswith("verdict: equal\n")
 
 
-def test_what_cannot_be_served_is_unusable_with_all_its_reasons(
+def test_an_adapter_that_cannot_be_served_is_reported_with_all_reasons(
     kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verify(directory: Path, model: Path, *flags: str) -> str:
@@ -234,7 +234,7 @@ def test_what_cannot_be_served_is_unusable_with_all_its_reasons(
     assert {"use_dora", "bias"} <= {reason["code"] for reason in found["reasons"]}
 
 
-def test_what_peft_itself_cannot_load_is_not_compared(
+def test_an_adapter_that_peft_cannot_load_is_not_compared(
     kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PEFT requires even ranks for this initialisation, even though trained weights replace the initial ones."""

@@ -26,7 +26,7 @@ def test_equal_weights_have_one_fingerprint_however_they_are_cut_into_files(tmp_
     assert fingerprint(tmp_path / "whole") == fingerprint(tmp_path / "shards")
 
 
-def test_other_weights_names_shapes_and_dtypes_have_others(tmp_path: Path) -> None:
+def test_other_weights_names_shapes_and_dtypes_have_other_fingerprints(tmp_path: Path) -> None:
     found = [
         written(tmp_path / "same", TENSORS),
         written(tmp_path / "renamed", {"A" if name == "a" else name: t for name, t in TENSORS.items()}),
@@ -40,7 +40,7 @@ def test_other_weights_names_shapes_and_dtypes_have_others(tmp_path: Path) -> No
     assert len(set(found)) == len(found)
 
 
-def test_it_stays_what_it_was_from_release_to_release(tmp_path: Path) -> None:
+def test_the_fingerprint_is_stable_across_releases(tmp_path: Path) -> None:
     expected = "9bb6c9641dbc1d6751b3c619ef0a7a696ed5217029912f9493fb34c6992a9019"
     assert written(tmp_path / "fixed", {"x": torch.arange(600, dtype=torch.int16)}) == expected
 

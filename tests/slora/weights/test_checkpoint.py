@@ -172,6 +172,6 @@ def test_a_header_that_does_not_describe_its_file_is_refused(
         Checkpoint(tmp_path)
 
 
-def test_metadata_and_scalars_are_no_obstacle(tmp_path: Path) -> None:
+def test_metadata_and_scalars_are_accepted(tmp_path: Path) -> None:
     save_file({"a": torch.tensor(3.0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert Checkpoint(tmp_path).find("a").shape == ()

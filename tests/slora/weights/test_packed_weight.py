@@ -34,6 +34,6 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(dtype: torch.dtype) -
     assert torch.equal(multiply(x[300:301], packed), among_all[300:301])
 
 
-def test_rows_of_a_wider_tensor_are_read_where_they_lie() -> None:
+def test_rows_of_a_wider_tensor_are_read_in_place() -> None:
     packed, wide = pack_weight(torch.randn(96, 64)), torch.randn(5, 200)
     assert torch.equal(multiply(wide[:, 10:74], packed), multiply(wide[:, 10:74].contiguous(), packed))

@@ -91,7 +91,7 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rounding_costs_a_trained_model_next_to_nothing(
+def test_quantization_hardly_changes_a_trained_models_accuracy(
     report: Callable[[str], None], form: str, *, soak: bool
 ) -> None:
     count = 200 if soak else 12
@@ -159,7 +159,7 @@ def pack(path: str, numbers: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_a_checkpoint_of_8_bit_weights_is_served_as_what_it_stands_for(
+def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
     kit: ModelKit, tmp_path: Path, name: str
 ) -> None:
     """The last layer's MLP stays unquantized. Checkpoints do this for layers that suffer most from rounding."""
@@ -245,7 +245,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_with_a_remedy(kit: ModelKit, tmp_path: Path, name: str) -> None:
+def test_an_unsupported_quantization_is_refused_with_a_remedy(
+    kit: ModelKit, tmp_path: Path, name: str
+) -> None:
     config, said = REFUSED[name]
     rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
     set_config(tmp_path / "stored", config)
@@ -277,6 +279,6 @@ def test_rounding_twice_is_refused(kit: ModelKit, tmp_path: Path) -> None:
         LLM(tmp_path / "stored", quantization="int8")
 
 
-def test_a_form_that_does_not_exist_is_refused(kit: ModelKit) -> None:
+def test_an_unknown_format_is_refused(kit: ModelKit) -> None:
     with pytest.raises(ConfigError, match="quantization is 'int4'; it must be auto, int8 or fp8"):
         LLM(kit.directory, quantization="int4")

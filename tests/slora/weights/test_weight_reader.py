@@ -94,7 +94,7 @@ def test_numbers_that_cannot_be_rounded_are_refused_by_the_tensors_name(
         reader.read()
 
 
-def test_a_tensor_that_nobody_asked_for_is_refused(directory: Path) -> None:
+def test_an_unexpected_tensor_is_refused(directory: Path) -> None:
     reader = open_reader(directory, torch.float32)
     reader.linear([("a", 7), ("b", 50), ("c", 1)], 33)
     with pytest.raises(
@@ -153,14 +153,12 @@ def test_progress_is_shown_on_a_terminal_unless_the_log_is_to_be_quiet(
     assert ("Weights" in terminal.getvalue()) == shown
 
 
-def test_nothing_is_written_where_there_is_no_terminal(
-    directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_not_shown_without_a_terminal(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     read_all(directory)
     assert capfd.readouterr() == ("", "")
 
 
-def test_reading_leaves_torch_with_as_many_threads_as_before(directory: Path) -> None:
+def test_reading_restores_the_number_of_torch_threads(directory: Path) -> None:
     before = torch.get_num_threads()
     for form in (None, torch.int8):
         read_all(directory, form)
