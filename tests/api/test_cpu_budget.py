@@ -21,7 +21,7 @@ def test_a_tenant_that_has_spent_its_budget_is_refused_until_it_is_refilled() ->
     budget.check("hostile")
     budget.charge("hostile", 3.0)
     with pytest.raises(
-        TenantBusy, match=r"CPU time for things than the 10 s, .* try again in 5 s"
+        TenantBusy, match=r"CPU time for things is used up \(10 s, .* try again in 5 s"
     ) as refused:
         budget.check("hostile")
     budget.check("honest")

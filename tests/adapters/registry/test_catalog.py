@@ -39,8 +39,10 @@ def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog,
     members = read_members(catalog.store, digest)
     adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
     assert adapter.digest == digest
-    assert adapter.config.alpha_patterns == (("q_proj", 5.0), ("layers.0.*", 7.0)), (
-        "order decides, and is kept"
+    resolved = {rf"^model\.layers\.{layer}\.self_attn\.q_proj": 5.0 for layer in (0, 1)}
+    resolved[r"^model\.layers\.0\.mlp\.down_proj"] = 7.0
+    assert dict(adapter.config.alpha_patterns) == resolved, (
+        "of two patterns that match, the first one decides"
     )
     _, extras = catalog.registry.serve("t1", "a")
     assert extras.chat_template == "{{ m }}"

@@ -145,8 +145,9 @@ def test_no_bytes_break_the_server(watched: WatchedServer, soak: bool) -> None:
         answer = b""
         with socket.create_connection(place, timeout=60) as connection, suppress(ConnectionError):
             connection.sendall(content)
-            # The end of the body may never arrive, so the client closes its side.
-            connection.shutdown(socket.SHUT_WR)
+            # The end of the body may never arrive, so the client closes its side. The server may be faster.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 answer += part
         return answer

@@ -172,7 +172,7 @@ def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not(
     async def use(templates: ChatTemplates) -> str:
         num_refused = 0
         with pytest.raises(
-            TenantBusy, match=r"CPU time for rendering chat templates than the 0.5 s"
+            TenantBusy, match=r"CPU time for rendering chat templates is used up \(0.5 s"
         ) as refused:
             while num_refused < 10:
                 with pytest.raises(RequestRefused, match="takes more than"):

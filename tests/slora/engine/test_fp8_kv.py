@@ -178,7 +178,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     ("capability", "hip", "said"),
     [
         ((8, 0), None, "fp8, but NVIDIA Test has compute capability 8.0, and e4m3 needs 8.9 or later"),
-        ((9, 4), "6.4", "fp8, but NVIDIA Test is AMD's"),
+        ((9, 4), "6.4", "fp8, but NVIDIA Test is an AMD GPU"),
         ((8, 9), None, None),
         ((12, 0), None, None),
     ],

@@ -74,7 +74,7 @@ def test_the_parity_check_goes_beyond_every_length_in_the_config(
         decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(scale)
 
     monkeypatch.setattr(TransformersDecoder, "_install_attention", place_and_scale)
-    condition = " once sliding_window is cut to 11 tokens" if window > 128 else ""
+    condition = " once sliding_window is reduced to 11 tokens" if window > 128 else ""
     with pytest.raises(ConfigError, match=rf"in chunks beside other prompts{condition}: "):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 

@@ -112,12 +112,12 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
                 "max_window_layers": 1,
                 "num_key_value_heads": 2,
             },
-            r"layers\.0\.self_attn: .* told no window, but the model's own mask hides token 0 from token 50",
+            r"layers\.0\.self_attn: .* has no window, but the model's own mask hides token 0 from token 50",
         ),
         (
             "phimoe",
             {"sliding_window": 40, "num_key_value_heads": 2},
-            "told no window, but the model's own mask hides token 0 from token 40",
+            "has no window, but the model's own mask hides token 0 from token 40",
         ),
         (
             "llama4_text",
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path)
     name = "model.layers.1.mlp.up_proj.weight"
     rest = {key: value for key, value in weights.items() if key != name}
     save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=f"lacks 1 weights that the model needs, {name} first"):
+    with pytest.raises(ConfigError, match=f"lacks 1 weights that the model needs, such as {name};"):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
