@@ -102,14 +102,14 @@ class AdapterFetching:
         self._request_fetches()
 
     def retain(self, version: AdapterVersion) -> None:
-        """Counts one more sequence that will run on the adapter.
+        """Counts one more sequence that will run on the adapter. The copy is kept until `release`.
 
-        The copy is released earlier if a load has moved the adapter to the pool.
+        A load may take the copy before that; see `take_copy`.
         """
         self._users[version] += 1
 
     def release(self, version: AdapterVersion) -> None:
-        """Counts one sequence less: it was admitted or ended. The last call releases the copy."""
+        """Called when a retained sequence is admitted or ends. The last such call releases the copy."""
         self._users[version] -= 1
         if self._users[version] == 0:
             del self._users[version]
@@ -153,7 +153,7 @@ class AdapterFetching:
     def _has_room(self) -> bool:
         """Whether the host cache has room for one more fetch.
 
-        Half of it is left for gaps between copies, and for adapters that are larger than any before.
+        Half of the cache is left free for gaps between copies, and for adapters that are larger than any before.
         """
         capacity = self._source.capacity_bytes
         if capacity is None or not (self._requested or self._copies):

@@ -126,8 +126,8 @@ class AdapterLoading:
     def load_for_request(self, version: AdapterVersion, tenant: TenantAccount, plan: StepPlan) -> Resident:
         """Starts a load that a request of `tenant` needs, and evicts an idle adapter if no slot is free.
 
-        The caller has made room for the pages. The load is charged to `tenant`, unless the adapter was evicted for a
-        tenant that exceeded its share.
+        The caller has made room for the pages. The load is charged to `tenant`, unless the adapter was in the pool
+        before and was evicted for another tenant that exceeded its share.
         """
         self._residency.ensure_free_slot(tenant)
         is_charged = not self._residency.was_displaced(version)
@@ -175,7 +175,7 @@ class AdapterLoading:
     def finish_step(self, plan: StepPlan) -> None:
         """Called after a step has run.
 
-        Each load whose last slice it copied ends, and the copy in the host cache is released.
+        Ends each load whose last slice the step copied, and releases that adapter's copy in the host cache.
         """
         for load in plan.loads:
             self._residency.advance_load(load.resident, load.num_pages)
@@ -185,8 +185,8 @@ class AdapterLoading:
     def abandon_loads(self, plan: StepPlan) -> set[Resident]:
         """Called after a step has failed.
 
-        Abandons every load that the step was to advance, and returns these residents. Each is evicted when its last
-        user releases it.
+        Abandons every load that the step was to advance, and returns the residents of these loads. Each resident is
+        evicted when its last user releases it.
         """
         residents = {load.resident for load in plan.loads}
         for resident in residents:
@@ -210,7 +210,7 @@ class AdapterLoading:
             )
 
     def loading_residents(self) -> Iterator[Resident]:
-        """The residents that are being loaded; each load is one user."""
+        """The residents that are being loaded. Each load counts as one user of its resident."""
         return iter(self._loading)
 
     def _end(self, resident: Resident) -> None:
@@ -219,7 +219,7 @@ class AdapterLoading:
 
 
 class _Load:
-    """One load under way. num_planned: pages whose slices were planned, including this step's."""
+    """One load under way. num_planned: how many pages this step and earlier steps were planned to load."""
 
     __slots__ = ("num_planned", "packed")
 

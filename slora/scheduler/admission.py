@@ -25,7 +25,7 @@ class _Needs(NamedTuple):
     num_tokens: tokens of its first chunk.
     num_reserved_tokens: tokens that pages are allocated for.
     new_pages: number of pages that must be free.
-    num_more_held: pages by which its tenant's held pages grow.
+    num_more_held: how many more pages its tenant will hold.
     must_load: whether its adapter is on the host but not in the pool.
     """
 
@@ -56,7 +56,8 @@ class Admission:
         self._preemption = preemption
 
     def admit(self, plan: StepPlan, budget: int) -> None:
-        """Admits sequences in the queue's order until one does not fit. No sequence overtakes it to get its pages.
+        """Admits sequences in the queue's order until one does not fit. Later sequences then wait, too, so that they do
+        not take the pages that this one needs.
 
         There are two exceptions: a tenant at its ceiling is skipped, and a tenant below its floor goes ahead.
         """
@@ -97,7 +98,7 @@ class Admission:
         adapter_pages = (self._adapters.num_pages(version) or 0) if version is not None else 0
         must_load = version is not None and resident is None
         new_pages = num_blocks - num_present + (adapter_pages if must_load else 0)
-        # Cached pages that will become held.
+        # Pages that are cached now and will be held by this sequence.
         taken = self._prefixes.num_pages(num_cached_blocks)
         taken += adapter_pages if resident is not None and not resident.num_users else 0
         return _Needs(
@@ -105,10 +106,11 @@ class Admission:
         )
 
     def _count_reserved_tokens(self, sequence: Sequence, num_computed: int) -> int:
-        """The tokens whose pages cover all that a starving sequence needs at once until its next token.
+        """The number of tokens to allocate pages for, so that a starving sequence needs no further free page until its
+        next token.
 
-        With a sliding window these are fewer than all of its tokens: it then allocates one new page for each page that
-        it frees.
+        With a sliding window, this is less than the number of its tokens, because the sequence frees pages while it
+        allocates new ones.
         """
         footprint, num_tokens = self._paging.footprint, len(sequence.token_ids)
         first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens
@@ -116,15 +118,15 @@ class Admission:
         return min(num_tokens, most_blocks * footprint.block_tokens)
 
     def _reserve(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:
-        """Acquires what the sequence needs and already is in the pool, and makes room for the rest.
+        """Acquires the needed prefix blocks and adapter if they are in the pool, and makes room for everything else.
 
         On failure it acquires nothing.
         """
         tenant, residency = sequence.tenant, self._paging.residency
         within_floor = tenant.num_pages + needs.new_pages <= tenant.min_pages
         alone = self._batch.runs_alone(sequence)
-        # Running sequences will soon need one more page each, and choices one as soon as they fork. Admitting a
-        # sequence to the very last pages would cause a preemption at once.
+        # Running sequences will soon need further pages, and each choice needs one when it forks. A sequence that took
+        # the very last pages would cause a preemption at once.
         spare_pages = len(self._batch) // self._paging.footprint.block_tokens + sequence.num_choices
         spare_pages = 0 if alone or within_floor else spare_pages
         num_pages = needs.new_pages + spare_pages

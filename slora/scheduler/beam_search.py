@@ -1,10 +1,10 @@
 """Beam search: the scores of the beams, the finished hypotheses, and the choice of continuations.
 
 The search follows transformers (generation/utils.py, _beam_search), which our tests compare with. In each step all
-continuations of all beams are ranked by the sum of their log-probabilities. The first `width` of this ranking can
-become hypotheses: each of them does if it ends with a stop token or reaches the maximum length. Hypotheses are ranked
-by sum / length ** length_penalty, and the best `width` are kept. The first `width` continuations that do not end are
-the next beams.
+continuations of all beams are ranked by the sum of their log-probabilities. Among the first `width` of this ranking,
+those that end with a stop token or reach the maximum length become hypotheses. Hypotheses are ranked by
+sum / length ** length_penalty, and the best `width` are kept. The first `width` continuations that do not end are the
+next beams.
 
 The search is over in one of three cases. Every beam has reached the maximum length. Or there are `width` hypotheses and
 `early_stopping` is set. Or there are `width` hypotheses and the best beam, scored at its current length, would not beat
@@ -31,9 +31,9 @@ class Proposal(NamedTuple):
     They include at least `width` that do not end the beam, and every continuation that ranks before these.
 
     token_ids: one per continuation.
-    scores: log-probability plus the request's edits of the token's logit; a continuation with minus infinity is never
+    scores: log-probability plus the biases and penalties of the request; a continuation with minus infinity is never
         used.
-    logprobs: log-probabilities from the unedited logits.
+    logprobs: log-probabilities from the model's own logits.
     top: (token id, logprob) of the most probable tokens; None unless the request asks for log-probabilities.
     """
 
@@ -54,7 +54,7 @@ class Hypothesis:
 
 
 class Fork(NamedTuple):
-    """A new beam: `beam` continues what `parent` was before this step with `token_id`."""
+    """A new beam, number `beam`: the tokens that `parent` had before this step, followed by `token_id`."""
 
     parent: int
     beam: int

@@ -14,7 +14,9 @@ from slora.scheduler.unfinished_requests import UnfinishedRequests
 
 
 class Deadlines:
-    """A heap of requests by the latest time at which each can be where it was when it was last examined."""
+    """A heap of requests by the latest time at which each can still meet its deadline. This time assumes that the
+    request has made no progress since it was last examined.
+    """
 
     def __init__(self, costs: Costs, unfinished: UnfinishedRequests) -> None:
         self._costs = costs
@@ -28,7 +30,7 @@ class Deadlines:
 
     @property
     def next_due_s(self) -> float | None:
-        """The time of the next request to examine; it may have its first token by now.
+        """The time at which a request must be examined next. The request may have its first token by then.
 
         None if the heap is empty.
         """
@@ -50,7 +52,9 @@ class Deadlines:
         return late
 
     def _find_awaited(self, sequence: Sequence) -> list[Sequence]:
-        """All beams of an unfinished search, or a sequence that neither runs nor has generated a token."""
+        """The sequences that a missed deadline would end: all beams of an unfinished search, or a sequence that neither
+        runs nor has generated a token.
+        """
         if sequence.search is not None:
             found = self._unfinished.find(sequence.request.request_id)
             return [beam for beam in found if beam.search is sequence.search]
@@ -58,7 +62,7 @@ class Deadlines:
         return [] if is_over else [sequence]
 
     def _min_s(self, awaited: list[Sequence]) -> float:
-        """Seconds that the first token takes at least, if the request runs from now on."""
+        """The fewest seconds until the first token if the request runs from now on."""
         first, search = awaited[0], awaited[0].search
         if search is None:
             return self._costs.prefill_s(first.num_prompt)
@@ -66,6 +70,8 @@ class Deadlines:
         return prefill_s + self._decode_s(search, min(beam.max_tokens for beam in awaited))
 
     def _decode_s(self, search: BeamSearch, max_tokens: int) -> float:
-        """Excludes the next step, whose tokens may be computed in a step that runs anyway."""
+        """The fewest seconds that the search needs for decoding after the next step. The next step is not counted,
+        because it may run anyway for other sequences.
+        """
         num_steps = search.count_min_steps(max_tokens) - 1
         return num_steps * (self._costs.step_s + search.width * self._costs.decode_s)

@@ -29,7 +29,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._heaps: dict[TenantAccount, list[_Entry]] = {}
         self._members: set[Sequence] = set()
-        # Priority class -> `service` of the tenant that was its last to have waiting sequences.
+        # Priority class -> `service` of the last tenant of this class that had waiting sequences.
         self._last_service: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class FairQueue:
         counter belongs to the one that has computed most. Preempting that one would lose the most work.
 
         Tenants above their floors are preempted first, then tenants of late priority classes. Within the tenant, the
-        requests' own priority decides. Overdue sequences come last in their class.
+        requests' own priority decides. Starving sequences come last in their class.
         """
         candidates = list(running)
         held: dict[TenantAccount, int] = {
@@ -103,8 +103,8 @@ class FairQueue:
         return max((one for one in candidates if one.tenant is tenant), key=_preemption_order)
 
     def _lift(self, tenant: TenantAccount) -> None:
-        # Only its own class counts: a tenant of a later class that starves has so small a counter that it would lock
-        # out its equals for long.
+        # Only tenants of the same class count. A tenant of a later class may have a very small counter, because earlier
+        # classes go first. A tenant with so small a counter would lock out the others of its own class for long.
         group = tenant.share.priority
         services = (other.service for other in self._heaps if other.share.priority == group)
         tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))

@@ -8,7 +8,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class FifoQueue:
-    """A heap by arrival. A removed sequence stays in it until it reaches the top."""
+    """A heap by arrival. A removed sequence stays in the heap until it reaches the top."""
 
     def __init__(self) -> None:
         self._heap: list[Sequence] = []

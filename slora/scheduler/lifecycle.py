@@ -35,7 +35,7 @@ from slora_adapters.version import AdapterVersion
 class Lifecycle:
     """Every unfinished sequence is in `unfinished`.
 
-    It is also in exactly one of: the batch, the queue, or waiting for its adapter in `adapters`.
+    It is also in exactly one of three places: the batch, the queue, or `adapters`, where it waits for its adapter.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Lifecycle:
     def remove_adapter(self, version: AdapterVersion) -> None:
         """Drops a deleted adapter: at once, or when the last request that names it has ended.
 
-        Such requests may need the copy in the host cache again, for example after a preemption. So the source is told
-        only when they have ended.
+        These requests may need the copy in the host cache again, for example after a preemption. So the copy is
+        discarded only when they have ended.
         """
         self.unfinished.mark_deleted(version)
         self._remove_deleted(version)

@@ -33,7 +33,7 @@ class LoadBudget:
         self.num_pages = self._limit(num_decoding, num_waiting) if self._is_limited else self._pool_pages
 
     def add_first_sequence(self) -> None:
-        """Limits the budget once the step computes a sequence, if no sequence was decoding before."""
+        """Called when a sequence is added to the step. Limits the budget if no sequence was decoding before."""
         if not self._is_limited:
             self._is_limited = True
             self.num_pages = min(self.num_pages, self._limit(num_decoding=1, num_waiting=1))

@@ -39,9 +39,9 @@ class Preemption:
         Idle adapters of the next sequences are evicted only after all other unprotected items. Items that a floor or a
         pin protects come last.
 
-        If no other sequence runs, floors of other tenants are ignored. Floors are enforced in whole adapters, so the
-        pages beside them can be fewer than the request was accepted for. Without this exception the request would wait
-        forever.
+        If no other sequence runs, floors of other tenants are ignored. Floors are enforced in whole adapters, so fewer
+        pages may be available than were counted when the request was accepted. Without this exception the request would
+        wait forever.
 
         evict_pinned: pinned adapters may be evicted.
         """
@@ -60,8 +60,8 @@ class Preemption:
         """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is starving.
 
         Waiting does not help if no other sequence runs. Nor does it help if all other running sequences belong to other
-        tenants with a floor: those tenants go ahead of it as long as they are below their floors. Pins are not
-        considered when a request is accepted.
+        tenants with a floor: those tenants go ahead of it as long as they are below their floors. A request is accepted
+        without regard to pins, so it might otherwise wait forever.
         """
         if sequence.is_starving:
             return True
@@ -78,7 +78,7 @@ class Preemption:
     def choose_victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
         """The sequence to preempt so that `tenant` gets `num_pages`.
 
-        For a tenant at its ceiling it is one of the tenant's own.
+        If that would put the tenant above its ceiling, the victim is one of the tenant's own sequences.
         """
         own_limit = tenant.would_exceed_ceiling(num_pages)
         return self._queue.choose_victim(s for s in self._batch if s.tenant is tenant or not own_limit)
@@ -96,27 +96,26 @@ class Preemption:
             self._swapping.swap_out(sequence, plan)
         error = self._lifecycle.requeue(sequence)
         if error is not None:
-            # The whole request ends, including what this step was to compute of its other choices, because their pages
-            # become free.
+            # The whole request ends and its pages become free, so its other choices are removed from this step, too.
             for choice in self._lifecycle.unfinished.find(sequence.request.request_id):
                 plan.remove(choice)
             plan.ended.append(self._lifecycle.fail(sequence, error))
 
     def preempt_for_stuck_beams(self, plan: StepPlan) -> bool:
-        """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, which finds
-        no room.
+        """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, and there is
+        no room for the preempted beam.
 
         Preempts a sequence of another request in favour of the next sequence in the queue. Returns False if there is
         none to preempt.
 
-        The caller may repeat this. It ends at the latest when only one search runs, and `Lifecycle` guarantees that one
-        search fits.
+        The caller may repeat this. The repetition ends at the latest when only one search runs, because `Lifecycle`
+        guarantees that one search fits.
         """
         sequence = self._queue.peek()
         if sequence is None:
             return False
         others = [one for one in self._batch if one.search is not sequence.search or one.search is None]
-        if sequence.tenant.max_pages is not None:  # at its ceiling only pages of its own tenant help
+        if sequence.tenant.max_pages is not None:  # a tenant at its ceiling can use only its own pages
             others = [one for one in others if one.tenant is sequence.tenant] or others
         if not others:
             return False

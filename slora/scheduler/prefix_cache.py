@@ -11,7 +11,9 @@ from slora.scheduler.sequence import Sequence
 
 
 class PrefixCache:
-    """Finds and names the blocks of sequences. num_queries, num_hits: in prompt tokens."""
+    """Finds the blocks of sequences in the cache and inserts new ones. num_queries, num_hits: prompt tokens that were
+    looked up, and that were found.
+    """
 
     def __init__(self, paging: UnifiedPaging, *, is_public: bool) -> None:
         self.num_queries = 0
@@ -30,11 +32,13 @@ class PrefixCache:
         return self._kv.match(sequence.block_keys[:most], self._first_needed)
 
     def num_pages(self, num_blocks: int) -> int:
-        """Of `num_blocks` leading blocks, the number that lie within the sliding window."""
+        """How many of the `num_blocks` leading blocks lie within the sliding window."""
         return num_blocks - self._first_needed(num_blocks)
 
     def adopt(self, sequence: Sequence, num_blocks: int) -> None:
-        """Gives the sequence references to its first `num_blocks` blocks. It computes from there on."""
+        """Gives the sequence references to its first `num_blocks` blocks. The sequence computes only the tokens after
+        them.
+        """
         first = self._first_needed(num_blocks)
         sequence.blocks.adopt(first, self._kv.acquire(sequence.block_keys[first:num_blocks]))
         sequence.num_computed = num_blocks * self._footprint.block_tokens
@@ -50,7 +54,7 @@ class PrefixCache:
         self.num_hits += sequence.num_cached
 
     def insert(self, sequence: Sequence) -> None:
-        """Names the sequence's newly completed blocks, so that later requests can find them."""
+        """Inserts the sequence's newly completed blocks, so that later requests can find them."""
         end = sequence.num_computed // self._footprint.block_tokens
         if end <= sequence.num_inserted or not self._kv.enabled:
             return

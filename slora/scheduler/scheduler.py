@@ -55,8 +55,8 @@ from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-# A request fails after this many steps that failed to move its adapter or its KV into the pool: its adapter may be what
-# breaks the steps.
+# A request fails when this many steps have failed to move its adapter or its KV into the pool, because its adapter may
+# be the cause of the failures.
 _MAX_FAILED_STEPS = 3
 
 
@@ -116,7 +116,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could make progress now. Requests that only wait for an adapter fetch do not count.
 
-        Missing pins count until a step has planned nothing, because the step before it may have freed room for them.
+        A pinned adapter that is not in the pool counts as work if the last step did something, because that step may
+        have freed room for it. Once a step finds nothing to do, the adapter no longer counts.
         """
         if len(self._batch) or len(self._lifecycle.queue) or self.adapters.num_loading:
             return True
@@ -197,7 +198,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
-            if not sequence.is_finished:  # it is done if another choice of its request failed in this step
+            if not sequence.is_finished:  # finished if another choice of its request failed in this step
                 self.prefixes.insert(sequence)
             if sequence.scores and not sequence.is_finished:
                 outputs.append(_report_prompt_logprobs(sequence))
@@ -205,7 +206,7 @@ class Scheduler:
                 self._fork(chunk)
             for choice in chunk.sampled_sequences:
                 token = next(tokens)
-                if not choice.is_finished:  # done if another choice of its request just failed
+                if not choice.is_finished:  # finished if another choice of its request just failed
                     outputs.extend(self._apply_sampled(choice, token))
         return outputs
 
@@ -217,7 +218,7 @@ class Scheduler:
         for chunk in chunks:
             for fork in chunk.forks:
                 self._batch.release_row(fork)
-            if not chunk.sequence.is_finished:  # done if another choice of its request was dropped, too
+            if not chunk.sequence.is_finished:  # finished if another choice of its request was dropped, too
                 self.paging.kv.invalidate(chunk.sequence.block_keys)
                 outputs.append(self._lifecycle.fail(chunk.sequence, error))
         return outputs
@@ -281,7 +282,7 @@ class Scheduler:
                 plan.rows_to_write.append(sequence)
 
     def _is_stuck_on_beams(self, plan: StepPlan) -> bool:
-        """Whether neither this step nor the next can make progress while beams wait for each other."""
+        """Whether beams wait for each other and no sequence can make progress in this step or in the next one."""
         if plan.chunks or self.adapters.num_loading:
             return False
         return any(sequence.has_proposed for sequence in self._batch)
@@ -325,7 +326,8 @@ class Scheduler:
         while not self._preemption.make_room(missing + copied, sequence):
             victim = self._preemption.choose_victim(missing + copied, sequence.tenant)
             self._preemption.preempt(victim, plan)
-            # Also false if another choice was preempted, could not return to the queue and so ended the request.
+            # `sequence` has also stopped running if the victim was another choice of its request and could not be
+            # queued again: that ends the whole request.
             if not sequence.is_running:
                 return False
             # After another choice was preempted, this sequence may be the only user of the page.
@@ -385,8 +387,8 @@ def _report_prompt_logprobs(sequence: Sequence) -> StepOutput:
 def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
     """The sort key of chunks.
 
-    Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's tokens. All tokens of a
-    tile have the same adapter weight.
+    Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's tokens. The weight is the
+    second key, because all tokens of a tile must have the same adapter weight.
     """
     slot = chunk.slot if chunk.slot is not None else 1 << 31
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)

@@ -46,10 +46,11 @@ class SwappedBlocks(NamedTuple):
 class Sequence:
     """The state of one choice or one beam of a request.
 
-    max_tokens: the request's value; if it names none, what the context and the pool leave.
+    max_tokens: the request's value; if the request sets none, as many as the context and the pool allow.
     index: which choice or beam of the request it is.
     num_choices: how many choices it forks into when its prompt is computed; 1 afterwards and in the forks.
-    max_chunk_tokens: the most tokens that one step may compute of it so that its pages fit into the pool.
+    max_chunk_tokens: the most of its tokens that one step may compute. With larger chunks, its pages might not fit into
+    the pool.
     uses_long_rope: its KV is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when it was first admitted.
     len_at_preemption: number of its tokens at its last preemption.

@@ -24,7 +24,7 @@ class Swapping:
         self._kv = kv
         self._costs = costs
         self._mode = way
-        self._swapped_out: list[Sequence] = []  # saved in this step
+        self._swapped_out: list[Sequence] = []  # swapped out in this step
         self._swapped_in: list[Sequence] = []
         self._pages_to_free: list[int] = []  # host pages that become free after this step
 
@@ -84,8 +84,8 @@ class Swapping:
     def undo_step(self) -> list[Sequence]:
         """Called after a step has failed.
 
-        Returns the sequences whose KV it should have restored. The sequences that it should have saved recompute their
-        KV.
+        Returns the sequences whose KV the step was to copy back. Sequences whose KV the step was to swap out must
+        recompute it.
         """
         for sequence in self._swapped_out:
             self.discard(sequence)

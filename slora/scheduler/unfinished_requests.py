@@ -1,4 +1,4 @@
-"""The unfinished requests and their sequences: one each, or one per choice after the fork."""
+"""The unfinished requests and their sequences. A request has one sequence, or one per choice after the fork."""
 
 from collections.abc import Iterator
 
