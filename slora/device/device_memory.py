@@ -21,7 +21,7 @@ from slora_kernels.layout import ModelShape
 
 
 class _SlotContent(NamedTuple):
-    """Pages [0, num_pages) of the adapter that was loaded under this generation of the slot."""
+    """What a slot holds: the first `num_pages` pages of the adapter that `generation` of the slot belongs to."""
 
     generation: int
     num_pages: int
@@ -90,12 +90,13 @@ class DeviceMemory:
             torch.cuda.synchronize(self.device)
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
-        """Copies whole pages (source, target). All sources are read before any target is written."""
+        """Copies whole pages. copies: (source, target). All sources are read before any target is written."""
         sources, targets = torch.tensor(copies, dtype=torch.int64).to(self.device).unbind(dim=1)
         self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages (page, host page), all layers of them. On a GPU the copies are asynchronous, in stream order.
+        """Copies pages to the host, each with all of its layers. pairs: (page, host page). On a GPU the copies are
+        asynchronous, in stream order.
 
         Pages are copied one by one: each is contiguous, and gathering many of them would need as much memory again.
         """
@@ -103,7 +104,7 @@ class DeviceMemory:
             self.host_pages[host_page].copy_(self.pages[page], non_blocking=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages (host page, page) back. See `swap_out`."""
+        """Copies pages back. pairs: (host page, page). See `swap_out`."""
         for host_page, page in pairs:
             self.pages[page].copy_(self.host_pages[host_page], non_blocking=True)
 

@@ -13,7 +13,7 @@ _MIN_CAPABILITY = (8, 9)
 def supports_float8(device: torch.device) -> bool:
     """Whether a GPU can convert e4m3 numbers.
 
-    AMD GPUs can; where their hardware has another e4m3, software converts.
+    AMD GPUs can. Where the hardware has another e4m3 format, the conversion runs in software.
     """
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux constants. The second one needs Linux 5.14.
 _HUGE_PAGE_BYTES = 2 << 20
-# Other threads that map memory wait while one part is populated, so a part takes only some ms.
+# Other threads that map memory wait while a part is populated. A part of this size takes only a few ms.
 _PART_BYTES = 4 << 20
 
 
@@ -33,7 +33,7 @@ def prefault(tensor: Tensor) -> Thread | None:
     """Makes Linux clear the tensor's memory now, on a background thread, instead of at the first write.
 
     Data that is written meanwhile is not lost. Measured: loading an adapter of 20 MB took 50 to 80 ms into an untouched
-    pool, which delayed all decoding sequences, and 2 ms afterwards.
+    pool, which delayed all decoding sequences, and 2 ms into a prefaulted pool.
 
     Returns None if the tensor is small or not in CPU memory. A system without support for this is not an error.
     """

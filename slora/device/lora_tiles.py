@@ -2,8 +2,9 @@
 
 The kernels limit the length of a tile.
 
-All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. An adapter that
-changes neither embedding nor head costs nothing there. This module uses no tensors: `StepBatch` uploads the tiles.
+All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. So the output head
+has tiles of its own. An adapter that does not change the head has no tile among them. This module uses no tensors:
+`StepBatch` uploads the tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ class Tile(NamedTuple):
 class StepTiles(NamedTuple):
     """The tiles of a step, with decode rows first.
 
-    Whether a row is a decode row depends on its own chunk only. So the bits of its result do not depend on the batch.
+    Whether a row is a decode row depends only on its own chunk. Its result is therefore the same in every batch, bit
+    for bit.
     """
 
     tiles: list[Tile]

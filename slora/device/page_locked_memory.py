@@ -1,4 +1,4 @@
-"""Page-locks host memory of another owner for a GPU, so that copies from it run in parallel with kernels."""
+"""Page-locks host memory that another object owns, so that copies from it to a GPU run in parallel with kernels."""
 
 import logging
 from typing import Any

@@ -1,9 +1,9 @@
-"""Runs LoRA shrinks in parallel with the base's matmuls. A shrink reads the same input and writes none of their
-outputs.
+"""Runs LoRA shrinks in parallel with the base model's matmuls. A shrink reads the same input as the matmul beside it,
+and does not write to the matmul's output.
 
 A decode linear is bound by reading its weights and leaves multiprocessors idle at its beginning and end. A shrink has a
 latency of a few microseconds, which the matmul hides. With prefill chunks both are bound by arithmetic, so there is
-nothing to gain. Fork and join are events, so a CUDA graph records them like launches.
+nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class SideStream(Protocol):
 class CudaSideStream:
     """A `SideStream` next to the device's current stream, also while a CUDA graph records that stream.
 
-    Memory that the work allocates is freed before the next fork, and that fork waits for its last reader. So the
-    allocator needs no record of its use on the other stream.
+    Memory that the work allocates is freed before the next fork, and that fork waits for the last reader of this
+    memory. So the allocator can reuse the memory safely without `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:

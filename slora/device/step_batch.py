@@ -34,9 +34,9 @@ class StepBatch:
     """The tensors of one step.
 
     token_ids: int64 [T].
-    sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order. There is one row per sequence
-    of `sampling`, so a token after which several choices begin occurs several times. The rows of `prompts` follow:
-    prompt tokens whose logprobs were requested.
+    sample_rows: int64 [B'], indices into the T tokens whose hidden states become logits. First one per entry of
+    `sampling`, in chunk order: if a prompt forks into n choices, its last token is listed n times. Then those of
+    `prompts`: the prompt tokens whose logprobs were requested.
     lora: None if no sequence of the batch has an adapter. Rows of the base model are in no tile.
     adapts_embedding: whether an adapter of the batch changes the embedding.
     head_lora: tiles over the rows of `sampling`; None if no adapter changes the output head.
