@@ -95,7 +95,7 @@ class RemoteEngine:
 
     @property
     def versions(self) -> Set[AdapterVersion]:
-        """The adapters that this engine may hold: requested since the engine started, and not removed since."""
+        """The adapters that this engine may hold: those requested since it started and not removed since then."""
         return self._versions
 
     @property

@@ -8,7 +8,9 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """An adapter that the operator wants in the pool before its first request. share: its tenant's share now."""
+    """An adapter that the operator wants in the pool before its first request. share: the present share of the
+    adapter's tenant.
+    """
 
     version: AdapterVersion
     share: TenantShare = DEFAULT_SHARE

@@ -54,16 +54,18 @@ from slora_adapters.wire import BrokenFrame, encode, read_message
 
 _log = logging.getLogger("slora.engine")
 
-# An API process with this many unread frames is stuck. Keeping more frames for it would use up our memory.
+# An API process with this many unread frames is stuck. Keeping more frames for it would use up the engine's memory.
 _MAX_UNREAD_FRAMES = 10_000
-# The engine can never work with this model or these settings. Argparse uses the same exit code for bad arguments.
+# Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """Settings of the engine process. socket: serves API processes. loader_socket: the loader listens on it."""
+    """Settings of the engine process. socket: the path at which the engine listens for API processes. loader_socket:
+    the path at which the loader listens.
+    """
 
     socket: Path
     loader_socket: Path
@@ -280,7 +282,7 @@ class EngineProcess:
             self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
         beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started
-        # A thread that waits for a GPU spins, so its CPU time would prove no progress.
+        # A thread that waits for a GPU spins, so its CPU time is no sign of progress.
         self._heartbeat.computes_here = engine.info.device == "cpu"
         self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected)
         self._config.socket.unlink(missing_ok=True)
@@ -345,7 +347,7 @@ def end_with_stdin() -> None:
     """Ends this process when its standard input closes, which happens when the parent process ends."""
 
     def watch() -> None:
-        # Not sys.stdin: a thread that holds its lock turns a regular exit into an abort.
+        # Read the descriptor, not sys.stdin: if a thread holds the lock of sys.stdin at exit, Python aborts.
         while os.read(0, 4096):
             pass
         os._exit(0)
