@@ -1,7 +1,7 @@
 """Lower and upper bounds of each cost, derived from the model's FLOPs and bytes. No estimate may leave these bounds.
 
-The bounds are not predictions. They exclude results of noise, such as a cost of zero for a decoding row. The fastest
-machine assumed here is faster, and the slowest is slower, than any that runs this engine.
+The bounds are not predictions. They exclude estimates that come from noise, such as a cost of zero for a decoding row.
+The fastest machine assumed here is faster than any that runs this engine, and the slowest one is slower.
 """
 
 import os
@@ -16,7 +16,7 @@ __all__ = ["CostBounds", "bound_costs"]
 _CORE_FLOPS, _GPU_FLOPS, _SLOWEST_FLOPS = 1e12, 2e16, 1e8
 # Bytes/s of the fastest host memory, of the fastest GPU memory, and of the slowest memory.
 _HOST_BANDWIDTH, _GPU_BANDWIDTH, _SLOWEST_BANDWIDTH = 2e12, 2e13, 1e8
-# The host's own time for a step, a row and a token, in seconds: at least, and at most on a busy machine.
+# Seconds that the host itself needs for a step, a row and a token: the least, and the most on a busy machine.
 _MIN_HOST_S = CostModel(
     step_s=1e-4, token_s=1e-7, decode_s=5e-6, context_token_s=1e-10, page_copy_s=1e-7, load_byte_s=1e-13
 )

@@ -28,14 +28,15 @@ _ROWS = 8
 _CONTEXT_TOKENS = 512
 # On a GPU, 256 tokens often take no longer than one, because launching the kernels takes most of the time.
 _PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
-# A measurement is not repeated once it took this many seconds. All measurements take about one second for a model with
-# steps of 0.2 s.
+# A measurement is repeated only until its runs have taken this many seconds. All measurements take about one second for
+# a model with steps of 0.2 s.
 _ENOUGH_S = 0.05
 # A prefill that takes this many times as long as a step of one row measures the cost of a token well enough.
 _ENOUGH_PREFILL = 2
 _MAX_RUNS = 3
-# A copy is short, so an interruption by another program can make it a hundred times longer. A wrong copy cost might
-# also never be corrected: a swap that seems too expensive is never chosen, and so never measured again.
+# The fewest runs of a timed copy. A copy is short, so an interruption by another program can make it a hundred times
+# longer. A copy cost that is too high might never be corrected: the scheduler would never choose a swap, so no swap
+# would be measured again.
 _MIN_COPIES = 5
 # Upper limit of the bytes in one timed copy. It is too large for a CPU cache to serve.
 _COPY_BYTES = 32 << 20

@@ -4,8 +4,8 @@ Before a replay, a decode step is padded to a recorded number of rows and copied
 a context length of 0, a KV slot of -1 and LoRA tiles without tokens, so they touch no page.
 
 Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
-step. Another adapter in a slot changes no launch argument. A higher rank does, in powers of two. So there are graphs
-with and without LoRA, but no graph per adapter.
+step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, changes the
+launches. So graphs differ by rank, and by whether there is LoRA work at all, but not by adapter.
 
 Steps with prefill chunks are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """
@@ -28,7 +28,7 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
 _SHORT_CONTEXT = 512
-# Smaller ranks and smaller tiles launch the same programs as these.
+# Ranks and tiles below these sizes launch the same programs as these sizes.
 _MIN_RANK = 16
 _MIN_TILE = 16
 
@@ -52,7 +52,7 @@ class DecodeGraphs:
     """Captures a graph for each step shape on first use, and replays it afterwards.
 
     forward: the model's forward pass, which returns hidden states [B', H].
-    capture: runs a function and returns another that repeats its work on the same tensors.
+    capture: runs a function once, and returns a function that replays its work on the same tensors.
     max_rows: the most sequences of a step.
     max_context_len: the most tokens of one sequence. It sets the width of the block tables.
     """
@@ -74,7 +74,9 @@ class DecodeGraphs:
         self._replays: dict[StepShape, Work] = {}
 
     def fits(self, batch: StepBatch) -> bool:
-        """True if the step only decodes and no adapter of it changes the embedding, which the graphs leave out."""
+        """True if the step only decodes and none of its adapters changes the embedding. The graphs do not contain that
+        change.
+        """
         is_small = len(batch.token_ids) <= self._row_counts[-1]
         return is_small and batch.attention.max_query_len == 1 and not batch.adapts_embedding
 
@@ -115,7 +117,7 @@ def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
             work()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads page-lock memory during the capture. With this mode, their calls do not invalidate it.
+        # Other threads page-lock memory during the capture. With this mode, their calls do not invalidate the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
 

@@ -3,7 +3,7 @@
 Failures are handled in this order:
 
     a step of the base model fails too     the device is lost: DeviceFailed ends the engine
-    pages could not be moved               PageTransferFailed: the scheduler takes the step back
+    pages could not be moved               PageTransferFailed: the scheduler undoes the step
     the computation failed                 the chunks are computed again in halves; a half that fails is split again,
                                            until a chunk fails alone (bisection)
 
@@ -117,6 +117,6 @@ class FaultIsolation:
 
 
 def _halve(group: range) -> list[range]:
-    """Returns both halves with the first one last, because the last one is popped next."""
+    """Returns both halves, the second one first, because the last element of the list is popped next."""
     middle = len(group) // 2
     return [group[middle:], group[:middle]]

@@ -41,13 +41,14 @@ _FIT_EVERY_S = 1.0
 _TOKEN, _DECODE = 1, 2
 # Less than the resolution of any clock.
 _MIN_S = 1e-9
-# Median regression is a few weighted least squares. Each one is solved by coordinate descent over the six costs. A fit
-# starts at the previous fit, so a few rounds are enough.
+# Median regression is computed as a few weighted least-squares fits. Each of them is solved by coordinate descent over
+# the six costs. A fit starts at the previous estimate, so a few rounds are enough.
 _NUM_REWEIGHTINGS = 3
 _NUM_SWEEPS = 30
 # Relative errors below this value count alike. Otherwise a timing that fits exactly would get an infinite weight.
 _EXACT_ENOUGH = 0.1
-# Keeps the estimate where the steps contain little information: it counts as a hundredth of that information.
+# Weight of the previous estimate of a cost, relative to the timings that contain the cost. Where the timings cannot
+# separate two costs, their estimates stay close to the previous ones.
 _DAMPING = 0.01
 
 Matrix = npt.NDArray[np.float64]

@@ -122,7 +122,8 @@ class Runner:
             try:
                 computed = self._compute(plan)
             finally:
-                # Also after a failed computation, because the next slices of these adapters must follow these slices.
+                # Load even after a failed computation, because the next slices of these adapters must follow these
+                # slices.
                 with _transferring_pages():
                     self._load_in_parallel(beside)
             return [] if computed is None else self._sample_tokens(*computed)
