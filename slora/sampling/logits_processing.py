@@ -58,8 +58,8 @@ def apply_penalties(
     token_counts: int32 [N, V]: 2 * count of the token in the answer, plus 1 if the prompt has the token.
     repetition, presence, frequency: [N, 1].
 
-    On a CPU only tokens with a count are computed: a few hundred in a vocabulary of many thousands. On a GPU this would
-    require a transfer of their number to the host.
+    On a CPU, only tokens with a count are computed: a few hundred in a vocabulary of many thousands. On a GPU, all
+    tokens are computed, because selecting some would require a transfer of their number to the host.
     """
     columns = repetition, presence, frequency
     if logits.device.type != "cpu":

@@ -61,8 +61,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
 
     counts: for each row, how many of its most probable tokens to return as `top`.
 
-    The logits are the model's own, as in OpenAI's API: temperature, filters, biases and penalties do not change the
-    log-probabilities.
+    As in OpenAI's API, the log-probabilities are those of the model: temperature, filters, biases and penalties do not
+    change them.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()

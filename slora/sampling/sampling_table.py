@@ -208,12 +208,13 @@ class SamplingTable:
 class _LogitBiases:
     """By row, the tokens whose logits get a bias.
 
-    Biases apply at all positions. Stop tokens are banned (minus infinity) before a given position.
+    The biases of `logit_bias` apply at all positions. Stop tokens have a bias of minus infinity before a given
+    position.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.until = np.zeros(num_rows, np.int64)  # position from which no bias of the row applies
-        self.has_any = False  # also True if only former rows had biases
+        self.until = np.zeros(num_rows, np.int64)  # first position at which none of the row's biases applies
+        self.has_any = False  # never reset to False
         self._num = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, 0), np.int64)
         self._values = np.zeros((num_rows, 0), np.float32)
