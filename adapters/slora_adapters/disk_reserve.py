@@ -1,8 +1,8 @@
 """A disk reserve: space for writes that must succeed even on a full disk.
 
-The reserve is a file. When a write finds no free space besides it, the server becomes read-only and only urgent changes
-are allowed. The first urgent change that finds no space deletes the file, so that only urgent changes use its space. As
-soon as the disk has free space again, the file is created again, and then all changes are allowed.
+The reserve is a file. When a write finds no free space outside the reserve, the server becomes read-only and only
+urgent changes are allowed. The first urgent change that finds no space deletes the file, so that only urgent changes
+use its space. As soon as the disk has free space again, the file is created again, and then all changes are allowed.
 """
 
 import logging
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 # SQLite's write-ahead log grows to 4 MB before SQLite reuses it. A revocation adds about 12 KB to it.
 RESERVE_BYTES = 4 << 20
-# The disk counts as full when less than this is free besides the reserve. It counts as full until the free space
-# besides the reserve is as large as the reserve.
+# The disk becomes full when less than this is free outside the reserve. It stays full until the free space outside the
+# reserve is as large as the reserve.
 _MIN_FREE_BYTES = 256 << 10
 
 
@@ -40,7 +40,7 @@ class DiskReserve:
 
     @property
     def is_full(self) -> bool:
-        """Whether the disk was full when that was last checked."""
+        """Whether the disk was full at the last check."""
         return self._is_full
 
     def check(self) -> None:

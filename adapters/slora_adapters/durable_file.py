@@ -1,8 +1,8 @@
 """Writes small files that must stay complete across a crash: secrets, identities and state of a server.
 
-The content is written to a temporary file beside the target, synced, and then linked or renamed into place. At any
-crash of the process or the machine, the target has its old content, has its new content, or does not exist. Files have
-mode 0600 from their creation on.
+The content is written to a temporary file beside the target, synced, and then linked or renamed into place. After a
+crash of the process or the machine, the target has its old content or its new content, or does not exist. Files are
+created with mode 0600.
 """
 
 import os
@@ -42,7 +42,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes added and removed entries of the directory durable."""
+    """Syncs a directory, so that created, renamed and removed entries survive a crash."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

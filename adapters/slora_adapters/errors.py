@@ -2,7 +2,7 @@
 
     SloraError                 any error that slora raises on purpose
     └── AdapterError           an error of one adapter
-        ├── AdapterInvalid     the files break a rule; it has every reason found, not just the first
+        ├── AdapterInvalid     the files break rules; the error lists every reason found
         ├── AdapterNotFound    the name, version or blob does not exist
         ├── AdapterInUse       the version was not deleted, because aliases point at it
         ├── BadAdapterName     the text is not a valid adapter name
@@ -11,8 +11,8 @@
         ├── AdapterCorrupt     stored bytes differ from the bytes that were stored
         └── StoreUnavailable   a store or the database does not answer
             ├── DiskFull       the disk has no space for a write
-            ├── StoreUnfit     its settings allow data loss; the operator must change them
-            └── TryAgain       it answers, but cannot do this now
+            ├── StoreUnfit     the store's settings allow data loss; the operator must change them
+            └── TryAgain       the store answers, but cannot do this now
 
 Further branches (requests, engine, keys) are defined in their own packages, below `SloraError`.
 """
@@ -67,7 +67,7 @@ class AdapterNotFound(AdapterError):
 
 
 class AdapterInUse(AdapterError):
-    """The version or name was not deleted, because these aliases point at it."""
+    """The version or name was not deleted, because `aliases` point at it."""
 
     def __init__(self, what: str, aliases: tuple[str, ...]) -> None:
         super().__init__(
@@ -132,4 +132,4 @@ class TryAgain(StoreUnavailable):
 
 
 class StoreUnfit(StoreUnavailable):
-    """The settings of a store or a Redis allow data loss, or it cannot be written. The message names what to change."""
+    """A store or a Redis cannot be written, or its settings allow data loss. The message names what to change."""

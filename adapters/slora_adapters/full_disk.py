@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["has_space", "is_full"]
 
-# A full disk, an exceeded quota of the user, an exceeded limit on file size.
+# Errors of a full disk, an exceeded user quota, and an exceeded limit on file size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

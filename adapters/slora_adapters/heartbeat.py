@@ -16,7 +16,7 @@ __all__ = ["BEAT_S", "Beat", "Heartbeat", "HeartbeatPage", "Progress"]
 
 BEAT_S = 0.25
 _PAGE_BYTES = 4096
-# 64-bit words at the start of the page, in the order of `Beat`, then the length of the reason. The reason follows as
+# The page starts with 64-bit words: the fields of `Beat` in order, then the length of the reason. The reason follows as
 # UTF-8.
 _NUM_WORDS = 6
 _REASON_AT = 8 * _NUM_WORDS
@@ -51,8 +51,8 @@ class Beat(NamedTuple):
 
 
 class HeartbeatPage:
-    """The shared page. Any process that has `descriptor` can map it. A new page reads as a child that is still
-    starting.
+    """The shared page. Any process that has `descriptor` can map it. A new page is all zeros, which means that the
+    child is still starting.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -2,11 +2,11 @@
 
 A write-ahead log lets readers proceed without waiting. `BEGIN IMMEDIATE` makes writers queue instead of failing in the
 middle of a transaction. With `synchronous=FULL`, a committed transaction survives a power failure. Each component
-(registry, tenancy, ...) owns its tables and an append-only tuple of migrations, each one string of SQL. The number of
-applied migrations is stored for each component.
+(registry, tenancy, ...) owns its tables and an append-only tuple of migrations. Each migration is one string of SQL.
+The file stores for each component how many migrations were applied.
 
 This module defines only the table of applied migrations. Every call blocks: a read takes about ten microseconds, and a
-write a fraction of a millisecond. So writes should run on a thread.
+write a fraction of a millisecond. So an event loop should run writes on a thread.
 
 On a full disk the database is read-only. Opening an up-to-date database writes nothing. If the disk has no space even
 for the shared memory file that SQLite keeps beside the database, one connection reads without that file: see
@@ -26,7 +26,7 @@ from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.full_disk import has_space
 
-# Version of the table of applied migrations itself, stored in the file's user_version.
+# Version of the table of applied migrations, stored in the user_version of the file.
 LAYOUT_VERSION = 1
 # How long a writer waits for another writer. Transactions here take milliseconds.
 BUSY_TIMEOUT_S = 10.0
@@ -96,8 +96,8 @@ class Database:
         """Yields a connection that holds the write lock. The transaction is committed at the end of the block, and
         rolled back if the block raises.
 
-        even_if_full: try the transaction even if the disk was full; for changes that free space or cannot wait. Raises
-        DiskFull.
+        even_if_full: try the transaction even while the disk counts as full. Use it for changes that free space or are
+        urgent. Raises DiskFull.
         """
         if self._reserve is not None and not even_if_full:
             self._reserve.check()
@@ -157,8 +157,9 @@ class Database:
             raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
 
     def _is_disk_full(self, error: sqlite3.OperationalError) -> bool:
-        """Returns whether an error means a full disk. SQLite reports an exceeded quota or file size limit, or no space
-        for its shared memory, with the same codes as a broken disk.
+        """Returns whether the disk is full. SQLite reports a broken disk, an exceeded quota or file size limit, and
+        missing space for its shared memory with the same codes. For these codes, the function tests whether the disk
+        has space.
         """
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
@@ -233,7 +234,7 @@ class Database:
 
 
 def _configure(connection: sqlite3.Connection) -> None:
-    # Switching a new file to WAL ignores the busy timeout when several processes switch at the same time.
+    # Retry, because SQLite ignores the busy timeout when several processes switch a new file to WAL at the same time.
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

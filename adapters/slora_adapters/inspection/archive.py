@@ -2,8 +2,8 @@
 
 An archive is untrusted. It may contain names that lead outside the directory, links, devices, false sizes, or a
 megabyte that expands to a terabyte. So only files that an adapter may have are created, directly in the given
-directory. Any other member is skipped, or is a reason to refuse the whole archive. The decompressed bytes are counted,
-whatever the headers say, and the headers are limited before they are parsed.
+directory. Any other member is skipped, or is a reason to refuse the whole archive. Decompressed bytes are counted,
+because sizes in headers are not trusted. The size of the headers is limited before they are parsed.
 
 This module does not interpret the contents of the files.
 """
@@ -28,10 +28,10 @@ __all__ = ["MAX_MEMBERS", "unpack"]
 
 MAX_MEMBERS = 1024
 _MAX_NAME_CHARS = 255
-# Space in a decompressed archive for skipped members and headers, in addition to the tensors.
+# Decompressed bytes allowed for skipped members and headers, in addition to the tensors.
 _OTHER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-# Limit on the list of members at the end of a zip. It suffices for more than MAX_MEMBERS members with long names.
+# Limit on the bytes of the list of members at the end of a zip. It suffices for more than MAX_MEMBERS long names.
 _MAX_ZIP_READ_BYTES = 1 << 20
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".jar", ".whl")
 _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -57,8 +57,8 @@ class _Readable(Protocol):
 class _Member(Protocol):
     """One entry of an archive.
 
-    name: the name exactly as the archive spells it. oddity: its kind if it is neither a file nor a directory; None
-    otherwise.
+    name: the name exactly as the archive spells it. oddity: the kind of a member that is neither a file nor a
+    directory; None otherwise.
     """
 
     @property
@@ -182,7 +182,7 @@ def _name_fault(name: str) -> str | None:
         return f"has a name of {len(name)} characters; at most {_MAX_NAME_CHARS} are accepted"
     strange = next((character for character in name if not " " <= character <= "~"), None)
     if strange is not None:
-        # Only ASCII, because different characters can look the same: a Cyrillic letter, a composed accent.
+        # Only ASCII, because different Unicode characters can look the same, such as Latin and Cyrillic letters.
         known = unicodedata.name(strange, "a character without a name")
         return f"has U+{ord(strange):04X} ({known}) in its name; use only ASCII characters"
     if "\\" in name:
@@ -236,15 +236,15 @@ class _ZipMember:
         return None
 
     def open(self) -> AbstractContextManager[_Readable]:
-        # zipfile shifts the stated offsets by the data before the archive, and does not check the sum.
+        # zipfile adds the size of the data before the archive to each offset, and does not check the sum.
         if self.info.header_offset < 0:
             raise zipfile.BadZipFile(f"file {self.name!r} starts before the archive")
         return self.archive.open(self.info)
 
 
 class _BoundedReads:
-    """A file for zipfile that limits each read. zipfile reads the list of all members at once, with the size that the
-    archive states.
+    """A file for zipfile that limits each read. zipfile reads the list of all members in one read, and the untrusted
+    archive states the size of that list.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,7 +1,7 @@
-"""The certificate of an adapter that passed every check. Its owner compares it with what was intended.
+"""The certificate of an adapter that passed every check. The owner of the adapter compares it with the training.
 
-An adapter that covers only half of the modules that its training changed, or whose norm is zero, is valid but wrong.
-The certificate shows that.
+An adapter that covers only half of the trained modules, or whose delta is zero in some modules, passes every check but
+is wrong. The certificate shows such mistakes.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from slora_kernels.layout import ModelShape, lay_out_adapter
 
 __all__ = ["Certificate", "ModuleSummary", "certify", "delta_norm"]
 
-# Columns multiplied at a time: at rank 128 they are 8 MB in float64.
+# Columns multiplied at a time. At rank 128, they take 8 MB in float64.
 _COLUMNS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSummary:
-    """All modules with one name, such as q_proj.
+    """All modules of the base model with one name, such as q_proj.
 
-    adapted: number of adapted layers, of `total`. max_norm: the greatest Frobenius norm of their deltas.
+    adapted: how many of the `total` modules have an adapter. max_norm: the greatest Frobenius norm of their deltas.
     """
 
     adapted: int
@@ -43,7 +43,7 @@ class Certificate:
     modules: summaries by module name, in the model's order.
     base_modules: number of adaptable modules of the base model.
     pool_bytes: size of the adapter in the page pool.
-    base_name: the config's name for the base model, without folders; None if the config has none.
+    base_name: name of the base model in the config, without folders; None if the config has none.
     """
 
     modules: Mapping[str, ModuleSummary]

@@ -1,4 +1,4 @@
-"""An adapter that passed every check, without its tensors, as `Catalog.publish` needs it.
+"""An adapter that passed every check, without its tensors, as `Catalog.store_blob` and `Catalog.commit` need it.
 
 Untrusted tensors are opened only in a separate process (`inspection_process.py`), which returns this summary.
 """
@@ -92,7 +92,7 @@ def summarise(
 
 
 def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
-    """Training changes only the columns of A for tokens that it saw; other columns keep their initial zeros."""
+    """Returns the tokens with the largest columns of A. The columns of tokens that training never saw remain zero."""
     pair = adapter.pairs.get(shape.embedding_module)
     if pair is None:
         return ()

@@ -1,4 +1,4 @@
-"""Reads the members of a tar in one pass, with a limit on all headers before each member's content.
+"""Reads the members of a tar in one pass, and limits the size of all headers.
 
 Supported formats are POSIX ustar and pax, GNU tar's long names, and pre-POSIX tars. Uploads are not read with Python's
 `tarfile`, because it recurses once for each consecutive header, and parses headers of any length and number. Here
@@ -109,7 +109,7 @@ class _Content:
 class TarMember:
     """One member. Its content must be read before the next member is requested.
 
-    oddity: its kind if it is neither a file nor a directory; None otherwise.
+    oddity: the kind of a member that is neither a file nor a directory; None otherwise.
     """
 
     name: str
@@ -125,7 +125,7 @@ class TarMember:
 
 @dataclass(slots=True)
 class _Extension:
-    """The fields of the next member that extension headers override. None means not overridden."""
+    """Fields of the next member's header that extension headers override. None means not overridden."""
 
     name: str | None = None
     size: int | None = None
@@ -260,7 +260,7 @@ def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension
 
 
 def _read_number(field: bytes) -> int:
-    """Parses octal digits, or a sign byte and a base-256 number, which is used where octal digits do not fit."""
+    """Parses octal digits, or the GNU format for larger numbers: a sign byte and a base-256 number."""
     if field[0] in (0x80, 0xFF):
         value = int.from_bytes(field[1:], "big")
         return value if field[0] == 0x80 else value - (1 << 8 * (len(field) - 1))
