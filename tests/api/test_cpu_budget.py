@@ -13,7 +13,7 @@ class Clock:
         return self.now
 
 
-def test_a_tenant_that_has_spent_its_budget_is_refused_until_it_is_refilled() -> None:
+def test_a_tenant_over_its_cpu_budget_is_refused_until_the_budget_refills() -> None:
     clock = Clock()
     budget = CpuBudget(10.0, 0.5, "things", clock)
     budget.check("hostile")

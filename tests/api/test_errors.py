@@ -82,7 +82,7 @@ def test_every_class_of_this_packages_tree_is_in_the_table() -> None:
     assert set(errors.ApiError.__subclasses__()) <= tested
 
 
-def test_what_can_be_sent_again_says_when_and_what_cannot_says_so() -> None:
+def test_errors_state_whether_and_when_to_retry() -> None:
     for error, *_ in CASES:
         headers = describe_error(error).headers
         if describe_error(error).status in (429, 503):
@@ -92,16 +92,16 @@ def test_what_can_be_sent_again_says_when_and_what_cannot_says_so() -> None:
     assert describe_error(StepFailed("x")).headers["x-should-retry"] == "true"
 
 
-def test_busy_says_after_how_long_there_should_be_a_place() -> None:
+def test_a_busy_error_has_the_expected_wait_as_retry_after() -> None:
     for error in (errors.TenantBusy("x", 17), errors.ServerBusy("x", 17)):
         assert describe_error(error).headers["Retry-After"] == "17"
 
 
-def test_an_unforeseen_error_says_nothing_of_itself() -> None:
+def test_an_unexpected_error_reveals_no_details() -> None:
     assert "secret" not in describe_error(ZeroDivisionError("secret")).message
 
 
-def test_what_systems_say_of_a_store_is_not_for_tenants() -> None:
+def test_store_error_details_are_hidden_from_tenants() -> None:
     assert describe_error(TryAgain("too many at once; try again")).message == "too many at once; try again"
     message = describe_error(StoreUnavailable("there is no store in '/secret/place': disk on fire")).message
     assert "secret" not in message and "fire" not in message and "try again" in message

@@ -94,7 +94,7 @@ def test_a_tenant_that_waits_too_often_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_wait_gives_its_slot_back() -> None:
+def test_a_cancelled_wait_releases_its_slot() -> None:
     async def main() -> None:
         slots = FairSlots(1, 8, "things")
         async with slots.hold("acme"):
@@ -109,7 +109,7 @@ def test_a_cancelled_wait_gives_its_slot_back() -> None:
     asyncio.run(main())
 
 
-def test_a_slot_given_back_between_a_cancellation_and_its_arrival_is_not_lost() -> None:
+def test_a_slot_released_while_a_cancellation_is_pending_is_not_lost() -> None:
     """Born from a bug: a ValueError was raised instead of the cancellation."""
 
     async def main() -> None:

@@ -48,7 +48,7 @@ NEUTRAL_CHAT = {
 }  # fmt: skip
 
 
-def test_fields_that_ask_for_what_happens_anyway_are_accepted() -> None:
+def test_unsupported_fields_with_values_that_change_nothing_are_accepted() -> None:
     assert CompletionRequest.model_validate(COMPLETION | NEUTRAL_COMPLETION).prompt == "p"
     assert ChatRequest.model_validate(CHAT | NEUTRAL_CHAT).messages[0].content == "hi"
 
@@ -102,12 +102,12 @@ def test_a_refusal_shows_a_large_value_in_short(value: Any) -> None:
     ("field", "value"),
     [("priority", 1.5), ("priority", True), ("priority", "1"), ("deadline_ms", 0.5), ("deadline_ms", True)],
 )
-def test_a_priority_or_deadline_that_is_no_whole_number_is_refused_by_name(field: str, value: Any) -> None:
+def test_a_non_integer_priority_or_deadline_is_refused_by_name(field: str, value: Any) -> None:
     for schema, body in ((CompletionRequest, COMPLETION), (ChatRequest, CHAT)):
         assert refusal(schema, body | {field: value})["loc"] == (field,)
 
 
-def test_a_field_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_field_is_refused() -> None:
     error = refusal(CompletionRequest, COMPLETION | {"temprature": 1})
     assert error["type"] == "extra_forbidden" and error["loc"] == ("temprature",)
 
@@ -169,7 +169,7 @@ def test_a_part_that_is_not_text_is_refused_by_its_type() -> None:
     assert "'image_url'" in error["msg"]
 
 
-def test_developer_is_another_word_for_system() -> None:
+def test_the_developer_role_is_an_alias_of_system() -> None:
     body = CHAT | {"messages": [{"role": "developer", "content": "be kind", "name": "boss"}]}
     assert ChatRequest.model_validate(body).messages[0].for_template() == {
         "role": "system",
@@ -179,5 +179,5 @@ def test_developer_is_another_word_for_system() -> None:
 
 
 @pytest.mark.parametrize("messages", [[], None, "hi", [{"role": "tool", "content": "x"}], [{"role": "user"}]])
-def test_messages_that_are_no_conversation_are_refused(messages: Any) -> None:
+def test_malformed_messages_are_refused(messages: Any) -> None:
     assert refusal(ChatRequest, {"model": "m", "messages": messages})["loc"][0] == "messages"

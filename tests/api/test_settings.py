@@ -28,7 +28,7 @@ def test_byte_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "1 gigabyte", "1e9", "0x10", "MiB"])
-def test_a_text_that_is_no_byte_size_is_refused(text: str) -> None:
+def test_an_invalid_byte_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="512MiB"):
         ByteSize().read(text)
 
@@ -47,7 +47,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
     assert read_settings(MODEL, {"SLORA_PORT": "", "SLORA_POOL_BYTES": ""}) == read_settings(MODEL, {})
 
 
-def test_auto_means_found_out_at_start() -> None:
+def test_auto_is_resolved_at_start() -> None:
     settings = read_settings({**MODEL, "pool_bytes": "auto", "max_model_len": "2048"}, {})
     assert (settings.engine.pool_bytes, settings.engine.max_model_len) == (None, 2048)
 
@@ -94,7 +94,7 @@ def test_hosts_that_share_names_must_share_a_store() -> None:
     assert read_settings(shared, {"SLORA_STORE": "s3://bucket"}).registry == "redis://far:6379/1"
 
 
-def test_a_variable_that_is_no_setting_is_found_with_the_one_that_was_meant() -> None:
+def test_an_unknown_variable_is_found_with_its_closest_setting() -> None:
     environment = {
         "SLORA_MAX_MODEL_LENGTH": "1",
         "SLORA_PORT": "1",
@@ -108,7 +108,7 @@ def test_a_variable_that_is_no_setting_is_found_with_the_one_that_was_meant() ->
     }
 
 
-def test_the_demo_brings_its_model_unless_another_is_named() -> None:
+def test_the_demo_uses_its_own_model_unless_another_is_named() -> None:
     assert read_settings({"demo": "demo"}, {}).engine.model == Path("demo/model")
     assert read_settings({"demo": "demo"}, {"SLORA_MODEL": "other"}).engine.model == Path("other")
 

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Trial, int, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_adapter_whose_trial_fails_is_refused_and_gone(platform: Platform, kind: str) -> None:
+def test_an_adapter_that_fails_its_canary_is_refused_and_deleted(platform: Platform, kind: str) -> None:
     trial, status, code, words = REFUSED[kind]
     answer = upload_with(platform, trial)
     error = answer.json()["error"]
@@ -101,12 +101,12 @@ def test_an_adapter_whose_trial_fails_is_refused_and_gone(platform: Platform, ki
     assert [version.tenant for version in platform.engine.forgotten] == ["tries"]
 
 
-def test_a_base_model_that_breaks_on_the_trial_is_not_the_adapters_fault(platform: Platform) -> None:
+def test_a_failure_of_the_base_model_in_the_canary_is_a_server_error(platform: Platform) -> None:
     answer = upload_with(platform, SAME, [RequestFailed("the base breaks")])
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
 
 
-def test_nobody_sees_it_before_its_trial_is_over_and_nobody_is_charged(platform: Platform) -> None:
+def test_an_upload_is_not_listed_or_charged_during_its_canary(platform: Platform) -> None:
     seen: list[EngineRequest] = []
 
     def look(request: EngineRequest) -> Trial:
@@ -123,7 +123,7 @@ def test_nobody_sees_it_before_its_trial_is_over_and_nobody_is_charged(platform:
     assert seen[0].prompt_token_ids == seen[1].prompt_token_ids and len(seen[0].prompt_token_ids) < 16
 
 
-def test_a_version_that_fails_leaves_its_name_as_it_was(platform: Platform) -> None:
+def test_a_version_that_fails_its_canary_does_not_change_its_name(platform: Platform) -> None:
     key = platform.key("tries")
     first = platform.upload(key, "x").json()
     kept = blobs(platform)
@@ -135,7 +135,7 @@ def test_a_version_that_fails_leaves_its_name_as_it_was(platform: Platform) -> N
     assert blobs(platform) == kept
 
 
-def test_the_newest_version_again_is_not_tried_again(platform: Platform) -> None:
+def test_pushing_the_newest_version_again_skips_the_canary(platform: Platform) -> None:
     key = platform.key("tries")
     assert platform.upload(key, "x").json()["certificate"]["logprob_change"] == 1.0
     platform.engine.canary = lambda request: SAME
@@ -147,7 +147,7 @@ def test_the_newest_version_again_is_not_tried_again(platform: Platform) -> None
     assert platform.upload(key, "x", make_members(chat_template_dot_jinja="{{ x }}")).status_code == 422
 
 
-def test_what_is_served_already_is_not_forgotten_when_it_is_tried_again(platform: Platform) -> None:
+def test_a_repeated_canary_does_not_remove_an_adapter_that_is_served(platform: Platform) -> None:
     key = platform.key("tries")
     platform.upload(key, "x")
     # Only the canary's copy is removed. It was loaded regardless of what the tenant may hold in the pool.
@@ -158,7 +158,7 @@ def test_what_is_served_already_is_not_forgotten_when_it_is_tried_again(platform
     assert len(platform.engine.forgotten) == 1 and len(blobs(platform)) == 2
 
 
-def test_the_same_weights_of_another_tenant_survive_a_failed_trial(platform: Platform) -> None:
+def test_the_same_weights_of_another_tenant_survive_a_failed_canary(platform: Platform) -> None:
     assert platform.upload(platform.key("first"), "x").status_code == 201
     assert upload_with(platform, SAME).status_code == 422
     assert len(blobs(platform)) == 2
@@ -203,7 +203,7 @@ def test_uploads_that_wait_for_their_canaries_do_not_hold_up_another(tmp_path: P
         assert [upload.result().status_code for upload in slow] == [201] * num_slow
 
 
-def test_a_trial_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+def test_a_canary_that_does_not_end_times_out(tmp_path: Path) -> None:
     engine = ScriptedEngine([deltas_of(b"ok")], hang=True)
     engine.canary = lambda request: [TokenDelta(())]
     canary = Canary(engine, byte_tokenizer(), timeout_s=0.05)
@@ -211,7 +211,7 @@ def test_a_trial_that_does_not_end_is_given_up(tmp_path: Path) -> None:
         asyncio.run(canary.try_out(AdapterVersion("t", "0" * 64), ()))
 
 
-def test_tokens_whose_embedding_it_changes_are_tried_too() -> None:
+def test_the_canary_prompt_includes_tokens_with_changed_embeddings() -> None:
     seen: list[EngineRequest] = []
 
     def look(request: EngineRequest) -> Trial:
@@ -224,7 +224,7 @@ def test_tokens_whose_embedding_it_changes_are_tried_too() -> None:
     assert [request.prompt_token_ids[-2:] for request in seen] == [[200, 201]] * 2
 
 
-def test_a_vocabulary_without_any_ascii_is_tried_out_too() -> None:
+def test_the_canary_works_for_a_vocabulary_without_ascii() -> None:
     """Born from such a model: the canary's prompt was text, which had no tokens, so each upload was a 400."""
     prompts: list[list[int]] = []
 
@@ -242,14 +242,14 @@ def test_a_vocabulary_without_any_ascii_is_tried_out_too() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 257, 300])
-def test_the_prompt_is_of_plain_tokens_of_the_model_and_always_the_same(vocab_size: int) -> None:
+def test_the_canary_prompt_is_deterministic_and_has_no_special_tokens(vocab_size: int) -> None:
     prompt = choose_prompt(byte_tokenizer(), vocab_size)
     assert 1 <= len(prompt) <= 10 and len(set(prompt)) == len(prompt)
     assert set(prompt) <= set(range(min(vocab_size, EOS)))
     assert choose_prompt(byte_tokenizer(), vocab_size) == prompt
 
 
-def test_a_vocabulary_of_nothing_but_added_tokens_still_gives_a_prompt() -> None:
+def test_a_vocabulary_of_only_added_tokens_still_gives_a_canary_prompt() -> None:
     fast = FastTokenizer(models.WordLevel({}))
     fast.add_special_tokens(["<s>", "</s>"])
     assert choose_prompt(Tokenizer(fast, {}, None), 2) == [0]
@@ -271,7 +271,7 @@ def test_an_adapter_of_the_embeddings_of_a_few_rare_tokens_has_an_effect(server:
     assert answer.json()["certificate"]["logprob_change"] > 0
 
 
-def test_the_trial_of_a_real_engine_tells_by_how_much_an_adapter_changes_it(
+def test_the_canary_of_a_real_engine_measures_how_much_an_adapter_changes_it(
     server: Served, kit: Kit, tmp_path: Path
 ) -> None:
     weak = write_adapter(tmp_path / "weak", seed=9, r=4)

@@ -82,7 +82,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slora_api.adapters.change_follower._POLL_S", 0.01)
 
 
-def test_what_nobody_has_any_more_is_forgotten_even_if_the_registry_stutters(
+def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
@@ -97,7 +97,7 @@ def test_what_nobody_has_any_more_is_forgotten_even_if_the_registry_stutters(
     assert registry.num_asked >= 2 and caplog.text.count("changes are not seen") >= 1
 
 
-def test_what_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
+def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
         registry = Registry(SqliteStorage(database))
         for name, digest in (("a", D1), ("b", D2)):
@@ -113,7 +113,7 @@ def test_what_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
     assert engine.versions == {_v(D1)}
 
 
-def test_what_it_holds_is_looked_up_when_it_is_not_known_what_happened(tmp_path: Path) -> None:
+def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
         registry = Registry(SqliteStorage(database))
         for digest in (D1, D2):
@@ -131,7 +131,7 @@ def test_what_it_holds_is_looked_up_when_it_is_not_known_what_happened(tmp_path:
         follow(registry, engine, lose_history, lambda moved: len(moved) == 2)
 
 
-def test_pins_are_told_when_they_move_and_only_then(tmp_path: Path) -> None:
+def test_pins_are_sent_to_the_engine_only_when_they_change(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
         registry = Registry(SqliteStorage(database))
         for digest in (D1, D2):

@@ -10,7 +10,7 @@ from tests.api.server.test_server import upload
 from tests.redis_server import RedisServer
 
 
-def test_a_deleted_adapter_drains_and_then_nothing_of_it_is_anywhere(
+def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier(
     kit: Kit, tmp_path: Path, make_redis: type[RedisServer]
 ) -> None:
     redis = make_redis()

@@ -116,7 +116,7 @@ def outcome(
             yield Outcome(before, _footprint(server, client), answers)
 
 
-def test_every_kind_has_words_of_its_own() -> None:
+def test_every_kind_of_hostile_upload_has_its_own_error_message() -> None:
     every = kinds(SHAPE)
     assert len(every) >= 200
     words = Counter((one.status, one.words) for one in every.values())
@@ -142,7 +142,7 @@ def test_nothing_is_left_on_disk_nor_in_registry_and_pool(outcome: Outcome) -> N
     assert outcome.after.resident == outcome.before.resident == "slora_resident_adapters 0.0"
 
 
-def test_no_process_and_no_memory_is_left(outcome: Outcome) -> None:
+def test_hostile_uploads_leave_no_process_and_leak_no_memory(outcome: Outcome) -> None:
     before, after = outcome.before.rss_bytes, outcome.after.rss_bytes
     assert after.keys() == before.keys(), "an inspection outlived its upload, or a part of the server died"
     grown = {pid: after[pid] - before[pid] for pid in before if after[pid] - before[pid] > _RSS_SLACK_BYTES}

@@ -56,7 +56,7 @@ def children() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if "inspection_process" in " ".join(one.cmdline())]
 
 
-def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) -> None:
+def test_an_upload_over_the_cpu_bound_is_refused(tmp_path: Path, slow: Path) -> None:
     # 1 s for any upload, and 1 s more for the size of this archive.
     bounds = InspectionBounds(cpu_seconds=1, bytes_per_cpu_second=slow.stat().st_size)
     assert bounds.cpu_seconds_for(slow) == 2
@@ -65,7 +65,7 @@ def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) ->
     assert refused.value.reasons[0].code == "inspection_limit"
 
 
-def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
+def test_an_upload_over_the_memory_bound_is_refused(tmp_path: Path) -> None:
     # 4 MiB of JSON. Each pair of brackets becomes an object of at least 56 bytes.
     lists = b'{"x": [' + b"[]," * ((4 * MIB - 100) // 3) + b"0]}"
     source = write_directory(tmp_path / "up", make_members() | {"tokenizer_config.json": lists})
@@ -75,7 +75,7 @@ def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
     assert refused.value.reasons[0].code == "inspection_limit"
 
 
-def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
+def test_elapsed_time_without_cpu_time_does_not_refuse_an_upload(tmp_path: Path) -> None:
     """Born from a valid upload that reached the wall-clock limit beside two busy programs.
 
     A stopped process uses no CPU time, like a process that waits for a CPU.
@@ -122,7 +122,7 @@ def test_a_tenant_with_many_uploads_does_not_hold_up_another(tmp_path: Path, slo
     asyncio.run(main())
 
 
-def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
+def test_an_inspection_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
     with pytest.raises(InspectionFailed, match=r"did not finish within 0.5 s"):
         inspect(
             tmp_path,
@@ -152,7 +152,7 @@ def killer() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("killer")
-def test_one_that_crashes_is_a_503_and_the_next_upload_goes_through(tmp_path: Path) -> None:
+def test_an_inspection_that_crashes_is_a_503_and_the_next_upload_succeeds(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
         key = platform.key("crash")
         crashed = platform.upload(key, "a")
@@ -162,7 +162,7 @@ def test_one_that_crashes_is_a_503_and_the_next_upload_goes_through(tmp_path: Pa
         assert platform.upload(key, "a").status_code == 201
 
 
-def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: Path) -> None:
+def test_cancelling_an_inspection_ends_its_process(tmp_path: Path, slow: Path) -> None:
     limits = AdapterLimits(max_tensor_bytes=1 << 40)
     inspector = Inspector(SHAPE, limits, InspectionBounds())
 
@@ -177,7 +177,7 @@ def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: P
     assert children() == []
 
 
-def test_a_client_that_hangs_up_ends_its_inspection(
+def test_a_client_that_disconnects_ends_its_inspection(
     tmp_path: Path, slow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancelled = threading.Event()
@@ -230,7 +230,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("when", ["as it starts", "at work"])
-def test_one_whose_server_is_killed_ends_with_it(tmp_path: Path, slow: Path, when: str) -> None:
+def test_an_inspection_ends_when_its_server_is_killed(tmp_path: Path, slow: Path, when: str) -> None:
     path = os.pathsep.join(sys.path)
     command = [sys.executable, "-P", "-c", SERVER, str(tmp_path), str(slow)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as server:
@@ -243,7 +243,7 @@ def test_one_whose_server_is_killed_ends_with_it(tmp_path: Path, slow: Path, whe
     inspection.wait(5)
 
 
-def test_it_runs_within_its_bounds_and_with_none_of_the_servers_secrets(
+def test_an_inspection_runs_within_its_bounds_and_without_the_servers_secrets(
     tmp_path: Path, slow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")

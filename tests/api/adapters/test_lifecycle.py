@@ -112,7 +112,7 @@ def wait_for_metric(served: Served, name: str, value: float) -> None:
     wait_for(lambda: read_metric(served, name) == value or None, served.alive)
 
 
-def test_a_pinned_adapter_is_there_before_anybody_asks_and_again_when_its_engine_was_killed(
+def test_a_pinned_adapter_is_loaded_before_any_request_and_again_after_an_engine_restart(
     mortal: Served, kit: Kit
 ) -> None:
     key = mortal.make_key("pins", "mine")
@@ -133,7 +133,7 @@ def test_a_pinned_adapter_is_there_before_anybody_asks_and_again_when_its_engine
         assert read_metric(mortal, "slora_resident_adapters") == 1, "it leaves when its pages are wanted"
 
 
-def test_a_prewarmed_adapter_is_there_before_anybody_asks(mortal: Served, kit: Kit) -> None:
+def test_a_prewarmed_adapter_is_loaded_before_any_request(mortal: Served, kit: Kit) -> None:
     key = mortal.make_key("warm")
     upload(mortal, key, "voice", kit.small)
 
@@ -150,9 +150,7 @@ def test_a_prewarmed_adapter_is_there_before_anybody_asks(mortal: Served, kit: K
         assert read_metric(mortal, "slora_adapter_loads_total") == loads, "the request had to load it"
 
 
-def test_a_pin_follows_its_name_and_its_tenants_share_and_ends_when_the_name_is_deleted(
-    mortal: Served, kit: Kit
-) -> None:
+def test_a_pin_follows_its_name_and_share_and_is_deleted_with_the_name(mortal: Served, kit: Kit) -> None:
     key = mortal.make_key("moves")
     upload(mortal, key, "name", kit.small)
     with mortal.client(ADMIN_KEY) as operator, mortal.client(key) as client:
@@ -227,7 +225,7 @@ def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_delete
     wait_for_metric(mortal, "slora_resident_adapters", resident)
 
 
-def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> None:
+def test_a_killed_loader_fails_readiness_and_is_restarted(mortal: Served, kit: Kit) -> None:
     key = mortal.make_key("loader-dies")
     kill(mortal, LOADER)
     wait_for(lambda: None if is_ready(mortal) else True)
@@ -237,7 +235,7 @@ def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> 
         assert client.post("/v1/completions", json=SHORT | {"model": "after"}).status_code == 200
 
 
-def test_the_loader_stands_behind_the_engine_and_a_terminals_signals_pass_both_by(mortal: Served) -> None:
+def test_the_loader_has_a_lower_priority_and_children_get_no_terminal_signals(mortal: Served) -> None:
     """Niceness is relative to the processes of one session. A terminal sends its signals to one process group."""
     engine, loader, server = mortal.child(ENGINE), mortal.child(LOADER), mortal.process.pid
     assert loader.nice() == min(engine.nice() + 10, 19)
@@ -254,7 +252,7 @@ def test_the_official_clients_own_retries_outlast_an_engines_restart(mortal: Ser
     mortal.wait_until_ready()
 
 
-def test_many_clients_that_hang_up_leave_no_page_held(mortal: Served, kit: Kit) -> None:
+def test_many_disconnecting_clients_leave_no_held_page(mortal: Served, kit: Kit) -> None:
     key = mortal.make_key("crowd")
     for name, path in (("small", kit.small), ("wide", kit.wide)):
         upload(mortal, key, name, path)
@@ -271,7 +269,7 @@ def test_many_clients_that_hang_up_leave_no_page_held(mortal: Served, kit: Kit) 
         assert 'slora_pages{state="held"} 0.0' in operator.get("/metrics").text.splitlines()
 
 
-def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(mortal: Served) -> None:
+def test_a_client_that_disconnects_frees_its_request_in_the_engine(mortal: Served) -> None:
     key = mortal.make_key("hangs-up")
     reader = mortal.client(key)
     request = reader.build_request("POST", "/v1/completions", json=LONG | {"stream": True})
@@ -374,7 +372,7 @@ def test_sigterm_lets_requests_finish_and_ends_the_children(kit: Kit, tmp_path: 
         assert not any(child.is_running() for child in children)
 
 
-def test_what_is_not_finished_when_the_time_to_drain_is_over_is_told_so(kit: Kit, tmp_path: Path) -> None:
+def test_requests_that_outlast_the_drain_time_end_with_an_error(kit: Kit, tmp_path: Path) -> None:
     with serving(kit.base, tmp_path / "data", "--drain-seconds", "0") as served:
         served.wait_until_ready()
         key = served.make_key("t")
@@ -391,7 +389,7 @@ def test_what_is_not_finished_when_the_time_to_drain_is_over_is_told_so(kit: Kit
         assert served.process.wait(60) == 0
 
 
-def test_an_adapter_survives_kill_9_right_behind_its_201_and_no_child_outlives_a_killed_server(
+def test_an_acknowledged_adapter_survives_kill_9_and_no_child_outlives_the_server(
     kit: Kit, tmp_path: Path
 ) -> None:
     with serving(kit.base, tmp_path / "data") as served:

@@ -40,7 +40,7 @@ def upload(platform: Platform, key: str, name: str, rank: int, seed: int = 0) ->
     assert platform.upload(key, name, members).status_code == 201
 
 
-def test_a_pin_is_shown_where_adapters_are_and_made_and_taken_back_any_number_of_times(
+def test_pinning_and_unpinning_are_idempotent_and_visible_in_the_adapter(
     platform: Platform,
 ) -> None:
     key = platform.key("acme")
@@ -59,7 +59,7 @@ def test_a_pin_is_shown_where_adapters_are_and_made_and_taken_back_any_number_of
 
 
 @pytest.mark.parametrize(("tenant", "name"), [("nobody", "voice"), ("acme", "nothing"), ("other", "voice")])
-def test_what_is_not_there_cannot_be_pinned(platform: Platform, tenant: str, name: str) -> None:
+def test_pinning_a_missing_adapter_is_a_404(platform: Platform, tenant: str, name: str) -> None:
     upload(platform, platform.key("acme"), "voice", 2)
     platform.key("other")
     with platform.client(ADMIN_KEY) as admin:
@@ -67,7 +67,7 @@ def test_what_is_not_there_cannot_be_pinned(platform: Platform, tenant: str, nam
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
-def test_pins_are_the_operators(platform: Platform) -> None:
+def test_only_the_operator_may_pin(platform: Platform) -> None:
     key = platform.key("acme")
     upload(platform, key, "voice", 2)
     for method in ("PUT", "DELETE"):
@@ -99,7 +99,7 @@ def test_all_pins_together_take_at_most_half_of_the_pool(platform: Platform) -> 
         assert admin.put(pin_path("second", "more")).status_code == 200
 
 
-def test_the_pins_of_a_tenant_stay_below_its_ceiling(platform: Platform) -> None:
+def test_the_pins_of_a_tenant_may_not_exceed_its_ceiling(platform: Platform) -> None:
     key = platform.key("acme")
     upload(platform, key, "one", 3)
     upload(platform, key, "two", 3, seed=1)
@@ -116,7 +116,7 @@ def test_the_pins_of_a_tenant_stay_below_its_ceiling(platform: Platform) -> None
         assert admin.put(pin_path("acme", "two")).status_code == 200
 
 
-def test_a_ceiling_is_not_lowered_below_what_is_pinned(platform: Platform) -> None:
+def test_a_ceiling_cannot_be_lowered_below_the_pinned_pages(platform: Platform) -> None:
     key, other = platform.key("acme"), platform.key("other")
     for number in range(6):
         upload(platform, key, f"voice-{number}", 1, seed=number)
@@ -139,7 +139,7 @@ def test_a_ceiling_is_not_lowered_below_what_is_pinned(platform: Platform) -> No
         assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.1}).status_code == 200
 
 
-def test_what_has_outgrown_its_ceiling_hinders_no_other_change(platform: Platform) -> None:
+def test_a_pin_that_outgrew_the_ceiling_does_not_block_other_changes(platform: Platform) -> None:
     key = platform.key("acme")
     upload(platform, key, "voice", 2)
     with platform.client(ADMIN_KEY) as admin:
@@ -152,7 +152,7 @@ def test_what_has_outgrown_its_ceiling_hinders_no_other_change(platform: Platfor
         assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).status_code == 409
 
 
-def test_the_operator_lists_what_is_pinned_of_everybody(
+def test_the_operator_lists_the_pins_of_all_tenants(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for tenant in ("zeta", "acme"):
@@ -181,7 +181,7 @@ def test_the_operator_lists_what_is_pinned_of_everybody(
     ]
 
 
-def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None:
+def test_pinned_names_with_the_same_weights_are_counted_once(platform: Platform) -> None:
     key = platform.key("acme")
     for name in ("one", "two"):
         upload(platform, key, name, 20)
@@ -204,7 +204,7 @@ class RacingShareRegistry(Registry):
         return super().pin(tenant, reference, check)
 
 
-def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path: Path) -> None:
+def test_a_pin_is_checked_against_the_share_at_its_commit(tmp_path: Path) -> None:
     """Born from a bug: the share was read before the transaction, so a share lowered in between was below the pinned
     bytes."""
     database = Database(tmp_path / "slora.db")
@@ -234,7 +234,7 @@ class FailingRegistry(Registry):
         return list(super().pinned())
 
 
-def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_heard(
+def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)

@@ -51,7 +51,9 @@ def served(platform: Platform, key: str, model: str, **fields: Any) -> str:
     return answer.headers["x-slora-adapter"]
 
 
-def test_a_request_names_a_name_a_version_or_an_alias_and_is_told_what_answered(platform: Platform) -> None:
+def test_a_request_may_name_a_version_or_an_alias_and_the_response_names_the_version(
+    platform: Platform,
+) -> None:
     key = tenant_with(platform, "refers", 3, "voice@prod")
     assert put(platform, key, "prod", {"2": 100}).json()["versions"] == {"2": 100}
     wanted = {"voice": 3, "voice@latest": 3, "voice@1": 1, "voice@prod": 2, "default": 2}
@@ -102,7 +104,7 @@ def test_models_are_names_and_aliases_and_a_version_can_be_asked_for(platform: P
         assert client.get(alias_path("prod")).json() == aliases[1]
 
 
-def test_a_canary_keeps_its_users_by_user_or_session_as_it_grows(platform: Platform) -> None:
+def test_a_growing_canary_keeps_its_users_by_user_or_session(platform: Platform) -> None:
     key = tenant_with(platform, "canary", 2)
     users = [f"user-{number}" for number in range(25)]
 
@@ -127,7 +129,7 @@ def test_a_canary_keeps_its_users_by_user_or_session_as_it_grows(platform: Platf
     assert {served(platform, key, "voice@prod") for _ in range(60)} == {"voice@1", "voice@2"}
 
 
-def test_a_rollback_is_one_call_and_a_move_can_say_what_it_expects(platform: Platform) -> None:
+def test_a_rollback_is_one_call_and_a_move_may_state_the_expected_targets(platform: Platform) -> None:
     key = tenant_with(platform, "rolls", 2)
     with platform.client(key) as client:
         assert client.post(alias_path("latest") + "/rollback").json()["versions"] == {"1": 100}
@@ -154,7 +156,7 @@ def test_a_rollback_is_one_call_and_a_move_can_say_what_it_expects(platform: Pla
         ({}, "missing_parameter", "versions"),
     ],
 )
-def test_a_move_that_cannot_be_one_is_a_400(
+def test_an_invalid_move_is_a_400(
     platform: Platform, body: dict[str, Any], code: str | None, words: str
 ) -> None:
     with platform.client(tenant_with(platform, "wrong", 1)) as client:
@@ -164,7 +166,7 @@ def test_a_move_that_cannot_be_one_is_a_400(
         assert client.get(alias_path("prod")).status_code == 404
 
 
-def test_another_tenants_aliases_are_not_there(platform: Platform) -> None:
+def test_another_tenants_aliases_are_a_404(platform: Platform) -> None:
     put(platform, tenant_with(platform, "owner", 1), "prod", {"1": 100})
     with platform.client(platform.key("stranger")) as client:
         for path in ("/v1/adapters/voice/versions", "/v1/adapters/voice/aliases", alias_path("prod")):
@@ -174,7 +176,9 @@ def test_another_tenants_aliases_are_not_there(platform: Platform) -> None:
         assert client.post(alias_path("prod") + "/rollback").status_code == 404
 
 
-def test_what_an_alias_serves_is_deleted_by_force_only_and_its_bytes_go_with_it(platform: Platform) -> None:
+def test_deleting_a_version_that_an_alias_serves_requires_force_and_frees_its_blob(
+    platform: Platform,
+) -> None:
     key = tenant_with(platform, "deletes", 3)
     put(platform, key, "prod", {"1": 90, "2": 10})
 
@@ -203,7 +207,7 @@ def test_what_an_alias_serves_is_deleted_by_force_only_and_its_bytes_go_with_it(
     assert blobs() <= before
 
 
-def test_a_pin_is_an_aliass_and_covers_what_that_points_at(platform: Platform) -> None:
+def test_the_pin_of_an_alias_covers_the_versions_that_it_points_to(platform: Platform) -> None:
     key = tenant_with(platform, "pinned", 3)
     put(platform, key, "prod", {"1": 90, "2": 10})
 
@@ -227,7 +231,7 @@ def test_a_pin_is_an_aliass_and_covers_what_that_points_at(platform: Platform) -
         assert pinned_versions() == [4]
 
 
-def test_every_version_of_a_canary_counts_for_the_room_that_pins_may_take(platform: Platform) -> None:
+def test_every_version_of_a_canary_counts_towards_the_pin_limit(platform: Platform) -> None:
     """The pool has 100 pages of 1024 bytes. Each of these versions takes 40 pages."""
     key = platform.key("wide")
     for seed in range(2):
@@ -241,7 +245,7 @@ def test_every_version_of_a_canary_counts_for_the_room_that_pins_may_take(platfo
         assert admin.put("/admin/tenants/wide/adapters/voice/pin").status_code == 200
 
 
-def test_all_that_a_reference_stands_for_is_prewarmed_with_the_tenants_share(platform: Platform) -> None:
+def test_all_versions_of_a_reference_are_prewarmed_with_the_tenants_share(platform: Platform) -> None:
     key = tenant_with(platform, "warm", 3)
     put(platform, key, "prod", {"1": 90, "2": 10})
     with platform.client(ADMIN_KEY) as admin:

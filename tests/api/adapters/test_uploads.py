@@ -56,7 +56,7 @@ def kept_files(platform: Platform) -> set[Path]:
     return {path for place in places for path in place.rglob("*") if path.is_file()}
 
 
-def test_an_upload_answers_201_with_what_was_understood(platform: Platform) -> None:
+def test_an_upload_answers_201_with_a_certificate(platform: Platform) -> None:
     answer = platform.upload(platform.key("first"), "shout")
     body = answer.json()
     assert answer.status_code == 201
@@ -99,7 +99,7 @@ def upload_for(platform: Platform, base_name: str | None, **fields: str) -> http
     return platform.upload(platform.key("bases"), "x", make_members(config), **fields)
 
 
-def test_a_base_is_verified_matched_by_name_or_neither(platform: Platform) -> None:
+def test_the_certificate_says_whether_the_base_is_verified_or_matched_by_name(platform: Platform) -> None:
     directory = platform.directory / "base"
     directory.mkdir()
     save_file({"w": np.arange(64, dtype=np.float32)}, directory / "model.safetensors")
@@ -118,7 +118,7 @@ def test_a_base_is_verified_matched_by_name_or_neither(platform: Platform) -> No
         assert (odd.status_code, odd.json()["error"]["param"]) == (400, "base_fingerprint")
 
 
-def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
+def test_a_tenant_may_not_exceed_its_version_quota(tmp_path: Path) -> None:
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_versions_per_tenant=2) as platform:
         key = platform.key("many")
@@ -147,7 +147,7 @@ def blob_bytes(directory: Path) -> int:
     return inspect(source, scratch, SHAPE, AdapterLimits()).blob_bytes
 
 
-def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> None:
+def test_a_tenant_may_not_exceed_its_storage_quota(tmp_path: Path) -> None:
     size = blob_bytes(tmp_path / "one")
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=2 * size) as platform:
@@ -183,7 +183,7 @@ def test_chat_templates_and_generation_configs_count_for_the_quota_of_each_versi
         assert [one["stored_bytes"] for one in versions] == [size + 10_007] * 2
 
 
-def test_uploads_through_two_processes_at_once_do_not_pass_the_limit_together(tmp_path: Path) -> None:
+def test_concurrent_uploads_through_two_processes_do_not_exceed_the_quota(tmp_path: Path) -> None:
     """Born from a bug: each process checked the quota, ran the canary, and made its version without a second check."""
     both_counted = threading.Barrier(2)
 
@@ -211,7 +211,7 @@ def test_uploads_through_two_processes_at_once_do_not_pass_the_limit_together(tm
         assert len(list((tmp_path / "adapters" / "blobs").glob("*/*"))) == 1, "the refused weights are gone"
 
 
-def test_uploads_of_one_tenant_at_once_do_not_pass_its_limit_together(tmp_path: Path) -> None:
+def test_concurrent_uploads_of_one_tenant_do_not_exceed_its_quota(tmp_path: Path) -> None:
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_versions_per_tenant=1, max_concurrent_uploads=8) as platform:
         key = platform.key("racing")
@@ -258,7 +258,7 @@ def test_two_tenants_may_use_the_same_name_for_different_adapters(platform: Plat
         assert client.get("/v1/adapters/mine").status_code == 200
 
 
-def test_an_upload_does_not_tell_whether_another_tenant_has_the_same_weights(tmp_path: Path) -> None:
+def test_an_upload_does_not_reveal_whether_another_tenant_has_the_same_weights(tmp_path: Path) -> None:
     trials: list[EngineRequest] = []
 
     def trial(request: EngineRequest) -> list[TokenDelta]:
@@ -291,7 +291,7 @@ def test_an_upload_does_not_tell_whether_another_tenant_has_the_same_weights(tmp
         assert not kept_files(platform)
 
 
-def test_the_same_adapter_again_is_the_same_version_and_another_under_its_name_the_next(
+def test_uploading_the_same_adapter_keeps_the_version_and_another_one_adds_a_version(
     platform: Platform,
 ) -> None:
     key = platform.key("again")
@@ -311,7 +311,7 @@ def test_the_same_adapter_again_is_the_same_version_and_another_under_its_name_t
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "../x", "a/b", "-a", "x" * 129, "base", "default", "ü"])
-def test_a_name_that_cannot_be_one_is_refused(platform: Platform, name: str) -> None:
+def test_an_invalid_name_is_refused(platform: Platform, name: str) -> None:
     answer = platform.upload(platform.key("names"), name)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "name")
 
@@ -444,7 +444,7 @@ def test_an_upload_over_the_limit_is_a_413_while_it_streams_and_leaves_nothing(p
     assert kept_files(platform) == before
 
 
-def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(platform: Platform) -> None:
+def test_an_upload_whose_client_disconnects_leaves_nothing(platform: Platform) -> None:
     before = kept_files(platform)
 
     def body() -> Iterator[bytes]:
@@ -471,7 +471,9 @@ def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> N
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_slow_uploads_give_their_places_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_uploads_are_aborted_and_release_their_permits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Born from a bug: four uploads of one byte every 20 s blocked all other uploads."""
     impatient = partial(BodyLimits, grace_s=0.5)
     monkeypatch.setattr(app, "BodyLimits", impatient)
@@ -493,14 +495,14 @@ def test_slow_uploads_give_their_places_back(tmp_path: Path, monkeypatch: pytest
         assert not any((platform.directory / "quarantine").iterdir())
 
 
-def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tmp_path: Path) -> None:
+def test_quarantined_uploads_of_a_killed_server_are_deleted_at_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "quarantine" / "old").mkdir(parents=True)
     (tmp_path / "quarantine" / "old" / "file").write_text("x")
     Quarantine(tmp_path / "quarantine")
     assert list((tmp_path / "quarantine").iterdir()) == []
 
 
-def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
+def test_uploads_over_the_concurrency_limit_are_told_to_retry(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=1) as platform:
         key = platform.key("many")
         with platform.services.generator.limiter.admit_upload("somebody"):
@@ -512,7 +514,7 @@ def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
         assert platform.upload(key, "x").status_code == 201
 
 
-def test_no_room_on_the_disk_is_a_507_that_says_whose_business_it_is(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_507_that_names_the_operator(tmp_path: Path) -> None:
     (tmp_path / "lora").mkdir()
     large = make_members() | {"adapter_model.safetensors": bytes(3 << 20)}
     write_directory(tmp_path / "lora" / "large", large)

@@ -115,7 +115,7 @@ def test_an_upload_that_was_an_attack_is_refused_for_its_fault(
     watched.check()
 
 
-def test_a_template_that_folds_to_12_mb_takes_no_memory_and_no_renderer(
+def test_a_template_with_a_constant_of_12_mb_uses_no_memory_and_blocks_no_renderer(
     watched: WatchedServer, kit: Kit
 ) -> None:
     proper = {file: (kit.small / file).read_bytes() for file in (CONFIG, WEIGHTS)}

@@ -40,7 +40,7 @@ def test_log_probabilities_of_echo_scores_and_answer_are_added_for_all_choices()
         (AnswerSize(1, 0, None, echoes=True), 131_072, 131_073, "logprobs"),
     ],
 )
-def test_one_more_than_the_bound_is_refused_and_the_bound_is_not(
+def test_an_answer_at_the_bound_is_accepted_and_one_above_it_refused(
     size: AnswerSize, prompt_tokens: int, answer_tokens: int, param: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
@@ -49,7 +49,7 @@ def test_one_more_than_the_bound_is_refused_and_the_bound_is_not(
     size.check(BOUNDS, prompt_tokens - (param == "prompt_logprobs"), answer_tokens - 1)
 
 
-def test_the_room_for_each_answer_is_what_the_bounds_leave() -> None:
+def test_the_room_for_each_answer_is_the_largest_within_the_bounds() -> None:
     size = AnswerSize(8, 20, None, echoes=True)
     room = size.answer_room(BOUNDS, 2, 100)
     size.check(BOUNDS, 100, 2 * room)

@@ -70,7 +70,7 @@ def expected_texts(oracle: Oracle, prompt: str, adapter: str | None, **settings:
     ids=["plain", "long ones early", "short ones"],
 )
 @pytest.mark.parametrize("model", ["base", "small"])
-def test_completions_and_chat_tell_what_transformers_finds_best_first(
+def test_completions_and_chat_return_the_beams_of_transformers_best_first(
     client: openai.OpenAI, oracle: Oracle, model: str, fields: dict[str, Any], settings: dict[str, object]
 ) -> None:
     adapter = None if model == "base" else model
@@ -86,7 +86,9 @@ def test_completions_and_chat_tell_what_transformers_finds_best_first(
     assert len(set(expected)) == 3
 
 
-def test_n_alone_is_the_width_and_temperature_0_may_be_said(client: openai.OpenAI, oracle: Oracle) -> None:
+def test_n_is_the_default_beam_width_and_temperature_0_is_accepted(
+    client: openai.OpenAI, oracle: Oracle
+) -> None:
     expected = expected_texts(oracle, "abc", "small", num_beams=3)
     told = client.completions.create(
         model="default", prompt="abc", max_tokens=12, n=3, temperature=0, top_p=1, seed=5,
@@ -135,7 +137,7 @@ def test_log_probabilities_add_up_to_the_rank(client: openai.OpenAI, oracle: Ora
         assert all(len(token.top_logprobs) == 3 for token in answer.logprobs.content)
 
 
-def test_a_stream_tells_each_answer_whole_and_in_order(client: openai.OpenAI) -> None:
+def test_a_stream_sends_each_answer_whole_and_in_order(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "small", "prompt": "hello", "max_tokens": 12, "n": 3}
     whole = client.completions.create(**options, extra_body=SEARCH)
     with client.completions.create(
@@ -151,7 +153,7 @@ def test_a_stream_tells_each_answer_whole_and_in_order(client: openai.OpenAI) ->
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens == 5
 
 
-def test_usage_counts_the_prompt_once_and_the_answers_that_are_told(client: openai.OpenAI) -> None:
+def test_usage_counts_the_prompt_once_and_the_returned_answers(client: openai.OpenAI) -> None:
     told = client.completions.create(
         model="base", prompt="usage", max_tokens=7, n=2, extra_body={**SEARCH, "ignore_eos": True}
     )
@@ -182,7 +184,7 @@ def test_usage_counts_the_prompt_once_and_the_answers_that_are_told(client: open
 )
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
-def test_what_a_search_can_not_do_is_refused_by_name_and_never_reaches_the_engine(
+def test_fields_that_beam_search_does_not_support_are_refused_before_the_engine(
     scripted: Platform,
     path: str,
     body: dict[str, Any],
@@ -198,7 +200,7 @@ def test_what_a_search_can_not_do_is_refused_by_name_and_never_reaches_the_engin
     assert scripted.engine.requests == []
 
 
-def test_too_few_tokens_that_go_on_and_too_many_pages_are_refused_by_the_engine(
+def test_a_search_with_too_few_non_stop_tokens_or_too_many_pages_is_refused(
     client: openai.OpenAI, server: Served
 ) -> None:
     stops = list(range(len(CHARACTERS) - 2))
@@ -226,7 +228,7 @@ def pages_held(server: Served) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_ends_all_beams(server: Served, key: str, stream: bool) -> None:
+def test_a_client_that_disconnects_ends_all_beams(server: Served, key: str, stream: bool) -> None:
     fields = {"model": "small", "prompt": "hello", "max_tokens": 500, "stream": stream, **LONG}
     url, body = httpx.URL(server.url), json.dumps(fields).encode()
     head = (
@@ -240,7 +242,7 @@ def test_a_client_that_hangs_up_ends_all_beams(server: Served, key: str, stream:
     assert pages_held(server) == 0
 
 
-def test_a_search_that_can_not_begin_in_time_is_a_503_and_leaves_nothing(server: Served, key: str) -> None:
+def test_a_search_that_misses_its_deadline_is_a_503_and_frees_its_pages(server: Served, key: str) -> None:
     body = {"model": "small", "prompt": "x" * 490, "max_tokens": 12, "deadline_ms": 1, **LONG}
     with server.client(key) as http:
         late = http.post(COMPLETIONS, json=body)
@@ -300,7 +302,7 @@ def test_the_engine_gets_the_search_as_it_was_sent(
     assert usage["completion_tokens"] == 5 and usage["prompt_tokens_details"]["cached_tokens"] == 3
 
 
-def test_an_answer_is_one_chunk_of_a_completion_and_one_of_a_chat_behind_its_role(scripted: Platform) -> None:
+def test_an_answer_is_one_chunk_and_in_a_chat_follows_the_role(scripted: Platform) -> None:
     key, stream = scripted.key("acme"), {**SEARCH, "n": 2, "stream": True}
     told = events(post(scripted, key, COMPLETIONS, {**PROMPT, **stream, "logprobs": 1}))
     choices = [choice for chunk in told for choice in chunk["choices"]]
@@ -325,7 +327,7 @@ def test_an_answer_is_one_chunk_of_a_completion_and_one_of_a_chat_behind_its_rol
         (RequestFailed("the logits were not finite"), 500, None),
     ],
 )
-def test_an_error_of_a_search_is_a_status_since_nothing_was_told_before(
+def test_an_error_of_a_search_is_a_status_even_when_streaming(
     scripted: Platform, error: Exception, status: int, code: str | None, stream: bool
 ) -> None:
     scripted.engine.answers = [[error]]
@@ -334,7 +336,7 @@ def test_an_error_of_a_search_is_a_status_since_nothing_was_told_before(
     assert code is None or answer.json()["error"]["code"] == code
 
 
-def test_each_beam_takes_a_permit_until_its_client_hangs_up(tmp_path: Path) -> None:
+def test_each_beam_holds_a_permit_until_its_client_disconnects(tmp_path: Path) -> None:
     """Of 6 permits, a search of width 4 leaves 2, although it returns one answer. A search that needs 7 permits is
     always refused."""
     engine = ScriptedEngine([[]], hang=True)

@@ -83,7 +83,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_base_models_template_is_used_when_an_adapter_brings_none() -> None:
+def test_the_base_models_template_is_used_when_an_adapter_has_none() -> None:
     assert render(None) == "[user]hi ünï"
 
 
@@ -109,7 +109,7 @@ def test_a_template_that_fails_refuses_the_messages(template: str) -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_cannot_be_read_is_found_without_messages() -> None:
+def test_a_malformed_template_is_found_without_messages() -> None:
     reasons = with_templates(lambda templates: templates.check("acme", "{% if %}"))
     assert [reason.code for reason in reasons] == ["chat_template_malformed"]
     assert with_templates(lambda templates: templates.check("acme", "{{ messages[99].x.y.z }}")) == []
@@ -120,14 +120,14 @@ def test_a_template_that_writes_a_lone_surrogate_is_refused() -> None:
         render("ab{{ '\\ud800' }}")
 
 
-def test_a_text_beyond_any_context_is_refused() -> None:
+def test_a_rendered_text_over_the_limit_is_refused() -> None:
     size = template_process.MAX_RENDERED_BYTES + 1
     with pytest.raises(RequestRefused, match=f"it outputs {size} bytes; at most {size - 1} are accepted"):
         render(f"{{{{ 'x' * {size} }}}}")
 
 
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 10 ** (10 ** 8) }}"])
-def test_a_template_that_never_ends_is_stopped_and_harms_no_other(template: str) -> None:
+def test_an_endless_template_is_stopped_and_does_not_affect_others(template: str) -> None:
     async def use(templates: ChatTemplates) -> str:
         with pytest.raises(RequestRefused, match=r"takes more than 0.3 s of CPU time"):
             await templates.render("acme", MESSAGES, template)
@@ -147,7 +147,7 @@ def test_a_template_that_was_too_slow_once_still_renders_other_messages_and_for_
     assert with_templates(use, 0.3) == ["done", "done"]
 
 
-def test_the_clock_does_not_limit_a_rendering_that_waits_for_the_cpu(
+def test_the_cpu_limit_of_a_rendering_excludes_time_spent_waiting_for_a_cpu(
     asked: list[TemplateRenderer],
 ) -> None:
     """A stopped process uses no CPU time, like a process on a busy machine."""
@@ -202,7 +202,7 @@ def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[
     assert with_templates(use, 300.0) == 0
 
 
-def test_renderings_of_clients_that_left_are_never_run_or_killed(asked: list[TemplateRenderer]) -> None:
+def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[TemplateRenderer]) -> None:
     """Born from an attack: another tenant waited for 11 s after all 40 clients of the hostile tenant had
     disconnected."""
 
@@ -220,7 +220,7 @@ def test_renderings_of_clients_that_left_are_never_run_or_killed(asked: list[Tem
     with_templates(use, 300.0)
 
 
-def test_a_client_that_hangs_up_ends_its_rendering(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
         templates = platform.services.templates
         templates._settings = replace(templates._settings, cpu_limit_s=300.0)
@@ -255,7 +255,7 @@ def test_a_template_that_fills_the_memory_is_refused() -> None:
         render("{{ ('x' * 2000000000) | length }}")
 
 
-def test_memory_that_templates_needed_comes_back() -> None:
+def test_the_memory_of_renderings_is_released() -> None:
     """Born from templates of 60 bytes that produced 12 MB of text each: a process stayed at 496 MB."""
 
     async def use(templates: ChatTemplates) -> None:
@@ -269,7 +269,7 @@ def test_memory_that_templates_needed_comes_back() -> None:
     with_templates(use)
 
 
-def test_a_process_that_grew_is_replaced(
+def test_a_renderer_that_grew_too_large_is_replaced(
     monkeypatch: pytest.MonkeyPatch, asked: list[TemplateRenderer]
 ) -> None:
     monkeypatch.setattr(chat_templates, "_MAX_RESIDENT_BYTES", 1)
@@ -281,7 +281,7 @@ def test_a_process_that_grew_is_replaced(
     assert renderers() == []
 
 
-def test_a_process_that_died_is_replaced_and_its_request_is_tried_again(
+def test_a_dead_renderer_is_replaced_and_its_request_retried(
     asked: list[TemplateRenderer],
 ) -> None:
     async def use(templates: ChatTemplates) -> list[str]:
@@ -295,7 +295,7 @@ def test_a_process_that_died_is_replaced_and_its_request_is_tried_again(
     assert with_templates(use) == ["first", "second"] and len(asked) == 3
 
 
-def test_a_process_that_stalls_is_replaced_and_its_request_is_tried_again(
+def test_a_stalled_renderer_is_replaced_and_its_request_retried(
     monkeypatch: pytest.MonkeyPatch, asked: list[TemplateRenderer]
 ) -> None:
     """Found in review: after one stall for any reason, the template was refused until the server restarted."""
@@ -312,7 +312,7 @@ def test_a_process_that_stalls_is_replaced_and_its_request_is_tried_again(
     assert with_templates(use) == "second" and len(asked) == 3
 
 
-def test_processes_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renderers_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in review: the time limit of a process start was not caught."""
     clock = Clock()
 

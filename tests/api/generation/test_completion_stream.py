@@ -51,7 +51,7 @@ def test_a_stop_string_ends_the_text_before_it_and_aborts_the_engine_request(sto
     assert engine.aborted == ["r"]
 
 
-def test_the_start_of_a_stop_string_that_does_not_come_is_sent_after_all() -> None:
+def test_text_held_back_for_a_stop_string_is_sent_if_the_string_does_not_follow() -> None:
     deltas = run(ScriptedEngine([deltas_of(b"a STO")]), stop=("STOP",))
     assert "".join(delta.text for delta in deltas) == "a STO"
     assert deltas[-1].finish_reason is FinishReason.LENGTH
@@ -72,12 +72,12 @@ def test_log_probabilities_come_with_the_text_that_they_belong_to() -> None:
     assert deltas[0].tokens[0].logprobs == TokenLogprobs(-0.5, ((97, -0.5), (EOS, -1.0)))
 
 
-def test_tokens_that_a_stop_string_cuts_off_are_not_shown() -> None:
+def test_tokens_cut_off_by_a_stop_string_are_not_returned() -> None:
     deltas = run(ScriptedEngine([with_logprobs(b"abSTOP")]), logprobs=0, stop=("STOP",))
     assert [token.token_id for delta in deltas for token in delta.tokens] == [97, 98]
 
 
-def test_tokens_are_told_with_their_own_share_of_the_text() -> None:
+def test_each_token_is_returned_with_its_own_part_of_the_text() -> None:
     """Born from a bug: a token decoded alone has no leading space.
 
     Tokens after a stop string were therefore returned, and each word shifted the offsets by one.

@@ -116,7 +116,7 @@ def test_a_chat_completion_has_openais_shape_and_went_through_the_template(
     assert bytes(platform.engine.requests[0].prompt_token_ids) == b"[user]hello"
 
 
-def test_a_sane_request_id_is_echoed_and_another_is_replaced(platform: Platform, key: str) -> None:
+def test_a_valid_request_id_is_echoed_and_an_invalid_one_is_replaced(platform: Platform, key: str) -> None:
     for sent, echoed in (("my-id.7", True), ("x" * 129, False), ("a b", False)):
         with platform.client(key) as client:
             answer = client.get("/v1/models", headers={"x-request-id": sent})
@@ -142,9 +142,7 @@ def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(platform:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_characters_that_some_clients_take_for_line_ends_do_not_end_a_line(
-    platform: Platform, key: str
-) -> None:
+def test_unicode_line_separators_do_not_split_events(platform: Platform, key: str) -> None:
     text = "a\u2028b\u2029c\x85d\ne"
     platform.engine.answers = [deltas_of(text.encode())]
     lines = list(post(platform, key, COMPLETIONS, PROMPT | {"stream": True}).iter_lines())
@@ -153,7 +151,7 @@ def test_characters_that_some_clients_take_for_line_ends_do_not_end_a_line(
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
-def test_usage_on_request_is_null_in_every_chunk_and_then_one_of_its_own(
+def test_requested_usage_is_null_in_every_chunk_and_sent_in_a_last_chunk(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
     chunks = events(
@@ -198,7 +196,7 @@ def test_several_choices_are_one_request_to_the_engine_and_answered_by_index(
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
-def test_streamed_choices_come_side_by_side_each_with_its_own_end(
+def test_streamed_choices_are_interleaved_and_each_has_its_own_finish_reason(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
     platform.engine.answers = [interleaved(b"one", b"three", b"to")]
@@ -217,7 +215,7 @@ def test_streamed_choices_come_side_by_side_each_with_its_own_end(
         assert roles == [0, 1, 2] and [choice["index"] for choice in choices[:3]] == roles
 
 
-def test_several_choices_of_several_prompts_are_counted_through(platform: Platform, key: str) -> None:
+def test_choices_of_several_prompts_are_numbered_consecutively(platform: Platform, key: str) -> None:
     platform.engine.answers = [interleaved(b"a", b"b")]
     prompts = {"model": "base", "prompt": ["x", "y", "z"]}
     body = post(platform, key, COMPLETIONS, prompts | {"n": 2}).json()
@@ -237,9 +235,7 @@ def test_a_stop_string_ends_its_own_choice_only(platform: Platform, key: str) ->
     assert body["usage"]["completion_tokens"] == 6 + 12 + 4
 
 
-def test_the_best_of_several_choices_are_the_likeliest_and_all_are_charged(
-    platform: Platform, key: str
-) -> None:
+def test_best_of_returns_the_likeliest_choices_and_charges_all(platform: Platform, key: str) -> None:
     likely = {b"bad": -3.0, b"best": -0.5, b"good": -0.6, b"worst": -9.0}
     platform.engine.answers = [
         [
@@ -464,7 +460,7 @@ def test_a_chat_field_that_is_not_honoured_is_a_400_with_its_name_its_value_and_
         (CHAT, MESSAGES | {"max_completion_tokens": 54}, "max_completion_tokens"),
     ],
 )
-def test_what_does_not_fit_the_context_is_refused_before_the_engine_sees_it(
+def test_a_prompt_over_the_context_is_refused_before_the_engine(
     platform: Platform, key: str, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = post(platform, key, path, body)
@@ -486,7 +482,7 @@ def test_a_body_that_is_no_json_object_is_a_400(platform: Platform, key: str, co
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_json_that_is_not_declared_as_such_is_told_how_to_be(platform: Platform, key: str) -> None:
+def test_json_without_its_content_type_is_refused_with_the_remedy(platform: Platform, key: str) -> None:
     with platform.client(key) as client:
         answer = client.post(COMPLETIONS, content=b'{"model": "default", "prompt": "x"}')
     assert answer.status_code == 400
@@ -553,7 +549,7 @@ def test_an_unforeseen_error_is_a_500_in_the_same_form_and_the_server_lives_on(
     assert post(platform, key, COMPLETIONS, PROMPT).status_code == 200
 
 
-def test_without_an_engine_the_answer_is_503_with_a_time_to_come_back(platform: Platform, key: str) -> None:
+def test_without_an_engine_a_request_is_a_503_with_retry_after(platform: Platform, key: str) -> None:
     platform.engine.ready = False
     answer = post(platform, key, COMPLETIONS, PROMPT)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
@@ -565,7 +561,7 @@ def test_without_an_engine_the_answer_is_503_with_a_time_to_come_back(platform: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str, stream: bool) -> None:
+def test_a_client_that_disconnects_aborts_its_request(platform: Platform, key: str, stream: bool) -> None:
     platform.engine.answers = [[TokenDelta((65,))]]
     platform.engine.hang = True
     with platform.client(key) as client, pytest.raises(httpx.ReadTimeout):
@@ -574,7 +570,7 @@ def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str,
     wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
 
 
-def test_a_stream_that_is_not_read_is_aborted_and_gives_its_permit_back(tmp_path: Path) -> None:
+def test_a_stream_that_is_not_read_is_aborted_and_releases_its_permit(tmp_path: Path) -> None:
     """Born from a bug: such a stream held its place as long as its connection was open."""
     engine = ScriptedEngine([[TokenDelta((65,))] * 20_000], hang=True)
     limits = ConnectionLimits(write_grace_s=0.5, sweep_s=0.05)
@@ -593,7 +589,7 @@ def test_a_stream_that_is_not_read_is_aborted_and_gives_its_permit_back(tmp_path
     assert len(engine.requests) == 1
 
 
-def test_over_the_limits_the_answer_says_busy_and_permits_are_given_back(tmp_path: Path) -> None:
+def test_requests_over_the_limits_are_refused_as_busy_and_permits_are_released(tmp_path: Path) -> None:
     engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
     limits = {"max_concurrent_requests": 4, "max_concurrent_per_tenant": 2}
     with running_platform(tmp_path, engine, **limits) as platform:
@@ -635,7 +631,7 @@ def test_models_are_the_base_and_the_tenants_own(platform: Platform, key: str) -
         assert client.get("/v1/models/default").json()["id"] == "base"
 
 
-def test_another_tenants_adapter_is_as_unknown_as_one_that_nobody_has(platform: Platform, key: str) -> None:
+def test_another_tenants_adapter_looks_like_a_missing_one(platform: Platform, key: str) -> None:
     platform.upload(platform.key("neighbour"), "private")
     answers = []
     for name in ("private", "nothing"):
@@ -656,7 +652,7 @@ def test_another_tenants_adapter_is_as_unknown_as_one_that_nobody_has(platform: 
     assert len(shapes) == 1
 
 
-def test_an_adapters_name_default_and_the_base_reach_the_engine_as_what_they_are(platform: Platform) -> None:
+def test_adapter_name_default_and_base_resolve_to_the_right_version(platform: Platform) -> None:
     key = platform.key("picker", "picked")
     digest = platform.upload(key, "picked").json()["digest"]
     for name in ("picked", "default", "base"):
@@ -672,7 +668,7 @@ def test_an_adapters_name_default_and_the_base_reach_the_engine_as_what_they_are
     )
 
 
-def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(platform: Platform) -> None:
+def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platform: Platform) -> None:
     key = platform.key("mover", "moving")
     platform.upload(key, "moving")
     newer = make_members(tensors=make_tensors(seed=3))
@@ -694,7 +690,7 @@ def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(
     assert answer.headers["x-slora-adapter"] == "moving@2"
 
 
-def test_a_request_whose_adapter_is_deleted_under_it_is_told_that_there_is_none(platform: Platform) -> None:
+def test_a_request_whose_adapter_is_deleted_meanwhile_is_a_404(platform: Platform) -> None:
     key = platform.key("loser")
     platform.upload(key, "gone")
     platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")]]
@@ -805,7 +801,7 @@ def test_a_long_text_is_tokenised_and_refused_like_a_short_one(platform: Platfor
     assert "100000" in answer.json()["error"]["message"]
 
 
-def test_lone_surrogates_in_a_prompt_harm_nobody(platform: Platform, key: str) -> None:
+def test_a_prompt_with_a_lone_surrogate_is_not_a_server_error(platform: Platform, key: str) -> None:
     with platform.client(key) as client:
         for path, body in ((COMPLETIONS, b'{"model":"base","prompt":"\\ud800"}'),
                            (CHAT, b'{"model":"base","messages":[{"role":"user","content":"\\ud800"}]}'),
@@ -836,7 +832,7 @@ FIELDS = [
     path=st.sampled_from([COMPLETIONS, CHAT]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
 )
-def test_no_json_makes_the_server_fail(
+def test_no_json_body_is_a_server_error(
     platform: Platform, key: str, path: str, changes: dict[str, Any]
 ) -> None:
     body = json.dumps((PROMPT if path == COMPLETIONS else MESSAGES) | changes)
@@ -848,7 +844,7 @@ def test_no_json_makes_the_server_fail(
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
-def test_usage_tells_how_much_of_the_prompt_was_cached_once_for_all_answers(
+def test_usage_counts_cached_prompt_tokens_once_for_all_choices(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
     platform.engine.answers = [
@@ -874,7 +870,7 @@ def test_cached_tokens_of_several_prompts_add_up(platform: Platform, key: str) -
     assert answer["usage"] == usage(8, 2, 5)
 
 
-def test_cached_tokens_count_when_only_the_prompt_is_told(platform: Platform, key: str) -> None:
+def test_cached_tokens_are_counted_when_only_the_prompt_is_echoed(platform: Platform, key: str) -> None:
     platform.engine.answers = [[TokenDelta((65,), FinishReason.LENGTH, num_cached=4)]]
     answer = post(platform, key, COMPLETIONS, PROMPT | {"echo": True, "max_tokens": 0}).json()
     assert (answer["choices"][0]["text"], answer["usage"]) == ("hello", usage(5, 0, 4))
@@ -899,7 +895,7 @@ def test_priority_and_deadline_reach_the_engine(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
-def test_a_missed_deadline_is_a_503_that_may_be_sent_again(
+def test_a_missed_deadline_is_a_retryable_503(
     platform: Platform, key: str, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     platform.engine.answers = [[DeadlineMissed("the first token would come too late")]]

@@ -72,7 +72,7 @@ def echo_body(**fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def test_echoed_log_probabilities_of_all_choices_do_not_stop_the_loop(
+def test_echoed_log_probabilities_of_all_choices_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str
 ) -> None:
     platform.engine.answers = [[scored_prompt(), *answers(2)]]
@@ -109,7 +109,7 @@ def test_an_echo_is_streamed_in_chunks_of_a_bounded_number_of_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_that_come_all_at_once_do_not_stop_the_loop(
+def test_log_probabilities_in_one_delta_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str, stream: bool
 ) -> None:
     platform.engine.answers = [answers(2000)]
@@ -123,7 +123,7 @@ def test_log_probabilities_that_come_all_at_once_do_not_stop_the_loop(
     assert not recorder.slow()
 
 
-def test_an_answer_that_is_not_limited_by_the_client_is_cut_to_what_may_be_listed(
+def test_an_answer_without_a_limit_is_cut_to_the_bound_on_listed_logprobs(
     platform: Platform, key: str
 ) -> None:
     platform.engine.answers = [answers(1)]

@@ -53,7 +53,7 @@ def test_two_tenants_never_hold_all_permits(num_permits: int, wishes: list[tuple
     assert pool.num_taken == 0
 
 
-def test_the_wait_is_the_average_time_shared_by_all_permits_that_are_taken() -> None:
+def test_the_wait_is_the_average_hold_time_divided_by_the_held_permits() -> None:
     clock = Clock()
     pool = make_pool(100, 100, clock)
     assert pool.wait_s(1, 5) == 2, "nothing is known yet"
@@ -73,14 +73,14 @@ def test_the_average_follows_how_long_permits_are_held() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0, 1), (0.001, 1), (1e6, 120)])
-def test_a_wait_is_at_least_a_second_and_at_most_what_clients_obey(seconds: float, told: int) -> None:
+def test_a_wait_is_at_least_a_second_and_at_most_what_clients_honour(seconds: float, told: int) -> None:
     clock = Clock()
     pool = make_pool(4, 4, clock)
     pass_time(pool, clock, seconds)
     assert pool.wait_s(1, 1) == told
 
 
-def test_permits_are_given_back_when_the_work_fails() -> None:
+def test_permits_are_released_when_the_work_fails() -> None:
     pool = make_pool(8, 8)
     with pytest.raises(ZeroDivisionError), pool.hold("t", 3):
         raise ZeroDivisionError

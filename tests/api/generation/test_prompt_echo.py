@@ -60,7 +60,7 @@ def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
-def test_an_echo_stands_before_the_answer(platform: Platform, key: str, prompt: Any) -> None:
+def test_an_echo_precedes_the_answer(platform: Platform, key: str, prompt: Any) -> None:
     answer = post(platform, key, COMPLETIONS, body_of(prompt)).json()
     assert answer["choices"][0]["text"] == "helloHi!" and answer["choices"][0]["logprobs"] is None
     assert answer["usage"] == {
@@ -114,7 +114,7 @@ def test_log_probabilities_of_an_echo_begin_with_null(platform: Platform, key: s
     assert platform.engine.requests[0].sampling.prompt_logprobs == 1
 
 
-def test_with_no_tokens_to_come_a_prompt_is_only_scored(platform: Platform, key: str) -> None:
+def test_with_max_tokens_0_a_prompt_is_only_scored(platform: Platform, key: str) -> None:
     platform.engine.answers = [scored(b"hello", b"x")]
     answer = post(platform, key, COMPLETIONS, body_of("hello", logprobs=0, max_tokens=0)).json()
     (choice,) = answer["choices"]
@@ -152,7 +152,7 @@ def test_prompt_logprobs_have_vllms_form(platform: Platform, key: str, path: str
         ({"echo": False, "max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_what_can_not_be_said_of_a_prompt_is_refused_by_name(
+def test_unsupported_prompt_options_are_refused_by_name(
     platform: Platform, key: str, fields: dict[str, Any], param: str
 ) -> None:
     answer = post(platform, key, COMPLETIONS, body_of("hello", **fields))

@@ -77,7 +77,7 @@ def test_a_request_that_is_cancelled_ends_after_the_slice_that_runs() -> None:
     assert len(tokenizer.counted) <= 1 and not tokenizer.encoded
 
 
-def test_one_tenant_leaves_a_slot_for_another_and_waits_in_a_bounded_queue() -> None:
+def test_one_tenant_cannot_take_all_slots_and_its_queue_is_bounded() -> None:
     tokenizer = CountedTokenizer()
     tokenizer.go.clear()
     text = "x" * 10_000

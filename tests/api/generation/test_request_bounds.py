@@ -100,7 +100,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-def test_what_is_too_large_is_refused_by_name_before_the_work(
+def test_oversized_fields_are_refused_by_name_before_any_work(
     platform: Platform, recorder: Recorder, key: str, name: str
 ) -> None:
     path, fields, param, words = TOO_LARGE[name]
@@ -120,7 +120,7 @@ LARGEST = {
 
 
 @pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_prompts_that_are_accepted_do_not_stop_the_loop(
+def test_the_largest_accepted_prompts_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(platform.engine, "max_model_len", 131_072)

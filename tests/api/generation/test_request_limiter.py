@@ -25,7 +25,7 @@ def refusal(limiter: RequestLimiter, tenant: str, num_answers: int = 1) -> Tenan
     return caught.value
 
 
-def test_a_tenant_at_its_limit_is_told_when_its_own_answers_make_room() -> None:
+def test_retry_after_of_a_tenant_at_its_limit_follows_its_own_answers() -> None:
     clock = Clock()
     limiter = make_limiter(clock, requests=100, per_tenant=4)
     serve(limiter, clock, "any", 40)
@@ -40,7 +40,7 @@ def test_a_tenant_at_its_limit_is_told_when_its_own_answers_make_room() -> None:
     )
 
 
-def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
+def test_retry_after_of_a_full_server_follows_the_answers_of_all_tenants() -> None:
     clock = Clock()
     limiter = make_limiter(clock, requests=5, per_tenant=5)
     serve(limiter, clock, "one", 30)
@@ -72,7 +72,7 @@ def test_two_tenants_with_slow_answers_leave_permits_to_a_third() -> None:
             pass
 
 
-def test_a_request_that_no_empty_server_would_take_is_a_bad_request() -> None:
+def test_a_request_over_the_total_capacity_is_a_bad_request() -> None:
     limiter = make_limiter(Clock(), requests=8, per_tenant=8)
     with pytest.raises(BadRequest) as caught, limiter.admit_generation("t", 1, 7):
         pass

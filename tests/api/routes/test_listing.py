@@ -110,14 +110,14 @@ def test_openais_client_sees_every_model(platform: Platform, registry: Registry)
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "many"])
-def test_a_limit_that_no_page_has_is_refused_by_its_name(client: httpx.Client, limit: str) -> None:
+def test_an_invalid_page_limit_is_refused_by_name(client: httpx.Client, limit: str) -> None:
     for path in ("/v1/adapters", "/v1/models", "/v1/adapters/many/versions"):
         refused = client.get(path, params={"limit": limit})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
 
 
 @pytest.mark.parametrize("after", ["0", "many@3", str(10**18)])
-def test_behind_what_is_no_version_there_is_no_page(client: httpx.Client, after: str) -> None:
+def test_a_page_after_an_invalid_version_is_refused(client: httpx.Client, after: str) -> None:
     refused = client.get("/v1/adapters/many/versions", params={"after": after})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
 

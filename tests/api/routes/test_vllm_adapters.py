@@ -37,9 +37,7 @@ def send(platform: Platform, what: str, key: str = ADMIN_KEY, **body: Any) -> ht
     return post(platform, key, f"/v1/{what}_lora_adapter", body)
 
 
-def test_what_is_loaded_answers_and_what_is_loaded_over_it_is_its_next_version(
-    platform: Platform, root: Path
-) -> None:
+def test_a_loaded_adapter_answers_and_loading_over_it_adds_a_version(platform: Platform, root: Path) -> None:
     key = platform.key("only")
 
     def served() -> str | None:
@@ -56,7 +54,7 @@ def test_what_is_loaded_answers_and_what_is_loaded_over_it_is_its_next_version(
     assert not any((platform.directory / "quarantine").iterdir())
 
 
-def test_it_is_the_operators_and_says_whose_adapter_it_is_where_there_are_several_tenants(
+def test_loading_needs_the_admin_key_and_a_tenant_if_there_are_several(
     platform: Platform,
 ) -> None:
     key = platform.key("one")
@@ -96,7 +94,7 @@ def test_no_path_leads_out_of_the_directory_that_the_operator_named(platform: Pl
     assert not any((platform.directory / "quarantine").iterdir())
 
 
-def test_a_pipe_among_the_files_holds_nobody_up(platform: Platform, root: Path) -> None:
+def test_a_pipe_among_the_files_is_refused_without_blocking(platform: Platform, root: Path) -> None:
     platform.key("only")
     (root / "voice" / "adapter_config.json").unlink()
     os.mkfifo(root / "voice" / "adapter_config.json")
@@ -130,7 +128,7 @@ def test_what_is_loaded_is_checked_like_an_upload(platform: Platform, root: Path
     assert send(platform, "load", lora_name="voice", lora_path="newer", revision="x").status_code == 400
 
 
-def test_without_a_root_nothing_is_loaded_and_a_root_that_is_none_is_refused_at_start(
+def test_without_a_root_loading_is_refused_and_a_missing_root_is_refused_at_start(
     tmp_path: Path, root: Path
 ) -> None:
     with running_platform(tmp_path / "data", ScriptedEngine()) as platform:

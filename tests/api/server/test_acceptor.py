@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_idle_connections_without_a_key_do_not_keep_others_out() -> None:
+def test_idle_connections_without_a_key_do_not_block_new_connections() -> None:
     """Born from a bug: 400 idle connections made /healthz unreachable for 135 s."""
     with (
         live_server(answer_ok, limits=ConnectionLimits(max_connections=64)) as url,
@@ -95,7 +95,7 @@ class ExhaustedSocket(socket.socket):
         raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_without_descriptors_the_server_neither_spins_nor_fills_its_log(
+def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from a bug: each failure was retried 2,048 times per second, with a traceback for each."""

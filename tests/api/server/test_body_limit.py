@@ -73,9 +73,7 @@ def test_413_comes_while_the_body_is_still_being_sent(url: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [("/early", 401), ("/any", 413)])
-def test_an_early_answer_reaches_a_client_that_sends_megabytes_first(
-    url: str, path: str, status: int
-) -> None:
+def test_an_early_response_reaches_a_client_that_is_still_sending(url: str, path: str, status: int) -> None:
     for _ in range(5):
         body = (b"x" * (1 << 20) for _ in range(20))
         assert httpx.post(url + path, content=body).status_code == status
@@ -140,7 +138,7 @@ def test_a_body_without_an_encoding_may_say_so(url: str, encoding: str) -> None:
     assert httpx.get(url + "/any", headers={"Content-Encoding": "gzip"}).json() == {"bytes": 0}
 
 
-def test_bodies_of_one_tenant_leave_memory_to_others(tmp_path: Path) -> None:
+def test_bodies_of_one_tenant_cannot_take_all_of_the_memory(tmp_path: Path) -> None:
     """Born from a bug: thousands of connections of one key could each hold 4 MiB of an unfinished body."""
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_body_bytes=LIMIT) as platform, ExitStack() as stack:

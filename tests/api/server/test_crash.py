@@ -323,7 +323,7 @@ def check_after(client: httpx.Client, death: PlannedKill, change: Change, new: t
 
 
 @pytest.mark.parametrize("registry", ["sqlite", pytest.param("redis", marks=pytest.mark.soak)])
-def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
+def test_a_change_killed_at_any_step_is_atomic(
     kit: Kit, tmp_path: Path, registry: str, soak: bool, request: pytest.FixtureRequest
 ) -> None:
     url = request.getfixturevalue("redis_server").url if registry == "redis" else ""

@@ -84,7 +84,7 @@ def test_readiness_waits_for_the_demos_adapters_even_if_the_engine_dies_meanwhil
     assert first_run.statuses == {"base": 200, "small": 200, "wide": 200}
 
 
-def test_each_printed_curl_line_gets_its_own_adapters_answer_and_keys_stay_the_same(
+def test_each_printed_curl_command_is_answered_by_its_adapter_and_keys_are_stable(
     demo: Path, first_run: FirstRun
 ) -> None:
     answers, data_dir = first_run.answers, first_run.data_dir

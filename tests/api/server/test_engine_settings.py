@@ -20,12 +20,12 @@ def engine_settings(settings: Settings, directory: Path) -> dict[str, Any]:
     return told
 
 
-def test_every_setting_of_the_engine_is_told_by_its_name(kit: Kit, tmp_path: Path) -> None:
+def test_every_setting_of_the_engine_is_passed_by_name(kit: Kit, tmp_path: Path) -> None:
     told = engine_settings(Settings(EngineConfig(kit.base)), tmp_path)
     assert set(told) == {field.name for field in fields(EngineConfig)}
 
 
-def test_choices_about_memory_and_service_reach_the_engine(kit: Kit, tmp_path: Path) -> None:
+def test_memory_and_scheduling_settings_reach_the_engine(kit: Kit, tmp_path: Path) -> None:
     flags = {
         "prefix_cache": "public",
         "preemption": "swap",

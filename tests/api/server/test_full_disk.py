@@ -37,7 +37,7 @@ def read_metric(admin: httpx.Client) -> str:
     return next(line for line in text.splitlines() if line.startswith("slora_read_only "))
 
 
-def test_a_key_that_is_revoked_on_a_full_disk_opens_nothing_from_then_on(platform: Platform) -> None:
+def test_a_key_revoked_on_a_full_disk_is_refused_from_then_on(platform: Platform) -> None:
     """Born from a bug: the answer was a 503, and the key still worked."""
     kept, revoked = platform.key("kept"), platform.key("revoked")
     key_id = revoked.split("_")[1]

@@ -88,7 +88,7 @@ def test_a_stream_that_is_never_read_is_ended_and_its_work_is_cancelled(
         assert all(len(read_all(stream)) < 200 * len(PART) for stream in streams)
 
 
-def test_a_stream_that_is_read_goes_on_for_longer_than_the_grace(app: LargeResponseApp, url: str) -> None:
+def test_a_stream_that_is_read_may_last_longer_than_the_grace(app: LargeResponseApp, url: str) -> None:
     with httpx.stream("GET", url + "/endless") as answer:
         started_at, num_bytes = time.monotonic(), 0
         for part in answer.iter_raw():
@@ -99,7 +99,7 @@ def test_a_stream_that_is_read_goes_on_for_longer_than_the_grace(app: LargeRespo
     wait_until(lambda: app.num_disconnected == 1)
 
 
-def test_the_rest_of_a_complete_answer_is_not_kept_for_a_client_that_does_not_read(url: str) -> None:
+def test_the_rest_of_a_response_is_dropped_if_the_client_does_not_read(url: str) -> None:
     """Born from a bug: closing the connection after its timeout waited for the client for ever."""
     with ExitStack() as stack:
         silent = request(url, "/large", stack)
@@ -115,7 +115,7 @@ def is_ended(connection: socket.socket) -> bool:
     return state == 7  # TCP_CLOSE
 
 
-def test_a_head_that_does_not_end_is_a_408(url: str) -> None:
+def test_an_incomplete_request_head_is_a_408(url: str) -> None:
     with ExitStack() as stack:
         connection = connect(url, stack)
         connection.sendall(b"GET / HTTP/1.1\r\n")
@@ -146,7 +146,7 @@ def test_the_second_head_of_a_connection_has_its_own_deadline(url: str) -> None:
         assert read_all(connection).startswith(b"HTTP/1.1 408")
 
 
-def test_a_connection_without_a_request_is_closed_without_a_word(url: str) -> None:
+def test_a_connection_without_a_request_is_closed_without_a_response(url: str) -> None:
     with ExitStack() as stack:
         fresh, used = connect(url, stack), request(url, "/", stack)
         assert read_all(fresh) == b""

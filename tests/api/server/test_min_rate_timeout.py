@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from slora_api.server.min_rate_timeout import MinRateTimeout
 
 
-def test_a_peer_that_stops_is_given_up_after_the_grace() -> None:
+def test_a_peer_that_stops_times_out_after_the_grace() -> None:
     timeout = MinRateTimeout(grace_s=20, bytes_per_s=100)
     timeout.charge(19.9, 0)
     assert timeout.left_s > 0
@@ -18,7 +18,7 @@ def test_a_burst_buys_no_more_than_the_grace() -> None:
     assert timeout.left_s == 20
 
 
-def test_time_in_which_the_peer_is_not_awaited_is_given_back() -> None:
+def test_time_spent_not_waiting_for_the_peer_is_credited() -> None:
     timeout = MinRateTimeout(grace_s=20, bytes_per_s=100)
     timeout.charge(15, 0)
     timeout.credit(5)

@@ -12,7 +12,7 @@ class Clock:
         return self.now_s
 
 
-def test_each_kind_of_warning_is_logged_once_a_minute_with_the_number_held_back(
+def test_each_kind_of_warning_is_logged_once_a_minute_with_the_suppressed_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock, logger = Clock(), logging.getLogger("tests.rare")

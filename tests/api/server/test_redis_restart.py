@@ -147,7 +147,7 @@ def asking(*asks: Callable[[], None]) -> Iterator[Callable[[], None]]:
     check()
 
 
-def test_a_redis_that_is_killed_again_and_again_loses_no_upload_and_stops_nobody_who_runs(
+def test_repeated_kills_of_redis_lose_no_upload_and_stop_no_running_request(
     kit: Kit, tmp_path: Path, make_redis: type[RedisServer], soak: bool, report: Callable[[str], None]
 ) -> None:
     num_kills = 40 if soak else 3

@@ -73,7 +73,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPa
         yield from two(tmp_path, tmp_path)
 
 
-def test_what_is_pushed_moved_and_deleted_at_one_server_is_so_at_the_other(servers: ServerPair) -> None:
+def test_pushes_moves_and_deletions_at_one_server_apply_at_the_other(servers: ServerPair) -> None:
     for model in ("voice", "No Name", "voice@1"):
         unknown = servers.ask(model)
         assert (unknown.status_code, unknown.json()["error"]["message"]) == (
@@ -94,7 +94,7 @@ def test_what_is_pushed_moved_and_deleted_at_one_server_is_so_at_the_other(serve
         wait_for(lambda engine=platform.engine: {old, new} <= set(engine.forgotten) or None)
 
 
-def test_what_is_pinned_at_one_server_is_pinned_at_the_other_and_follows(servers: ServerPair) -> None:
+def test_pins_made_at_one_server_apply_at_the_other(servers: ServerPair) -> None:
     def pinned(*versions: AdapterVersion) -> None:
         for platform in (servers.first, servers.second):
             engine = platform.engine
@@ -112,7 +112,7 @@ def test_what_is_pinned_at_one_server_is_pinned_at_the_other_and_follows(servers
         pinned()
 
 
-def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it_is_back(
+def test_during_a_redis_outage_cached_names_are_answered_and_others_after_it(
     on_redis: ServerPair, redis_server: RedisServer
 ) -> None:
     servers = on_redis
@@ -137,7 +137,7 @@ def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it
     assert names == ["known", "unknown"], "what was refused is not half there"
 
 
-def test_what_was_deleted_while_nobody_could_hear_of_it_is_forgotten_after_all(
+def test_an_adapter_deleted_while_the_feed_was_lost_is_removed_from_the_engine(
     on_redis: ServerPair, redis_server: RedisServer
 ) -> None:
     """Redis has lost its change history, so each server looks up every adapter that its engine holds."""
@@ -155,7 +155,7 @@ def test_what_was_deleted_while_nobody_could_hear_of_it_is_forgotten_after_all(
     assert kept not in servers.second.engine.forgotten
 
 
-def test_a_request_whose_adapter_was_replaced_elsewhere_is_answered_by_the_new_one(
+def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     """Holds even if the request's lookup ran before this process read the change."""

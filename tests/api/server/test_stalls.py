@@ -46,7 +46,7 @@ def wait_for_successor(served: Served, module: str, hung: psutil.Process) -> Non
     served.wait_until_ready()
 
 
-def test_a_hung_engine_fails_readiness_and_those_in_flight_and_is_started_again(
+def test_a_hung_engine_fails_readiness_and_requests_in_flight_and_is_restarted(
     served: Served, report: Callable[[str], None]
 ) -> None:
     """Born from a fault: requests hung for ever, and /readyz still returned 200."""
@@ -70,7 +70,7 @@ def test_a_hung_engine_fails_readiness_and_those_in_flight_and_is_started_again(
         assert client.post("/v1/completions", json=BODY | {"max_tokens": 1}).status_code == 200
 
 
-def test_a_hung_loader_fails_readiness_and_is_started_again(served: Served, kit: Kit) -> None:
+def test_a_hung_loader_fails_readiness_and_is_restarted(served: Served, kit: Kit) -> None:
     module = "slora_adapters.loader.loader_process"
     loader = served.child(module)
     loader.send_signal(signal.SIGSTOP)

@@ -66,7 +66,7 @@ def _import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_child_that_can_never_start_ends_the_server_with_its_reason_and_exit_code(
+def test_a_child_that_cannot_start_ends_the_server_with_its_reason_and_exit_code(
     behaviour: str, num_restarts: int, words: str, tmp_path: Path
 ) -> None:
     """Born from a fault: a model that crashed during its start was restarted for ever."""
@@ -77,7 +77,7 @@ def test_a_child_that_can_never_start_ends_the_server_with_its_reason_and_exit_c
     assert watched.restarts == ["child"] * num_restarts
 
 
-def test_a_child_whose_store_does_not_answer_yet_is_tried_again_and_again(tmp_path: Path) -> None:
+def test_a_child_whose_store_does_not_answer_yet_is_restarted_until_it_does(tmp_path: Path) -> None:
     watched = SupervisedChild(str(os.EX_TEMPFAIL), tmp_path)
 
     async def main() -> None:
@@ -87,7 +87,7 @@ def test_a_child_whose_store_does_not_answer_yet_is_tried_again_and_again(tmp_pa
     asyncio.run(main())
 
 
-def test_a_child_that_was_ready_once_is_started_again_whatever_it_dies_of(tmp_path: Path) -> None:
+def test_a_child_that_was_ready_once_is_always_restarted(tmp_path: Path) -> None:
     watched = SupervisedChild("idle", tmp_path)
 
     async def main() -> None:
@@ -106,7 +106,7 @@ def _is_stalled(watched: SupervisedChild) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("hang", ["stopped", "hangs"])
-def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_path: Path) -> None:
+def test_a_hung_child_is_reported_then_killed_and_restarted(hang: str, tmp_path: Path) -> None:
     """Either the whole process is stopped, as by a hung device, or only its worker thread hangs and its socket
     thread answers."""
     watched = SupervisedChild("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=4.0)
@@ -125,7 +125,7 @@ def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_p
     asyncio.run(main())
 
 
-def test_a_child_whose_step_is_slow_and_computes_is_no_stall(tmp_path: Path) -> None:
+def test_a_child_that_computes_a_slow_step_is_not_stalled(tmp_path: Path) -> None:
     watched = SupervisedChild("computes", tmp_path, restart_after_s=4.0)
 
     async def main() -> None:
@@ -137,7 +137,7 @@ def test_a_child_whose_step_is_slow_and_computes_is_no_stall(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_a_child_that_stops_for_a_moment_is_reported_and_lives_on(tmp_path: Path) -> None:
+def test_a_child_that_pauses_briefly_is_reported_and_not_killed(tmp_path: Path) -> None:
     watched = SupervisedChild("idle", tmp_path)
 
     async def main() -> None:

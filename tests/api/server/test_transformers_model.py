@@ -7,7 +7,7 @@ from tests.api.server.test_server import connect, greedy_tokens, ids, upload
 from tests.support.oracle import Oracle
 
 
-def test_its_adapters_are_pushed_and_answer_as_peft_does(tmp_path: Path) -> None:
+def test_adapters_of_a_transformers_model_are_pushed_and_answer_as_peft_does(tmp_path: Path) -> None:
     write_base(tmp_path / "base", "opt")
     adapter = write_adapter(tmp_path / "own", seed=3, model="opt", r=8)
     oracle = Oracle(tmp_path / "base", {"own": adapter})

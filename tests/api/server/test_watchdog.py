@@ -28,7 +28,7 @@ def test_a_child_without_work_never_stalls() -> None:
     assert not watchdog.is_stalled and not watchdog.is_hopeless
 
 
-def test_a_child_that_stops_beating_stalls_after_three_seconds_even_without_work() -> None:
+def test_a_child_without_heartbeats_is_stalled_after_three_seconds_even_when_idle() -> None:
     watchdog = observe(Watchdog(60), [beat(n, busy=False) for n in polls(10)])
     last = beat(len(polls(10)), busy=False)
     observe(watchdog, [last for _ in polls(STALLED_AFTER_S)])
@@ -44,7 +44,7 @@ def test_a_hung_worker_thread_stalls_although_the_socket_thread_beats() -> None:
     assert observe(watchdog, hung).is_stalled
 
 
-def test_a_slow_step_that_computes_is_no_stall() -> None:
+def test_a_slow_step_that_uses_cpu_time_is_not_a_stall() -> None:
     """Simulates a prefill on two cores beside ten busy programs. It uses a twentieth of a core and completes
     nothing."""
     slow = (beat(n, computing_s=n * POLL_S * 0.05) for n in polls(300))
@@ -52,17 +52,17 @@ def test_a_slow_step_that_computes_is_no_stall() -> None:
     assert not watchdog.is_stalled and not watchdog.is_hopeless
 
 
-def test_a_loop_that_computes_for_ever_is_hopeless_in_the_end() -> None:
+def test_an_endless_computation_is_hopeless_in_the_end() -> None:
     endless = (beat(n, computing_s=n * POLL_S) for n in polls(601))
     assert observe(Watchdog(60), endless).is_hopeless
 
 
-def test_the_overhead_of_a_hung_process_is_no_progress() -> None:
+def test_the_cpu_overhead_of_a_hung_process_is_not_progress() -> None:
     idle = (beat(n, computing_s=n * POLL_S * 0.001) for n in polls(4))
     assert observe(Watchdog(60), idle).is_stalled
 
 
-def test_a_start_is_never_judged_and_the_first_seconds_after_it_are_judged_afresh() -> None:
+def test_a_starting_child_is_never_stalled_and_the_window_restarts_after_the_start() -> None:
     starting = [Beat(0, False, False, 0, 0)] * len(polls(3600))
     watchdog = observe(Watchdog(60), starting)
     assert not watchdog.is_stalled
@@ -70,14 +70,14 @@ def test_a_start_is_never_judged_and_the_first_seconds_after_it_are_judged_afres
     assert not watchdog.is_stalled
 
 
-def test_a_store_that_answers_late_does_not_make_the_loader_stalled_until_it_is_hopeless() -> None:
+def test_a_slow_store_does_not_stall_the_loader_before_the_restart_limit() -> None:
     watchdog = observe(Watchdog(60, waits_for_others=True), (beat(n) for n in polls(60)))
     assert not watchdog.is_stalled
     watchdog = observe(watchdog, (beat(n + 1000) for n in polls(1)))
     assert watchdog.is_stalled and watchdog.is_hopeless
 
 
-def test_a_child_that_moves_again_is_no_longer_stalled() -> None:
+def test_a_child_that_makes_progress_again_is_no_longer_stalled() -> None:
     watchdog = observe(Watchdog(60), [beat(1)] * len(polls(30)))
     assert watchdog.is_stalled
     assert not observe(watchdog, [beat(2, completed=1)]).is_stalled

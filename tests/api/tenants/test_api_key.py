@@ -29,7 +29,7 @@ def test_a_key_with_one_changed_character_fails_its_checksum(position: int) -> N
 @pytest.mark.parametrize(
     "text", ["", "slora_", "sk-abc", "slora_12345678_short_000000", "x" * 10_000, "slora_é"]
 )
-def test_anything_else_is_no_key(text: str) -> None:
+def test_malformed_keys_have_no_key_id(text: str) -> None:
     assert read_key_id(text) is None
 
 
@@ -45,14 +45,14 @@ def test_the_pepper_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_pepper_that_found_no_room_is_made_by_the_next_start(tmp_path: Path) -> None:
+def test_a_pepper_that_could_not_be_written_is_created_at_the_next_start(tmp_path: Path) -> None:
     """Born from a bug: a full disk left an empty pepper file, with which no server could start any more."""
     with largest_file(0), pytest.raises(OSError, match="File too large"):
         Pepper.from_file(tmp_path / "pepper")
     assert Pepper.from_file(tmp_path / "pepper").digest("a key")
 
 
-def test_an_admin_key_that_found_no_room_is_made_by_the_next_start(tmp_path: Path) -> None:
+def test_an_admin_key_that_could_not_be_written_is_created_at_the_next_start(tmp_path: Path) -> None:
     pepper = Pepper.from_file(tmp_path / "pepper")
     with largest_file(0), pytest.raises(OSError, match="File too large"):
         open_admin_key("", tmp_path, pepper)
@@ -65,7 +65,7 @@ def test_another_pepper_recognises_no_key(tmp_path: Path) -> None:
     assert not other.matches("a key", one.digest("a key"))
 
 
-def test_a_damaged_pepper_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_damaged_pepper_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "pepper").write_bytes(b"short")
     with pytest.raises(ValueError, match="restore the file from a backup"):
         Pepper.from_file(tmp_path / "pepper")

@@ -74,7 +74,7 @@ def test_every_route_is_either_for_tenants_or_for_the_operator(platform: Platfor
         assert 401 not in statuses, (method, path)
 
 
-def test_what_is_the_operators_is_closed_to_tenants(platform: Platform) -> None:
+def test_operator_routes_are_closed_to_tenants(platform: Platform) -> None:
     tenant = bearer(platform.key("walker"))
     for method, path in routes(platform):
         if path.startswith("/admin") or path == "/metrics":
@@ -132,7 +132,7 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(platform: Platform) -> None:
     )
 
 
-def test_tenants_and_keys_that_cannot_be_are_refused(platform: Platform) -> None:
+def test_invalid_tenants_and_keys_are_refused(platform: Platform) -> None:
     with platform.client(ADMIN_KEY) as admin:
         assert admin.post("/admin/tenants", json={"name": "twice"}).status_code == 201
         again = admin.post("/admin/tenants", json={"name": "twice"})
@@ -146,7 +146,7 @@ def test_tenants_and_keys_that_cannot_be_are_refused(platform: Platform) -> None
         assert admin.delete("/admin/keys/nothing0").status_code == 404
 
 
-def test_a_key_that_was_revoked_is_not_revived_by_adopting_it_again(platform: Platform) -> None:
+def test_importing_a_revoked_key_again_does_not_revive_it(platform: Platform) -> None:
     tenant_store, secret = platform.services.tenant_store, make_key().secret
     tenant_store.create_tenant("adopting")
     assert tenant_store.import_key("adopting", None, secret) == tenant_store.import_key(

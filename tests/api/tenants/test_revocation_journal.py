@@ -19,7 +19,7 @@ for line in sys.stdin:
 """
 
 
-def test_an_entry_is_seen_by_another_process_at_once_though_the_disk_is_full(tmp_path: Path) -> None:
+def test_an_entry_on_a_full_disk_is_visible_to_another_process_at_once(tmp_path: Path) -> None:
     path = tmp_path / "revocations"
     journal = RevocationJournal(path)
     environment = {"PYTHONPATH": ".:api:adapters:kernels"}
@@ -49,7 +49,7 @@ def test_an_entry_is_seen_by_another_process_at_once_though_the_disk_is_full(tmp
     again.close()
 
 
-def test_an_entry_that_is_there_is_not_added_again(tmp_path: Path) -> None:
+def test_adding_an_existing_entry_is_a_no_op(tmp_path: Path) -> None:
     journal = RevocationJournal(tmp_path / "revocations")
     for _ in range(3):
         assert journal.add("aaaaaaaa")
@@ -58,7 +58,7 @@ def test_an_entry_that_is_there_is_not_added_again(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_what_the_journal_cannot_hold_is_kept_in_memory(tmp_path: Path) -> None:
+def test_entries_that_the_journal_cannot_hold_are_kept_in_memory(tmp_path: Path) -> None:
     journal = RevocationJournal(tmp_path / "revocations")
     assert all(journal.add(f"{number:08}") for number in range(MAX_ENTRIES))
     assert not journal.add("one-more") and "one-more" in journal

@@ -97,7 +97,7 @@ def test_a_new_share_holds_for_the_very_next_request_in_every_process(
         ({"wieght": 2}, "wieght"),
     ],
 )
-def test_a_share_that_cannot_be_is_refused_by_field(
+def test_an_invalid_share_is_refused_by_field(
     admin: httpx.Client, changes: dict[str, Any], param: str
 ) -> None:
     admin.post("/admin/tenants", json={"name": "refused"})
@@ -111,7 +111,7 @@ def test_a_share_that_cannot_be_is_refused_by_field(
 
 
 @pytest.mark.parametrize("weight", [b"NaN", b"Infinity", b"-Infinity"])
-def test_a_weight_that_is_no_number_is_refused(admin: httpx.Client, weight: bytes) -> None:
+def test_a_non_numeric_weight_is_refused(admin: httpx.Client, weight: bytes) -> None:
     admin.post("/admin/tenants", json={"name": "refused"})
     answer = admin.patch(
         "/admin/tenants/refused",
@@ -121,7 +121,9 @@ def test_a_weight_that_is_no_number_is_refused(admin: httpx.Client, weight: byte
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight")
 
 
-def test_shares_are_changed_of_tenants_that_exist(admin: httpx.Client, tenant_store: TenantStore) -> None:
+def test_changing_the_share_of_an_unknown_tenant_is_refused(
+    admin: httpx.Client, tenant_store: TenantStore
+) -> None:
     assert admin.patch("/admin/tenants/nobody", json={"weight": 2}).status_code == 404
     with pytest.raises(NotFound):
         tenant_store.find_tenant("nobody")
@@ -149,7 +151,7 @@ def test_floors_of_all_tenants_fit_the_pool_together(tenant_store: TenantStore) 
     assert tenant_store.change_share("d", ShareChanges(min_pool_share=0.25)).share.min_share == 0.25
 
 
-def test_a_floor_above_the_ceiling_that_stands_is_refused(tenant_store: TenantStore) -> None:
+def test_a_floor_above_the_current_ceiling_is_refused(tenant_store: TenantStore) -> None:
     tenant_store.create_tenant("t", ShareChanges(max_pool_share=0.3))
     with pytest.raises(BadRequest, match=r"0\.5, which is more than `max_pool_share` \(0\.3\)") as caught:
         tenant_store.change_share("t", ShareChanges(min_pool_share=0.5))
@@ -186,7 +188,7 @@ def test_a_key_for_an_adapter_that_can_never_exist_is_refused(admin: httpx.Clien
     assert admin.get("/admin/tenants/keyed/keys").json()["data"] == []
 
 
-def test_a_key_may_name_the_base_model_or_an_adapter_that_is_still_to_come(admin: httpx.Client) -> None:
+def test_a_key_may_name_the_base_model_or_a_future_adapter(admin: httpx.Client) -> None:
     admin.post("/admin/tenants", json={"name": "named"})
     for adapter in (None, "base", "later", "later@prod", "defaults"):
         assert admin.post("/admin/tenants/named/keys", json={"adapter": adapter}).status_code == 201
