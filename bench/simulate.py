@@ -24,12 +24,13 @@ from bench.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.table import Row, markdown, print_table, write_json
 from bench.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
 from bench.virtual_source import FetchCosts
+from slora.engine_config import EVICTION_POLICIES
 
 NUM_TENANTS = 20
 # An object store near by: a rank 64 adapter of 128 MiB takes 0.7 s.
 REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)
 VALUES: dict[str, tuple[str, ...]] = {
-    "eviction": ("lru", "cost", "size"),
+    "eviction": EVICTION_POLICIES,
     "scheduling": ("fair", "fcfs"),
     "preemption": ("auto", "swap", "recompute"),
     "prefix_cache": ("tenant", "off"),

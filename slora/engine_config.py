@@ -11,6 +11,10 @@ from slora_kernels.kv_format import KVFormat
 _GIB = 1 << 30
 
 
+# The names of the policies in `slora/pool/eviction_policy.py`.
+EVICTION_POLICIES = ("lru", "cost", "size")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings of one engine. A size of None is derived from the model and the machine.
@@ -100,7 +104,7 @@ class EngineConfig:
         "lru",
         "which idle adapter or cached prefix is evicted first: lru: the least recently used; cost: "
         "the cheapest to restore, weighted by how often its kind is reused; size: the largest",
-        Choice(("lru", "cost", "size")),
+        Choice(EVICTION_POLICIES),
         metavar="NAME",
     )
     preemption: str = setting(

@@ -2,8 +2,7 @@
 
 Forked sequences share the pages of their common tokens, and each sequence has its own reference. A shared page is never
 written: it is copied first (copy-on-write). A page with a key is never written either, because other requests may read
-    it at
-any time.
+it at any time.
 
 With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries are never
 read into a result, but each must be the id of a page with finite values. So they point to another page of the same

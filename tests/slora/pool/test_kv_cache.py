@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.cost_model import CostModel
+from slora.engine_config import EVICTION_POLICIES
 from slora.kv_footprint import KVFootprint
 from slora.pool.block_table import BlockTable
 from slora.pool.eviction_policy import LeastRecentlyUsed, make_policy
@@ -80,7 +81,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(6, 20),
         window=st.none() | st.integers(2, 6),
-        policy=st.sampled_from(["lru", "cost"]),
+        policy=st.sampled_from(EVICTION_POLICIES),
         is_public=st.booleans(),
     )
     def start(self, num_pages: int, window: int | None, policy: str, is_public: bool) -> None:

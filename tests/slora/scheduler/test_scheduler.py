@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slora.engine_config import EVICTION_POLICIES
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.pool.residency import Resident
 from slora.request import FinishReason, StepOutput, TokenDelta
@@ -54,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "prefix_cache": st.sampled_from(["off", "tenant", "public"]),
                 "preemption": st.sampled_from(["auto", "swap", "recompute"]),
                 "scheduling": st.sampled_from(["fair", "fcfs"]),
-                "eviction": st.sampled_from(["lru", "cost", "size"]),
+                "eviction": st.sampled_from(EVICTION_POLICIES),
                 "swap_pages": st.integers(0, 12),
                 "load_pages": st.integers(1, 3),
             }

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from slora.engine_config import EVICTION_POLICIES
 from slora.errors import ContextTooLong
 from slora.tenant_share import TenantShare
 from tests.slora.scheduler.test_scheduler import PAGES, VERSIONS
@@ -38,7 +39,7 @@ def make_bench(random: Random) -> SchedulerBench:
         window=random.choice([None, None, 3, 8]),
         rope_switch=random.choice([None, None, 6, 14]),
         host_pages=random.choice([None, 0, 1, 6]),
-        eviction=random.choice(["lru", "cost", "size"]),
+        eviction=random.choice(EVICTION_POLICIES),
     )
 
 
