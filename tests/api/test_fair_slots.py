@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_one_tenant_leaves_a_slot_free_for_another() -> None:
+def test_one_tenant_cannot_take_the_last_free_slot() -> None:
     async def main() -> None:
         slots = FairSlots(3, 8, "things")
         async with AsyncExitStack() as held:

@@ -27,7 +27,7 @@ def test_a_response_is_summarised_by_status_field_and_message() -> None:
     assert count(["a", "b", "a"]) == "2 x a; 1 x b"
 
 
-def test_what_does_not_happen_in_time_has_no_seconds() -> None:
+def test_an_event_that_does_not_happen_in_time_has_no_duration() -> None:
     assert seconds_until(lambda: False, 0.01, every_s=0.001) is None
     assert seconds_until(lambda: True, 1.0) == 0.0
 

@@ -41,7 +41,7 @@ def test_beams_that_are_alike_share_less_than_independent_ones() -> None:
     assert measure(ON_ALPACA, 4, 20).total.percent < alike < independent < 75
 
 
-def test_what_is_saved_is_counted_in_each_way_by_hand() -> None:
+def test_the_shared_blocks_equal_a_count_by_hand() -> None:
     """Two choices of one request: 40 tokens of prompt, 25 of answer, blocks of 16. While the third one fills up there
     are 2 + 2 blocks instead of 6, then 2 + 4 instead of 8; the KV of the last token is never computed."""
     meter = SharingMeter(every=1)

@@ -46,7 +46,7 @@ def test_every_case_is_a_row_with_its_bytes(tmp_path: Path) -> None:
     assert fp8["MB"] * 1e6 == 3 * 2 * 1280
 
 
-def test_a_run_that_was_cut_short_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     path, measured = tmp_path / "rows.jsonl", list[int]()
 
     def cases(most: int) -> list[Case]:

@@ -48,7 +48,7 @@ def rows() -> Iterator[dict[str, dict[str, float]]]:
     yield {row["memory"]: row for row in table}
 
 
-def test_the_plain_loop_with_one_pool_does_what_production_does(rows: dict[str, dict[str, float]]) -> None:
+def test_the_simple_loop_with_one_pool_agrees_with_production(rows: dict[str, dict[str, float]]) -> None:
     production, plain = rows["one pool, fcfs, loads at once"], rows["one pool, plain loop"]
     assert plain["running at once"] == pytest.approx(production["running at once"], rel=0.03)
     assert plain["requests/s"] == pytest.approx(production["requests/s"], rel=0.03)

@@ -61,7 +61,7 @@ def test_a_single_step_reads_the_weights_but_for_the_embedding() -> None:
     assert single_step_s(2, _RATES) == pytest.approx(2 * 100_073_472 / 1e9)
 
 
-def test_the_machine_is_measured_in_what_it_does() -> None:
+def test_the_read_and_compute_rates_of_the_machine_are_measured() -> None:
     rates = RateMeter(torch.float32, read_bytes=1 << 20).measure(1)
     assert rates.read_bytes_per_s > 0 and rates.flops > rates.read_bytes_per_s
 
@@ -86,7 +86,7 @@ class Clockwork:
         return 1
 
 
-def test_a_part_of_a_step_does_not_count_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_part_excludes_the_parts_that_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(100))
     monkeypatch.setattr("bench.step_clock.time.perf_counter", lambda: float(next(ticks)))
     clock = StepClock()
@@ -140,7 +140,7 @@ def make_setup(kit: ModelKit) -> Setup:
 
 # The rows of `test_a_row_reports_the_cost_of_adapters_and_the_missing_contenders` come from slora's contender.
 @pytest.mark.parametrize("name", [pytest.param("slora", marks=pytest.mark.soak), "peft"])
-def test_contenders_generate_what_they_are_asked_for(kit: ModelKit, name: str, tmp_path: Path) -> None:
+def test_contenders_generate_the_requested_number_of_tokens(kit: ModelKit, name: str, tmp_path: Path) -> None:
     launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
     assert isinstance(launch, Launch)
     contender = ContenderProcess(launch, make_setup(kit), tmp_path / "log")

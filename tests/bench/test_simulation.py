@@ -51,7 +51,7 @@ def test_an_answer_of_unknown_length_ends_where_the_trace_says() -> None:
     assert [o.num_tokens for o in simulation.outcomes.values()] == [r.output_tokens for r in trace]
 
 
-def test_the_clock_moves_by_what_steps_cost() -> None:
+def test_the_clock_advances_by_the_cost_of_each_step() -> None:
     costs = A10G_7B.costs
     simulation = Simulation(Setup(A10G_7B, S2.ranks))
     simulation.run([request(prompt=32, output=3)])

@@ -93,7 +93,7 @@ def pair_rules_with_heads(
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_only_what_the_window_shows_counts_and_nothing_behind_it_is_read(
+def test_attention_reads_only_the_tokens_inside_the_window(
     kernels: Kernels, device: str, dtype: torch.dtype, soak: bool
 ) -> None:
     for (window, softcap), heads in pair_rules_with_heads(every=soak):

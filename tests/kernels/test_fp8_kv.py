@@ -169,7 +169,7 @@ def test_rotated_k_and_v_are_written_with_their_scales_and_nothing_else_is(
 
 
 @LATE
-def test_what_a_token_gets_does_not_depend_on_the_batch(kernels: Kernels, device: str) -> None:
+def test_the_written_kv_of_a_token_does_not_depend_on_the_batch(kernels: Kernels, device: str) -> None:
     scene = build(HEADS[1], torch.bfloat16, MIXED, device)
     count, (_, num_kv_heads, head_dim, block_tokens) = len(scene.batch.kv_slots), HEADS[1]
     k, v = torch.randn(2, count, num_kv_heads, head_dim).to(torch.bfloat16).to(device)

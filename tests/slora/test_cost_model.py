@@ -17,7 +17,7 @@ def test_a_step_takes_the_sum_of_its_parts() -> None:
     assert COSTS.step_seconds(StepWork(100, 4, 2000, 3, 10**6)) == pytest.approx(0.016 + 0.2 + 0.01 + 0.012)
 
 
-def test_a_swap_goes_out_and_in_again() -> None:
+def test_the_cost_of_a_swap_is_a_copy_out_and_a_copy_in() -> None:
     assert COSTS.swap_s(5) == pytest.approx(0.04)
 
 

@@ -85,7 +85,7 @@ def test_nothing_is_recorded_after_the_context() -> None:
     assert recorder.num_callbacks == before and not recorder.slow()
 
 
-def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
+def test_recorded_callbacks_are_read_back_from_the_file(tmp_path: Path) -> None:
     file = tmp_path / "slow.jsonl"
     assert read_slow_callbacks(file) == []
     early, late = SlowCallback("a", 30.0, 0.0, 1.0), SlowCallback("b", 0.0, 40.0, 2.0, "c.py:1 d")

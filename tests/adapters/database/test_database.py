@@ -140,7 +140,7 @@ with database.transaction() as connection:
 """
 
 
-def test_a_writer_killed_inside_a_transaction_leaves_what_was_committed(tmp_path: Path) -> None:
+def test_a_writer_killed_inside_a_transaction_loses_only_uncommitted_changes(tmp_path: Path) -> None:
     path = tmp_path / "slora.db"
     command = [sys.executable, "-P", "-c", KILLED_WRITER, str(path), FIRST]
     assert subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, check=False).returncode == -9

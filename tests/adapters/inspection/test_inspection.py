@@ -121,7 +121,9 @@ def test_an_adapter_is_without_effect_only_if_all_of_its_modules_are(tmp_path: P
         inspect(tmp_path / "none", scratch, SHAPE, LIMITS)
 
 
-def test_the_certificate_says_what_is_adapted_and_how_much(tmp_path: Path, scratch: Path) -> None:
+def test_the_certificate_lists_the_adapted_modules_and_the_size_of_their_change(
+    tmp_path: Path, scratch: Path
+) -> None:
     tensors = make_tensors()
     config = make_config(base_model_name_or_path="/home/somebody/tiny-base/")
     write_directory(tmp_path / "up", make_members(config, tensors))

@@ -148,7 +148,7 @@ def test_a_pin_is_checked_again_after_a_concurrent_pin(open_registries: Open) ->
 # -- crashes of Redis ------------------------------------------------------------------------------------------------
 
 
-def test_what_was_acknowledged_while_the_disk_is_busy_survives_the_death_of_redis(
+def test_a_change_acknowledged_while_the_disk_is_busy_survives_the_death_of_redis(
     server: RedisServer, open_registries: Open
 ) -> None:
     registry = open_registries()

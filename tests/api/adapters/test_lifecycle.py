@@ -76,7 +76,7 @@ class LongRequest(threading.Thread):
                 self.begun.set()
 
 
-def test_a_killed_engine_fails_what_was_in_flight_clearly_and_comes_back(mortal: Served, kit: Kit) -> None:
+def test_a_killed_engine_fails_requests_in_flight_and_is_restarted(mortal: Served, kit: Kit) -> None:
     key = mortal.make_key("engine-dies", "mine")
     upload(mortal, key, "mine", kit.small)
     with mortal.client(key) as client:

@@ -476,7 +476,9 @@ def test_a_prompt_that_just_fits_is_accepted(platform: Platform, key: str) -> No
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"[1", b'"text"', b"[]", b"null", b"\xff\xfe", b'{"a": NaN'])
-def test_a_body_that_is_no_json_object_is_a_400(platform: Platform, key: str, content: bytes) -> None:
+def test_a_completion_body_that_is_not_a_json_object_is_a_400(
+    platform: Platform, key: str, content: bytes
+) -> None:
     with platform.client(key) as client:
         answer = client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

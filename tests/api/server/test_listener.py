@@ -5,7 +5,7 @@ import pytest
 from slora_api.server.listener import open_listener
 
 
-def test_connections_send_what_they_have_without_waiting_for_an_ack() -> None:
+def test_connections_send_data_without_waiting_for_an_ack() -> None:
     """Born from a bug: each answer on a kept-alive connection took 44 ms. For 43 ms of these it waited for an ACK."""
     with (
         open_listener("127.0.0.1", 0) as listener,
@@ -15,7 +15,7 @@ def test_connections_send_what_they_have_without_waiting_for_an_ack() -> None:
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_the_kernel_buffers_little_of_what_a_client_does_not_read() -> None:
+def test_the_kernel_buffers_little_for_a_client_that_does_not_read() -> None:
     """With the default size, the kernel buffers several megabytes before the server can notice a slow client."""
     with (
         open_listener("127.0.0.1", 0) as listener,

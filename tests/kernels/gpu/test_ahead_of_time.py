@@ -125,7 +125,7 @@ def test_no_register_is_spilled(compiled: list[CompiledKernel]) -> None:
         assert 0 < kernel.registers <= 512 and kernel.binary_bytes > 0, kernel
 
 
-def test_what_a_kernel_reads_in_bulk_it_loads_16_bytes_at_a_time(compiled: list[CompiledKernel]) -> None:
+def test_bulk_loads_of_every_kernel_are_16_bytes_wide(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
         loads = kernel.load_bytes
         # The assembly assigns a load to its own source line, or to its consumer's line in some of the input of ptxas.

@@ -67,7 +67,7 @@ def test_an_invalid_table_is_refused_with_the_place_and_the_valid_values(
         read_sizes(path)
 
 
-def test_a_table_that_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_a_table_that_is_not_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=r"table.json is not JSON .*tune"):

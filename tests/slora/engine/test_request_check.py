@@ -63,7 +63,7 @@ def test_prompt_and_answer_share_the_context(num_tokens: int, max_tokens: int | 
     assert caught.value.param == param
 
 
-def test_a_small_vocabulary_bounds_beams_and_min_tokens_by_what_is_no_stop_token() -> None:
+def test_the_number_of_non_stop_tokens_bounds_beams_and_min_tokens() -> None:
     small = replace(INFO, vocab_size=12, eos_token_ids=(11,))
     stops = tuple(range(8))
     search = SamplingParams(temperature=0.0, use_beam_search=True, n=3, stop_token_ids=stops)

@@ -96,7 +96,7 @@ def test_a_stream_gives_every_prompt_its_answer_piece_by_piece(llm: LLM, kit: Mo
         assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [answer.finish_reason]
 
 
-def test_each_choice_is_what_a_prompt_of_its_own_would_get(llm: LLM, kit: ModelKit) -> None:
+def test_each_choice_equals_the_answer_to_a_separate_request(llm: LLM, kit: ModelKit) -> None:
     params = SamplingParams(max_tokens=12, seed=7, logprobs=1)
     adapter = kit.adapters["odd_rank"]
     before = llm.stats().prompt_tokens
@@ -157,7 +157,7 @@ def test_calls_between_the_pieces_of_a_stream_change_nothing(llm: LLM) -> None:
     assert [token for delta in [pieces[1], *second] for token in delta.token_ids] == other.token_ids
 
 
-def test_a_stream_that_is_closed_leaves_nothing_running(llm: LLM) -> None:
+def test_closing_a_stream_ends_its_requests(llm: LLM) -> None:
     stream = llm.stream(["fox", "dog"], SamplingParams(max_tokens=200, temperature=0.0))
     next(stream)
     assert llm.stats().running == 2
@@ -167,7 +167,7 @@ def test_a_stream_that_is_closed_leaves_nothing_running(llm: LLM) -> None:
     llm.check()
 
 
-def test_a_chat_is_the_completion_of_what_the_template_writes(llm: LLM, kit: ModelKit) -> None:
+def test_a_chat_equals_the_completion_of_the_rendered_template(llm: LLM, kit: ModelKit) -> None:
     tokenizer = Tokenizer.from_directory(kit.directory)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fox?"}]
     prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
@@ -348,7 +348,9 @@ def test_token_ids_may_be_integers_of_numpy(llm: LLM) -> None:
     )
 
 
-def test_a_directory_that_is_no_adapter_is_refused_before_anything_runs(llm: LLM, tmp_path: Path) -> None:
+def test_a_directory_without_a_valid_adapter_is_refused_before_anything_runs(
+    llm: LLM, tmp_path: Path
+) -> None:
     before = llm.stats()
     with pytest.raises(AdapterNotFound):
         llm.generate("fox", GREEDY, tmp_path / "nowhere")

@@ -86,14 +86,14 @@ def assert_agree(ours: ModelConfig, theirs: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_configs_saved_by_transformers_mean_what_they_mean_there(tmp_path: Path, name: str) -> None:
+def test_configs_saved_by_transformers_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     theirs = make_config(name)
     theirs.save_pretrained(tmp_path)
     assert_agree(ModelConfig.from_directory(tmp_path), theirs)
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_configs_of_known_models_mean_what_they_mean_in_transformers(tmp_path: Path, name: str) -> None:
+def test_configs_of_known_models_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUB[name]))
     ours, theirs = ModelConfig.from_directory(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert_agree(ours, theirs)
@@ -464,7 +464,9 @@ def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: P
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
+def test_a_config_file_that_is_not_a_json_object_is_refused_by_name(
+    tmp_path: Path, name: str, text: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=name):

@@ -114,7 +114,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 TestBlockTable = BlockTableMachine.TestCase
 
 
-def test_a_copy_of_the_first_held_page_replaces_the_freed_entries_before_it() -> None:
+def test_copy_on_write_of_the_first_held_page_also_updates_the_freed_entries() -> None:
     setup = Setup(5)
     table = setup.table(3)
     table.free_before(9, setup.kv)

@@ -116,7 +116,7 @@ def test_check_finds_a_page_with_one_owner_too_many(pool: PagePool) -> None:
         pool.check_invariants(held=[0, 0, 1], cached=[2])
 
 
-def test_check_finds_a_cached_page_that_nobody_keeps(pool: PagePool) -> None:
+def test_check_finds_a_cached_page_without_an_owner(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match="1 pages are cached, but the owners keep 0"):
         pool.check_invariants(held=[0, 1], cached=[])
 
@@ -126,7 +126,7 @@ def test_check_finds_a_cached_page_with_two_owners(pool: PagePool) -> None:
         pool.check_invariants(held=[0, 1], cached=[2, 2])
 
 
-def test_check_finds_an_owner_who_keeps_a_free_page(pool: PagePool) -> None:
+def test_check_finds_an_owner_of_a_free_page(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match="not cached"):
         pool.check_invariants(held=[0, 1], cached=[2, 4])
 

@@ -49,7 +49,7 @@ def test_taking_more_than_is_free_fails() -> None:
         SwapSpace(2).allocate(3)
 
 
-def test_a_page_cannot_be_given_back_twice() -> None:
+def test_a_page_cannot_be_released_twice() -> None:
     space = SwapSpace(2)
     pages = space.allocate(1)
     space.release(pages)

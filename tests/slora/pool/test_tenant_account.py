@@ -15,7 +15,7 @@ def test_a_weight_that_is_not_above_0_and_finite_is_refused(weight: float) -> No
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
-def test_a_share_that_is_no_fraction_is_refused(share: float) -> None:
+def test_a_share_outside_0_to_1_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match=f"min_share is {share!r}; it must be from 0 to 1"):
         TenantShare(min_share=share)
     with pytest.raises(ConfigError, match=f"max_share is {share!r}; it must be from 0 to 1"):
@@ -78,7 +78,7 @@ def test_a_tenant_is_above_its_floor_until_it_owns_no_more_than_that() -> None:
     assert not tenant.is_above_floor
 
 
-def test_a_ceiling_counts_what_is_owned_and_what_is_wanted() -> None:
+def test_a_ceiling_counts_owned_and_requested_pages() -> None:
     tenants = TenantAccounts(100)
     tenant = tenants.find("a")
     tenant.num_pages = 8

@@ -47,7 +47,7 @@ def run(model: Model, params: SamplingParams, stop_ids: frozenset[int], vocab_si
     length_penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0]),
     early_stopping=st.booleans(),
 )
-def test_a_search_finds_what_ranking_every_continuation_finds(
+def test_a_search_agrees_with_ranking_every_continuation(
     seed: int,
     vocab_size: int,
     width: int,

@@ -322,7 +322,7 @@ def test_blocks_of_a_deleted_adapter_are_never_found_again(kits: Kits, tmp_path:
     assert back.num_cached == 0 and back.token_ids == first.token_ids
 
 
-def test_an_adapter_deleted_under_a_request_leaves_no_block_behind(kits: Kits) -> None:
+def test_an_adapter_deleted_during_a_request_leaves_no_cached_block(kits: Kits) -> None:
     engine, versions = start(kits)
     version = versions["odd_rank"]
     engine.add(make_request(random_tokens("under way", 40), adapter=version))
