@@ -57,8 +57,8 @@ class _Readable(Protocol):
 class _Member(Protocol):
     """One entry of an archive.
 
-    name: the name exactly as the archive spells it. oddity: the kind of a member that is neither a file nor a
-    directory; None otherwise.
+    name: the name exactly as the archive spells it. oddity: why the member cannot be read as a file or directory, such
+    as "a symbolic link" or "encrypted"; None if it can.
     """
 
     @property

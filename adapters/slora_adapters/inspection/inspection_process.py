@@ -1,9 +1,9 @@
 """Inspects one adapter in its own process: `slora_adapters.inspection.inspection_process JSON` prints a line of JSON.
 
-This process is the first to open untrusted files, so whatever memory or time they use up, or crash they cause, ends
-with it. The kernel limits its memory and CPU time. The process is killed when its server dies. Otherwise it would still
-read the quarantine while the next server empties it. It inherits no secret, writes only to its scratch directory, and
-opens no connection.
+This process is the first to open untrusted files. So if they exhaust memory, take endless time or crash the
+interpreter, only this process ends. The kernel limits its memory and CPU time. The process is killed when its server
+dies. Otherwise it would still read the quarantine while the next server empties it. It inherits no secret, writes only
+to its scratch directory, and opens no connection.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Linux allocates and zeroes each page of an arena when the page is first touched. Measured on a virtual machine, this
 takes 0.8 s per GB, which is more than reading and hashing the data that is written there. So a thread of the lowest
-priority touches pages some distance ahead of the used part. The rest of the arena uses no memory yet.
+priority touches the pages up to AHEAD_BYTES beyond the used part. The pages after these take no memory yet.
 """
 
 import mmap
@@ -12,13 +12,13 @@ from threading import Condition, Thread, get_native_id
 from slora_adapters.peft.packing import ByteArray
 
 AHEAD_BYTES = 512 << 20
-# One stretch takes a few milliseconds, which is the longest that `close` waits.
+# Bytes touched at a time. They take a few milliseconds, which is the longest that `close` waits.
 _STRETCH_BYTES = 4 << 20
 
 
 class ArenaPrefaulter:
-    """Reads one byte of each page of `arena`. A read also makes the kernel zero a page of shared memory, and unlike a
-    write it cannot disturb concurrent writers.
+    """Reads one byte of each page of `arena`. In shared memory, a read is enough to make the kernel zero a page. Unlike
+    a write, it cannot overwrite the data of a concurrent writer.
     """
 
     def __init__(self, arena: ByteArray, ahead_bytes: int = AHEAD_BYTES) -> None:

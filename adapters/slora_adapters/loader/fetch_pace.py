@@ -5,7 +5,7 @@ _DECAY = 0.95
 
 
 class FetchPace:
-    """Decayed seconds divided by decayed bytes.
+    """The decayed sum of seconds, divided by the decayed sum of bytes.
 
     Worked example: a fetch of 100 MB took 0.5 s. The next fetch of 100 MB was cached and took 0 s. The estimate for 20
     MB is then 0.95 * 0.5 s * 20 MB / 195 MB = 49 ms.

@@ -5,9 +5,9 @@ written once and then only read. A reader holds a pin on the region. An unpinned
 needed. Regions never move, so a reader needs only an offset.
 
 Eviction removes the regions with the smallest total loss. The loss of a region is its reload time divided by the number
-of cache uses since its last use. It assumes that the next use is as far in the future as the last use is in the past.
-This is hyperbolic caching (Blankstein et al. 2017) for one use each. Among adapters with the same reload time, the
-least recently used one is evicted.
+of cache uses since its last use. This assumes that the next use is as far in the future as the last use is in the past.
+The rule is hyperbolic caching (Blankstein et al. 2017) in which each entry counts one use. Among adapters with the same
+reload time, the least recently used one is evicted.
 
 A tenant's share is the arena size divided by the number of tenants with adapters in it, including the tenant that needs
 space. Adapters of a tenant that does not exceed its share are spared. So a tenant that loads more adapters than fit
@@ -39,8 +39,8 @@ from slora_kernels.layout import AdapterLayout
 ALIGNMENT_BYTES = mmap.PAGESIZE
 # Assumed load speed of an adapter until its load has been measured.
 _TYPICAL_BYTES_PER_S = 1e9
-# Factor on the loss of a tenant's adapters while the tenant does not exceed its share. It is so large that these
-# adapters are evicted last.
+# Factor on the loss of a tenant's adapters while the tenant does not exceed its share. The large factor makes the cache
+# evict these adapters last.
 _SPARED = 1e6
 # Losses are seconds per use, stored as integer multiples of 1 / _LOSS_SCALE.
 _LOSS_SCALE = float(1 << 60)
@@ -199,13 +199,13 @@ class HostCache:
         entry.last_use = self._num_uses
 
     def _choose_region(self, tenant: str, num_bytes: int) -> "_Candidate | None":
-        """Returns the region with the smallest loss; None if every candidate contains a pinned region.
+        """Returns the place with the smallest loss; None if every place contains a pinned region.
 
-        A gap has no loss. The smallest sufficient gap is chosen, so that large gaps stay whole. Without a gap, a run of
-        adjacent regions is evicted.
+        A gap has no loss. The smallest sufficient gap is chosen, so that large gaps stay whole. Without a sufficient
+        gap, a run of adjacent regions is evicted.
         """
         regions = sorted(self._regions(), key=lambda entry: entry.offset)
-        # Prefix sums over the regions, so that the loss of a run is one difference. Integers keep it exact.
+        # Prefix sums over the regions, so that the loss of a run is one subtraction. Integers keep the sums exact.
         lost = [0, *accumulate(self._losses(regions, tenant, num_bytes))]
         pins = [0, *accumulate(entry.num_pins for entry in regions)]
         starts = [*(entry.offset for entry in regions), self.num_bytes]
@@ -237,7 +237,7 @@ class HostCache:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A candidate region. cost: (loss, bytes of the run); smaller is better."""
+    """A place for a new region. cost: (loss, bytes from its start to the next region that stays); smaller is better."""
 
     cost: tuple[int, int]
     offset: int

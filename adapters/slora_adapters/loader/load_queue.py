@@ -13,11 +13,11 @@ from slora_adapters.version import AdapterVersion
 
 
 class LoadQueue:
-    """The requested loads that wait, and the number of running loads of each tenant.
+    """The requested loads that have not started, and the number of running loads of each tenant.
 
     max_running: loads that may run at once.
-    share: loads that each tenant may run.
-    max_alone: loads that one tenant may run if no waiting tenant runs less than its share.
+    share: loads that each tenant may run at once, even while other tenants wait.
+    max_alone: loads that a tenant may run at once while every waiting tenant already runs its share.
     """
 
     def __init__(self, max_running: int, share: int, max_alone: int) -> None:

@@ -1,4 +1,4 @@
-"""Loads adapters from a store into the host cache: fetches, verifies and packs several in parallel, each only once.
+"""Loads adapters from a store into the host cache: fetches, verifies and packs several adapters in parallel.
 
 A request for a cached version is answered at once. A request for a version that is being loaded waits for that load. A
 few loads run at the same time. `LoadQueue` chooses the next one, so that a tenant with many cold or broken adapters
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 LOADS_PER_TENANT = 2
-# A copy in the store may be replaced, or found corrupt, while it is read. After each of these failures another copy may
+# Attempts of one load. A copy in the store may be replaced, or found corrupt, while it is read. Another copy may then
 # exist.
 _MAX_ATTEMPTS = 3
 # How long a load waits until readers release enough space in the host cache.
 WAIT_FOR_ROOM_S = 30.0
 
-# Called once for each `load`, from a loader's thread or inside `load`. It must not block. A CachedAdapter is passed
-# pinned.
+# The callback of `load`. It is called once, from a loader's thread or inside `load`, and must not block. A
+# CachedAdapter that it receives is pinned until `release`.
 Done = Callable[[CachedAdapter | FetchFailed], None]
 
 
@@ -76,11 +76,11 @@ class Loader:
         # Guards everything below and the cache's bookkeeping. Notified whenever space may have become free.
         self._changed = Condition()
         self._waiters: dict[AdapterVersion, list[Done]] = {}
-        # One load keeps about two cores busy. On two cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four
-        # or six ran at the same time.
+        # One load keeps about two cores busy, so a tenant needs no more loads at once than there are cores. On two
+        # cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four or six ran at the same time.
         self._queue = LoadQueue(num_threads, loads_per_tenant, max_alone=os.cpu_count() or 1)
         self._buffers: list[list[bytearray]] = []
-        # By the tier that the adapters were loaded from.
+        # Fetch times, by the tier that the adapters were loaded from.
         self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)
         self._num_completed = 0  # completed loads, and completed pieces of running loads
         self._num_running = self._num_without_room = 0
@@ -254,7 +254,9 @@ class Loader:
 
     @contextmanager
     def _lent_buffers(self) -> Iterator[list[bytearray]]:
-        """Buffers are reused, because zeroing new memory takes as long as reading into it ten times."""
+        """Yields buffers for one load. They are reused, because zeroing new memory takes as long as reading into it ten
+        times.
+        """
         with self._changed:
             buffers = self._buffers.pop() if self._buffers else []
         buffers = buffers or make_buffers()

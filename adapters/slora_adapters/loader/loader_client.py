@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 0.05
 # A loader that accepts a connection but sends nothing is stuck. Requests must not wait for it without a limit.
 HANDSHAKE_S = 5.0
-# A request without an answer for this long fails, if no loader is connected then.
+# A request fails if it has waited this long and no loader is connected.
 GIVE_UP_S = 30.0
-# A request that was in flight when this many loaders died fails, because the request may cause the crash.
+# A request fails if this many loaders died while it was in flight, because it may have caused the crashes.
 MAX_DEATHS = 3
 
 
@@ -69,8 +69,8 @@ class LoaderClient:
     """Implements `source.AdapterSource` with a loader process.
 
     notify: called from this client's thread when `poll` would return something.
-    on_arena: called from that thread with each arena before any copy in it is delivered. Its return value is kept for
-      as long as a copy in the arena is held, and at least as long as the connection.
+    on_arena: called from the same thread with each arena, before any copy in the arena is delivered. Its return value
+      is kept until the connection has ended and no copy in the arena is held.
     give_up_s: how long a request waits while no loader is connected.
     """
 
@@ -105,8 +105,8 @@ class LoaderClient:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Size of the arena. None while no loader is connected: requests are then accepted without a limit, so that all
-        of them fail together.
+        """Size of the arena. None while no loader is connected. The engine then sets no limit, so every request is
+        queued here, and all of them fail together if no loader connects.
         """
         connection = self._connection
         return len(connection.arena) if connection is not None else None
@@ -142,7 +142,7 @@ class LoaderClient:
                 del self._held[version]
 
     def discard(self, version: AdapterVersion) -> None:
-        """Sent only to a connected loader, because a new loader process starts with an empty cache."""
+        """The message is sent only to a connected loader, because a new loader process starts with an empty cache."""
         with self._changed:
             self._send(encode_call("discard", version))
 

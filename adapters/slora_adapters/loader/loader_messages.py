@@ -28,7 +28,7 @@ class LoaderMismatch(SloraError):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a loader. arena_bytes: size of the memory behind the descriptor."""
+    """The first message of a loader. arena_bytes: size of the arena."""
 
     arena_bytes: int
 

@@ -1,8 +1,8 @@
 """The loader process: `slora_adapters.loader.loader_process --config JSON`. It loads adapters on demand over a Unix
 socket.
 
-Each process creates its own arena. An engine that outlives the loader keeps its mapping of the old arena. So it can
-never use offsets of one arena to read another.
+Each loader process creates its own arena. An engine that outlives the loader keeps its mapping of the old arena. So the
+engine can never use offsets of one arena to read another.
 
 The process exits when its standard input is closed, so it never outlives its parent. It prints nothing on standard
 output. Exit code 2 means that its configuration can never work. Exit code 75 means that the store does not answer yet.
@@ -38,7 +38,7 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 logger = logging.getLogger("slora.loader")
 
-# Nice value, so that the engine has priority on shared cores. A load uses the CPU time that the engine leaves, and at
+# A nice value that gives the engine priority on shared cores. A load uses the CPU time that the engine leaves, but at
 # least a tenth of a core. So a load does not delay the tokens of running requests.
 _NICE = 10
 _SWITCH_INTERVAL_S = 5e-4

@@ -64,8 +64,8 @@ class AdapterSource(Protocol):
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """Recent load time in seconds per packed byte, by the tier that adapters came from. It has only tiers from
-        which an adapter has been loaded.
+        """Recent load time in seconds per packed byte, by the tier that adapters came from. Tiers without a load are
+        missing.
         """
 
     def request(self, version: AdapterVersion) -> None:

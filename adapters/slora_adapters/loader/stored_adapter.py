@@ -5,8 +5,8 @@ such a file is read sequentially. While one batch of rows is read, earlier batch
 on another. So a load takes as long as the slowest of the three stages, and holds only a few batches in memory.
 
 Values that the digest covers are not checked again: the upload's checks scanned the weights, and the same digest means
-the same weights. Checks that depend on this server are repeated. Shapes, ranks and scales are checked from the header,
-and overflow of the served dtype is checked during conversion.
+the same weights. Checks whose result depends on this server are repeated. Shapes, ranks and scales are checked from the
+header. Overflow of the served dtype is checked during conversion.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ __all__ = ["StoredAdapter", "make_buffers"]
 
 # Large enough that few batches are needed. Small enough to stay in the CPU cache from reading to packing.
 BATCH_BYTES = 1 << 20
-# One buffer is read into, one waits or is hashed, one is packed, and one absorbs differences in speed.
+# One buffer is being filled, one is hashed, one is packed, and a spare one absorbs differences in speed.
 NUM_BUFFERS = 4
 
 
