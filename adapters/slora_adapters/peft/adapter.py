@@ -1,6 +1,7 @@
 """A validated adapter: the two factors and the scale of each adapted linear, and its extras.
 
-The adapter has no pages and no files. Its tensors are views of the memory that they were read from, and keep it alive.
+The adapter has no pages and no files. Its tensors are views of the memory that they were read from, and keep this
+memory alive.
 """
 
 from collections.abc import Mapping
@@ -56,10 +57,10 @@ class AdapterExtras:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A validated adapter. `digest` identifies the arithmetic (`digest.py`), and does not cover `extras`.
+    """A validated adapter. `digest` identifies its arithmetic (`digest.py`), and does not cover `extras`.
 
-    has_copies: whether its file also has the base model's own embedding or head, which are not needed any more.
-    is_sorted: whether the tensors in that file are in name order.
+    has_copies: whether the uploaded file also has copies of the base model's embedding or head, which stores do not
+    keep. is_sorted: whether the tensors in the uploaded file are in name order.
     """
 
     config: PeftConfig

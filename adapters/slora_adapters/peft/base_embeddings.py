@@ -2,8 +2,8 @@
 
 PEFT saves both modules with an adapter that targets either of them (`save_embedding_layers="auto"`), trained or not. A
 head such as Phi's or CTRL's has a bias, which is saved too. When PEFT loads the adapter, the copies replace the base
-model's weights. If they differ, the adapter was trained on another base model or with added tokens, and would need its
-own matrix.
+model's weights. A copy that differs means that the adapter was trained on another base model or with added tokens. Such
+an adapter would need its own matrix.
 
 So each copy is compared with the checkpoint, in the dtype in which the copy was saved. An accepted copy is neither part
 of the digest nor stored.
@@ -81,7 +81,8 @@ def _read_base(directory: Path, name: str, expected: tuple[int, ...], shape: Mod
         found |= read_shaped(map_file(file), expected)
     own = _pick(found, name)
     if name == f"{shape.head_path}.weight":
-        # Some heads are saved under an older name. A head that the checkpoint lacks is tied to the embedding.
+        # Some checkpoints save the head under an older name. If the checkpoint has no head, the head is tied to the
+        # embedding.
         embedding = _pick(found, f"{shape.embedding_path}.weight")
         others = [matrix for matrix in found.values() if matrix is not embedding]
         own = own or (others[0] if len(others) == 1 else embedding)

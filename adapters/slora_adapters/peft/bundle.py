@@ -6,11 +6,10 @@ is rewritten in name order, without the weights that PEFT copied into it from th
 blob sequentially gets the tensors in the order in which they are hashed.
 
 The key of a blob is the digest of the arithmetic (`digest.py`), not of the bytes. The reader of a blob
-(`stored_adapter.py`) recomputes that digest from the bytes that it read, and so verifies exactly what it is about to
-serve.
+(`stored_adapter.py`) recomputes that digest from the bytes that it read. So it verifies exactly what will be served.
 
-All blobs of one digest compute the same, so tenants that upload the same weights share one stored blob. Data of one
-tenant (names, chat template, sampling defaults, origin) is kept in the registry, not in the blob.
+All blobs of one digest compute the same results, so tenants that upload the same weights share one stored blob. Data of
+one tenant (names, chat template, sampling defaults, origin) is kept in the registry, not in the blob.
 """
 
 import json
@@ -30,7 +29,7 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
 
     scratch: another directory, for a tensor file that has to be rewritten.
     """
-    # Not sorted: the order of patterns decides which pattern wins.
+    # The JSON is not sorted, because the order of patterns decides which pattern wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
     if adapter.has_copies or not adapter.is_sorted:
         factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]

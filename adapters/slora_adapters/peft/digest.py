@@ -1,11 +1,12 @@
 """The digest of an adapter's weights: SHA-256 over everything that changes the arithmetic, and nothing else.
 
-The hash covers the config's fields as sorted JSON, after `targeting.spell_out`. Pattern tables are lists of pairs,
-because their order decides which pattern wins. Then follows each tensor in name order: a line of JSON `[name, dtype,
-shape]`, then its bytes. Every part has a known length, so two different adapters never hash the same bytes.
+The hash first covers the config's fields as sorted JSON, after `targeting.spell_out`. Pattern tables are lists of
+pairs, because their order decides which pattern wins. Then it covers each tensor in name order: a JSON list of name,
+dtype and shape in one line, and the tensor's bytes. Every part has a known length, so two different adapters never hash
+the same bytes.
 
 The hash does not cover provenance, file names, safetensors metadata or the chat template. Two uploads that differ only
-there have the same digest.
+in these have the same digest.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ class AdapterHash:
     """Computes the digest incrementally. Call it with the tensors in name order: `describe(tensor)`, then the tensor's
     bytes, in pieces of any size.
 
-    Pass several pieces to one `update`. Each call lets other threads run, and each thread switch costs as much as
-    hashing tens of KB.
+    Pass several pieces to one `update`. Each call releases the GIL for other threads, and each thread switch costs as
+    much as hashing tens of KB.
     """
 
     def __init__(self, config: PeftConfig) -> None:

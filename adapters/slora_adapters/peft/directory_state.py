@@ -10,8 +10,8 @@ from slora_adapters.peft.peft_directory import MEMBER_NAMES
 
 __all__ = ["DirectoryState"]
 
-# A file system's timestamps may be as coarse as one second. Two writes within one tick have the same timestamp, so a
-# recently changed file proves nothing.
+# A file system's timestamps may be as coarse as one second. Two writes within one tick have the same timestamp, so an
+# equal timestamp does not prove that a recently written file is unchanged.
 _TICK_NS = 2_000_000_000
 
 # Device, inode, size, mtime, ctime. A program cannot set the ctime back.

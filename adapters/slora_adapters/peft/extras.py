@@ -67,7 +67,7 @@ def _read_text(
 
 
 def _tokenizer_template(value: object, limits: AdapterLimits, reasons: list[Reason]) -> str | None:
-    """transformers saves one template as a string, or several as a list of {name, template}."""
+    """Returns the default chat template of a tokenizer config. The field is a string or a list of {name, template}."""
     if isinstance(value, list):
         named = (item for item in value if isinstance(item, dict))
         value = next((item.get("template") for item in named if item.get("name") == "default"), None)
@@ -88,8 +88,8 @@ def _too_long(what: str, num_bytes: int, limits: AdapterLimits) -> Reason:
 
 
 def _refuse_added_tokens(table: object, limits: AdapterLimits) -> Iterable[Reason]:
-    """Refuses token ids beyond the base model's vocabulary. Ids inside it are not added tokens, because saved
-    tokenizers repeat the base model's special tokens.
+    """Refuses token ids beyond the base model's vocabulary. Ids inside the vocabulary are accepted, because saved
+    tokenizers list the base model's special tokens again.
     """
     if limits.vocab_size is None or not isinstance(table, dict):
         return

@@ -9,7 +9,7 @@ from slora_kernels.layout import ModelShape
 # Index of an adaptable module in `ModelShape.modules`, and in every table with a module axis.
 ModuleId = int
 
-# PEFT writes the form with the prefix and without "default". It also loads names with the adapter's name, "default",
+# PEFT writes names with the prefix and without "default". It also loads names with the adapter's name, "default",
 # before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding are
 # parameters, so their names have no `.weight`.
 _PREFIX = r"(?:base_model\.model\.)?"
@@ -31,9 +31,7 @@ def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, st
 
 
 def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
-    """Returns the base model's parameter if the tensor has the name of a whole embedding or head parameter,
-    else None.
-    """
+    """Returns the name of the base model's embedding or head parameter that a tensor copies; None for other tensors."""
     match = _COPY.fullmatch(tensor_name)
     if match is None:
         return None

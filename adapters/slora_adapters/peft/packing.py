@@ -1,7 +1,7 @@
 """Packs an adapter in the byte order that the kernels read (`slora_kernels.layout`), converted to the served dtype.
 
-The A rows of a linear group are stored one after another, followed by each module's B, transposed. Every row is padded
-with zeros to whole segments. Loading a packed adapter into the page pool only copies pages.
+The A rows of all modules of a site are stored one after another, followed by each module's B, transposed. Every row is
+padded with zeros to whole segments. Loading a packed adapter into the page pool only copies pages.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Packer:
     dtype: "float32", "float16" or "bfloat16".
     scales: float32 [num_modules], 0 for modules that are not adapted.
 
-    Raises ValueError if `shape` is for another element size.
+    Raises ValueError if `dtype` does not have the element size of `shape`.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Matches module names against regular expressions from untrusted configs, in bounded time.
 
-The matcher is Python's own, as in PEFT. A plain pattern has neither repeats nor groups, so its cost is bounded, and it
-is matched here. Other patterns are matched in a process with limits on CPU time and memory.
+The matcher is Python's own, as in PEFT. A plain pattern has neither repeats nor groups, so the cost of matching it is
+bounded, and this process matches it. Other patterns are matched in a separate process with limits on CPU time and
+memory.
 """
 
 import json
@@ -17,10 +18,11 @@ from slora_adapters.errors import Reason
 from slora_adapters.peft import pattern_process
 from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
 
-# Generous, because two seconds of CPU time take long on a busy machine.
+# Generous, because a process may need much longer than its two seconds of CPU time on a busy machine.
 _PATIENCE_S = 120.0
 _PLAIN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
-# Only what Python needs to start: a process that matches untrusted patterns receives no secret.
+# Environment variables that Python needs to start. The process that matches untrusted patterns gets no others, so that
+# it receives no secret.
 _PASSED_ON = ("PYTHONHOME", "LD_LIBRARY_PATH")
 
 
@@ -39,12 +41,12 @@ class PatternField:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no pattern can backtrack much. EVA writes a plain pattern for each module."""
+        """Whether every pattern is plain, so that none backtracks much. EVA writes a plain pattern for each module."""
         return all(map(_PLAIN.match, self.patterns))
 
     @property
     def regexes(self) -> list[str]:
-        """What Python matches, by PEFT's rule."""
+        """The regular expressions that Python matches, built by PEFT's rules."""
         return [pattern if self.is_whole else suffix_regex(pattern) for pattern in self.patterns]
 
 

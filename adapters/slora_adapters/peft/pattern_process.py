@@ -51,7 +51,7 @@ def _answer(patterns: list[str], names: list[str], *, is_whole: bool) -> dict[st
 def main() -> None:
     die_with(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The soft limit sends SIGXCPU, by which the other side recognises it.
+    # The soft limit sends SIGXCPU, which the waiting process recognises.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     for patterns, names, is_whole in json.load(sys.stdin):

@@ -27,7 +27,7 @@ _CONVERT = "save the adapter with save_pretrained(directory, safe_serialization=
 # Pickle protocols 2 to 5, and the zip format in which newer torch stores its pickle.
 _PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-# An adapter that breaks a rule often breaks it in every layer.
+# Reasons reported per rule. An adapter that breaks a rule often breaks it in every layer.
 MAX_REASONS_PER_CODE = 3
 
 
@@ -61,8 +61,8 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
 def assemble_adapter(
     raw_config: bytes, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
 ) -> Adapter:
-    """Builds an adapter from tensors in memory, by the same rules. Raises AdapterInvalid with every reason to refuse
-    it.
+    """Builds an adapter from tensors in memory, by the same rules as `read_adapter`. Raises AdapterInvalid with every
+    reason to refuse it.
     """
     reasons: list[Reason] = []
     config = _parse_config(memoryview(raw_config), reasons)
@@ -100,9 +100,7 @@ def _assemble(
 
 
 def refuse_pickles(names: Iterable[str]) -> list[Reason]:
-    """Returns a reason for each file name that is a pickle, because unpickling executes arbitrary code from
-    the file.
-    """
+    """Returns a reason for each file name that has a pickle suffix, because unpickling executes arbitrary code."""
     return [
         Reason("pickle", f"{name[:120]!r} is a pickle, which is never loaded; {_CONVERT}")
         for name in names
@@ -157,7 +155,7 @@ def _parse_tensors(
 def _looks_pickled(raw: memoryview) -> bool:
     """Returns whether the file begins like the output of torch.save.
 
-    The length field of a valid safetensors header may begin with the same bytes, but then the header fits into the
-    file.
+    A valid safetensors file begins with the length of its header, so it may begin with the same bytes. But then its
+    header fits into the file. The first bytes of a pickle, read as a length, exceed the size of the file.
     """
     return bytes(raw[:4]).startswith(_PICKLE_STARTS) and int.from_bytes(raw[:8], "little") > len(raw)

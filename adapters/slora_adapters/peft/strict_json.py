@@ -1,15 +1,15 @@
 """Parses JSON objects from untrusted files: unique keys, no NaN, no lone surrogates, and a limit on their length.
 
-Python's own reader keeps the last of two equal keys, so two programs could read one file differently. It also accepts
-NaN and lone surrogates, which fail later when the value is written as JSON or UTF-8. This module raises ValueError for
-each of these.
+Python's own reader keeps the last of two equal keys, and other programs may keep the first. It also accepts NaN and
+lone surrogates, which fail later when the value is written as JSON or UTF-8. This module raises ValueError for each of
+these.
 """
 
 import json
 import re
 from typing import NoReturn
 
-# JSON contains a surrogate only as such an escape, alone or in a pair, because UTF-8 cannot encode it.
+# UTF-8 cannot encode a surrogate. So JSON contains one only as such an escape, alone or in a pair.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -1,11 +1,11 @@
 """Finds the modules of a base model that a PEFT config targets, and their ranks and alphas, by PEFT's own rules.
 
-An adapter that targets a module that the base model lacks, or no module at all, is refused. Served, it would silently
+An adapter that targets a module that the base model lacks, or no module at all, is refused. Otherwise it would silently
 answer like the base model.
 
-A config that needs a process to match its patterns (`pattern_matching.py`) is spelled out once, when it is read from
-its directory: its digest, and the store, have the names of the modules that the patterns matched. So a load from the
-store needs no process. Stores of slora 0.1 may have such patterns; a load matches them in a process each time.
+Patterns that need a process (`pattern_matching.py`) are replaced when a config is read from its directory, by the names
+of the modules that they match (`spell_out`). The digest and the store contain these names, so a load from the store
+needs no process. Stores of slora 0.1 may still contain such patterns, and each load matches them in a process.
 """
 
 import re
@@ -84,7 +84,7 @@ def spell_out(
 ) -> tuple[PeftConfig, list[Reason]]:
     """Replaces the fields whose patterns need a process by fields that name modules, with the same meaning.
 
-    targets: the result of `resolve_targets`. Returns the reasons to refuse the new fields, too.
+    targets: the result of `resolve_targets`. Also returns the reasons to refuse the new fields.
     """
     wild = {field.name for field in _list_pattern_fields(config) if not field.is_plain}
     paths = {module_id: shape.modules[module_id].path for module_id in targets}
@@ -114,12 +114,12 @@ def spell_out(
 
 
 def _name_pattern(path: str) -> str:
-    """A key of rank_pattern or alpha_pattern that matches this module only."""
+    """Returns a key of rank_pattern or alpha_pattern that matches only this module."""
     return "^" + re.escape(path)
 
 
 def _list_pattern_fields(config: PeftConfig) -> list[PatternField]:
-    """A string of module names is a regular expression over the whole name."""
+    """Returns the fields with patterns. target_modules and exclude_modules have one if they are a string."""
     strings = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
     tables = {"rank_pattern": config.rank_patterns, "alpha_pattern": config.alpha_patterns}
     return [
@@ -133,7 +133,7 @@ def _list_pattern_fields(config: PeftConfig) -> list[PatternField]:
 
 
 def _target_rule(config: PeftConfig) -> Callable[[str], bool]:
-    """PEFT's rule for target_modules, except for regular expressions."""
+    """Returns PEFT's rule for target_modules. A string other than "all-linear" matches nothing here."""
     targets = config.target_modules
     if targets == ALL_LINEAR:
         return lambda name: True
@@ -159,7 +159,7 @@ def _find_layer(name: str, patterns: tuple[str, ...]) -> int | None:
 
 
 def _suffix_rule(names: Sequence[str] | str) -> Callable[[str], bool]:
-    """PEFT's rule for a list of names, which are dotted suffixes. A string matches nothing here."""
+    """Returns PEFT's rule for a list of names, which are dotted suffixes. A string matches nothing here."""
     wanted: frozenset[str] = frozenset() if isinstance(names, str) else frozenset(names)
     return lambda name: any(suffix in wanted for suffix in _suffixes(name))
 

@@ -1,8 +1,8 @@
 """Matches the targets of a config with tensors, and returns the LoRA pairs or every reason to refuse the adapter.
 
-The checks are stricter than PEFT's. PEFT loads some adapters with only a warning: tensors that the config does not
-name, or modules without tensors. Served, such an adapter would answer fully or partly like the base model without any
-error, so it is refused.
+The checks are stricter than PEFT's. PEFT only warns if an adapter has tensors that the config does not name, or has no
+tensors for some of its modules. Such an adapter would answer fully or partly like the base model without any error, so
+it is refused here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ def validate(
 def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iterable[Reason]:
     """Yields reasons to refuse values: NaN, infinity, and values that overflow in the served dtype.
 
-    Values are checked once per upload. A later load verifies the digest, so its values are the checked ones.
+    Values are checked once per upload. A later load verifies the digest, so it has the values that were checked.
     """
     for tensor in tensors:
         magnitude = largest_magnitude_bits(tensor.values)
