@@ -3,7 +3,7 @@
 A balance starts full, is charged for the CPU time used, and is refilled at a constant rate. While the balance is empty,
 the tenant's further work is refused. Other tenants are not affected.
 
-This module knows no HTTP. It runs on one event loop and needs no lock.
+This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
 
 import math

@@ -4,10 +4,10 @@ A free slot goes to the waiting tenant that has used the least slot time. A tena
 the lowest value among the active tenants, so it cannot save up time while idle. This is the lift rule of VTC (Sheng et
 al., OSDI'24).
 
-One tenant never holds all slots. It gets a second slot only while a reserve stays free for tenants that hold none. A
+One tenant never holds all slots. It gets a further slot only while a reserve stays free for tenants that hold none. A
 reserve of N slots keeps any N tenants from holding all slots.
 
-This module knows no HTTP. It runs on one event loop and needs no lock.
+This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Lists in OpenAI's form, one page at a time: at most `limit` items that follow the item named by `after`.
 
 `first_id` and `last_id` identify the first and the last item of the page. The client sends `last_id` as `after` to get
-the next page, even if that item has been deleted meanwhile. This module knows no HTTP.
+the next page, even if that item has been deleted meanwhile. This module does not depend on HTTP.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ Each bound is checked before the work that it bounds. Bytes and JSON values are 
 before the body is validated, and characters before a text is tokenized. Tokens and log-probabilities are counted before
 the engine sees the request. `docs/limits.md` lists the bounds, and GET /v1/limits shows those of a running server.
 
-This module knows no HTTP.
+This module does not depend on HTTP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,8 +52,8 @@ class JsonBounds:
     """What a JSON body may contain before it is parsed.
 
     values: number of strings, numbers, arrays and objects.
-    members: number of fields of objects, whose names take longer to read. A chat of 2,048 messages with names has
-    6,144.
+    members: number of fields of all objects. Names of fields take longer to read than values. A chat of 2,048 messages
+    with names has 6,144 fields.
     bare_bytes: number of bytes outside strings.
     number_chars: length of one number.
     """

@@ -5,7 +5,7 @@ support is refused unless its value asks for the default behaviour, such as `too
 `slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as leaving the field
 out.
 
-This module knows no adapters, no tokens and no engine.
+This module does not depend on adapters, tokens or the engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,8 @@ Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 # A version number has at most 18 digits, as in references.
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
-# Unsupported fields of the openai package -> the values that are accepted because they ask for nothing. null always is.
+# Unsupported fields of the openai package -> the values that are accepted because they ask for nothing. null is always
+# accepted.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "metadata": ({},),

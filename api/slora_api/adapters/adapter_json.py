@@ -1,4 +1,7 @@
-"""The JSON of adapters, versions and aliases in the API's answers. This module knows no HTTP and no database."""
+"""The JSON of adapters, versions and aliases in the API's answers.
+
+This module does not depend on HTTP or the database.
+"""
 
 from collections.abc import Iterable
 from typing import Any

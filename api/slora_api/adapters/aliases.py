@@ -3,7 +3,7 @@
 A move is one transaction, so a request is served either by the old targets or by the new ones. A request that has
 already started keeps its version. If the moved alias is pinned, the pin moves with it.
 
-This module knows no HTTP. Its dictionaries are the JSON of the API.
+This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
 import asyncio

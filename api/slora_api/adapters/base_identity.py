@@ -2,7 +2,8 @@
 
 - verified: the client sent the fingerprint of the adapter's base model, and it equals the served model's.
 - name-matched: the adapter's config names a base model with the same name as the served model.
-- unverified: neither is known. The shapes fit, but they also fit every fine-tune of the same base model.
+- unverified: neither the fingerprint nor the name shows the base model. The shapes fit, but they also fit every
+fine-tune of the same base model.
 """
 
 import asyncio

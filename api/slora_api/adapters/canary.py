@@ -3,12 +3,12 @@
 The canary sends the engine one request with the adapter and one without, over the same short prompt. It compares the
 log-probabilities of the prompt's tokens and of the most probable tokens at each position. Both requests belong to an
 internal tenant that is never charged. They are scheduled like other requests, so a busy server delays an upload. An
-upload costs other tenants about twenty tokens.
+upload costs the engine about twenty tokens of compute.
 
 The prompt is made of token ids rather than of text, because a vocabulary need not contain any given text.
 
-On GPUs the rounding depends on the batch, so two runs of the base model may differ in the last digits. An adapter whose
-effect is smaller than this difference may then pass. Inspection has already refused adapters whose factors are zero.
+On GPUs the rounding depends on the batch, so even two runs of the base model may differ in the last digits. An adapter
+without a real effect may therefore pass on a GPU. Inspection has already refused adapters whose factors are zero.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Follows the registry's feed of changes and tells this process's engine about the changes that concern it.
 
 Any process that shares the registry can change adapters. This task reads the feed five times a second, which also
-invalidates the registry's cache. The engine removes versions that no name has any more, and receives the pins again
-when a pin has moved. If the feed cannot tell which changes were missed, every version that the engine may hold is
-looked up.
+invalidates the registry's cache. The engine removes versions that no name has any more. When a pin has moved, the
+engine receives all pins again. If the feed cannot tell which changes were missed, every version that the engine may
+hold is looked up.
 
 While the registry does not answer, requests are served with the cached entries. The feed delivers the missed changes
 afterwards.

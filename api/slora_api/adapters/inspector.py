@@ -26,7 +26,8 @@ __all__ = ["InspectionBounds", "Inspector"]
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# A config of 1 MiB and two texts of 256 KiB. JSON may need six bytes for each byte of these.
+# The largest valid answer has a config of 1 MiB and two texts of 256 KiB. JSON may need six bytes for each of their
+# bytes.
 _MAX_ANSWER_BYTES = 16 << 20
 # Two are reserved for tenants that hold none, so that two tenants never hold all inspectors.
 _NUM_INSPECTORS, _NUM_RESERVED = 4, 2

@@ -4,7 +4,7 @@ The operator names one root directory. Paths are resolved below it, and symbolic
 no link leads out of it. Each file is opened once and copied into the quarantine, and is then inspected like an upload.
 Later changes below the root have no effect on the adapter.
 
-This module knows no HTTP and does not interpret the files.
+This module does not depend on HTTP and does not interpret the files.
 """
 
 import asyncio

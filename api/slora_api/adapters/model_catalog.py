@@ -1,12 +1,12 @@
-"""The models of each tenant by name (the base model and the tenant's adapters), and how adapters are deleted.
-`publisher.py` adds them.
+"""Finds, lists and deletes the models of each tenant: the base model and the tenant's adapters. `publisher.py` adds
+adapters.
 
 A request looks its model up in the registry once. A new version is therefore used by the next request, a deleted
 version is refused, and a request that has started keeps its version. A name of another tenant gives the same error as a
 name that does not exist. Lookups of some ten microseconds run on the event loop. Lookups over the network, and
 everything that writes or reads weights, run on a thread.
 
-This module knows no HTTP. Its dictionaries are the JSON of the API.
+This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 
 class ModelCatalog:
-    """The models of all tenants. Each call sees only one tenant's."""
+    """The models of all tenants. Each call sees only the models of one tenant."""
 
     def __init__(
         self, base: BaseModelInfo, adapters: Catalog, client: EngineClient, pinning: Pinning
@@ -65,7 +65,7 @@ class ModelCatalog:
 
         user: if an alias splits requests between versions, the same user always gets the same version. None chooses at
         random.
-        is_stale: drop the cached entry first, because the store does not have the version that it gave.
+        is_stale: drop the cached entry first, because the store does not have the version that the entry names.
 
         Raises ModelNotFound, and StoreUnavailable for a name that is not cached while the registry does not answer.
         """
@@ -82,7 +82,7 @@ class ModelCatalog:
         try:
             own = read_generation_defaults(extras.generation_config)
         except ValueError as error:
-            # An earlier release with fewer checks accepted it.
+            # An earlier release, which made fewer checks, accepted this generation config.
             raise BadRequest(
                 f"The generation_config.json of `{record.label}` is refused: {error}. Upload the adapter again without "
                 "that value.",
@@ -95,7 +95,8 @@ class ModelCatalog:
     def list_models(self, key: KeyRecord, limit: int | None = None, after: str | None = None) -> Json:
         """Lists the base model and the tenant's names and aliases in OpenAI's form. Single versions are not listed.
 
-        limit: items per page; None lists all. after: the last model of the page before; BadRequest if it cannot be one.
+        limit: items per page; None lists all. after: the last model of the page before; raises BadRequest if no model
+        can have that name.
         """
         models = [self._base_model()] if after is None else []
         behind = None if after in (None, self._base.name) else _name_and_alias(after)

@@ -8,9 +8,10 @@ A pin belongs to an alias; a bare name means its alias `latest`. All versions th
 including both sides of a split. After a push, move or rollback, the pin applies to the new targets. A version that no
 pinned alias points at can be evicted again. A single version cannot be pinned; create an alias for it.
 
-Pins may use at most half of the pool, and those of one tenant at most its max_pool_share. Both bounds are checked when
-a pin is made. The second one is also checked when max_pool_share is lowered. Moving a pinned alias to larger weights is
-not refused. The engine then keeps to the bounds: it loads versions beyond them on request, like any other adapter.
+All pins together may use at most half of the pool, and the pins of one tenant at most its max_pool_share. Both bounds
+are checked when a pin is made. The second one is also checked when max_pool_share is lowered. Moving a pinned alias to
+larger weights is not refused. The engine then enforces the bounds: a version that would exceed them is not pinned, but
+loaded on request like any other adapter.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ class Pinning:
         return changed
 
     def refresh(self) -> None:
-        """Schedules sending the pins again: they have changed, or a new engine has connected."""
+        """Requests that the pins are sent again, because they have changed or a new engine has connected."""
         self._is_stale.set()
 
     async def run(self) -> None:

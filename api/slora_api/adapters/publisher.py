@@ -1,7 +1,8 @@
 """Publishes an upload: inspect it, store its blob, try it out on the engine, and commit the version.
 
-The route has staged the files in the quarantine before. `Publisher.publish` is the rest of the flow, from top to
-bottom. The table says what is durable after each step, and what a crash leaves. A step that fails cleans up at once.
+The route has staged the files in the quarantine before that. `Publisher.publish` does the rest, in the order of the
+table. The table shows what is durable after each step, and what a crash leaves behind. A step that fails cleans up at
+once.
 
 | step      | durable afterwards        | a crash leaves                   | cleaned up by                       |
 |-----------|---------------------------|----------------------------------|-------------------------------------|
@@ -51,7 +52,7 @@ __all__ = ["Publisher"]
 
 _log = logging.getLogger(__name__)
 
-# As many as uploads that are inspected at once. asyncio has at least five default threads.
+# Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.
 _MAX_WRITERS = 4
 
 Json = dict[str, Any]
@@ -99,7 +100,7 @@ class Publisher:
         """
         self._check_name(upload.name)
         if not self._client.ready:
-            # Checked before the work, too: without an engine no adapter can be tried out.
+            # Checked before the work, because without an engine no adapter can be tried out.
             raise EngineUnavailable(
                 "the engine is starting and cannot try the adapter yet; upload it again shortly"
             )
@@ -158,7 +159,7 @@ class Publisher:
         registry = self._adapters.registry
         newest = await asyncio.to_thread(registry.newest, tenant, name)
         is_new = newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras)
-        # Read before the store, because other uploads of the tenant must not change it. See `_try_out`.
+        # Read before anything is stored: `_try_out` must know whether the tenant had these weights before.
         usage = await asyncio.to_thread(registry.storage_usage, tenant, adapter.digest)
 
         def check_quota(usage: StorageUsage) -> None:

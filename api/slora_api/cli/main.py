@@ -62,7 +62,7 @@ from an empty server to an answer:
 
 
 class _Commands:
-    """Adds subcommands to one parser. Each stores the name of its handler."""
+    """Adds subcommands to one parser. Each subcommand stores the name of its handler."""
 
     def __init__(self, parser: argparse.ArgumentParser, prefix: str = "") -> None:
         self._actions = parser.add_subparsers(metavar="COMMAND", required=True)

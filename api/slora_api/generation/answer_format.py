@@ -1,7 +1,7 @@
 """Formats completions as the JSON of the two completion APIs, whole or chunk by chunk.
 
 `CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
-and model; `model` is the name that the client sent. This module knows no engine and no HTTP.
+and model; `model` is the name that the client sent. This module does not depend on the engine or on HTTP.
 """
 
 import time
@@ -21,7 +21,7 @@ from slora_api.generation.json_slices import LongList
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
 
 Json = dict[str, Any]
-# Makes a list of items that are produced by a function: at once, or while the JSON is written (`LongList`).
+# Makes a list from a function that yields the items: at once, or only while the JSON is written (`LongList`).
 _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
 
@@ -96,9 +96,9 @@ class _Envelope:
 class LogprobsFormat:
     """Formats the log-probabilities of tokens in OpenAI's two forms, and those of prompt tokens in vLLM's form.
 
-    num_top: most probable tokens that are listed for each token of the answer and of an echo. None: the client asked
-        for no log-probabilities.
-    num_prompt_top: the same for each token of the prompt, the value of `prompt_logprobs`.
+    num_top: how many of the most probable tokens to list for each token of the answer and of an echo. None: the client
+        asked for no log-probabilities.
+    num_prompt_top: the same for each token of the prompt; the value of the field `prompt_logprobs`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LogprobsFormat:
     def columns(
         self, tokens: Sequence[AlignedToken], make_list: _Lister, first_offset: int = 0
     ) -> Json | None:
-        """The form of completions. first_offset: character position at which the first token starts."""
+        """The field `logprobs` of /v1/completions. first_offset: character position at which the first token starts."""
         if self._num_top is None:
             return None
         widths = [token.width for token in tokens]
@@ -126,14 +126,14 @@ class LogprobsFormat:
         }
 
     def content(self, tokens: Sequence[AlignedToken], make_list: _Lister) -> Json | None:
-        """The form of chats."""
+        """The field `logprobs` of /v1/chat/completions."""
         if self._num_top is None:
             return None
         return {"content": make_list(lambda: map(self._content_token, tokens)), "refusal": None}
 
     def prompt(self, completion: Completion) -> Json:
-        """The field `prompt_logprobs`: for each token of the prompt an object of tokens by id. Empty if the client did
-        not ask for it.
+        """The field `prompt_logprobs`: for each token of the prompt an object that maps token ids to logprobs. Empty if
+        the client did not ask for the field.
         """
         if self._num_prompt_top is None or completion.prompt_logprobs is None:
             return {}
@@ -141,7 +141,7 @@ class LogprobsFormat:
         return {"prompt_logprobs": LongList(lambda: map(self._prompt_token, *tokens))}
 
     def _top(self, token: AlignedToken) -> dict[str, float] | None:
-        """The most probable tokens, and always the token itself, even if it is not among them."""
+        """The most probable tokens, and the token itself even if it is not one of them."""
         if token.logprobs is None:
             return None
         top = {self._text(other): logprob for other, logprob in token.logprobs.top[: self._num_top]}

@@ -4,7 +4,8 @@ The base model's template renders short conversations in this process: the opera
 another process would take longer. All other rendering happens in processes that tenants share in fair order:
 
 - One request may use `RENDER_CPU_S` of CPU time. A generous limit of wall-clock time ends a stalled process.
-- Each tenant has a budget of CPU time. A tenant that has used it up is answered 429. Slow templates are not remembered.
+- Each tenant has a budget of CPU time. A tenant that has used it up is answered 429. The budget is kept per tenant, not
+per template.
 - Cancelling a request removes it from the queue or kills the process that renders it.
 - A process that dies or stalls is replaced. If starts fail, the pause before the next one grows.
 """
@@ -27,7 +28,8 @@ __all__ = ["RENDER_CPU_S", "ChatTemplates"]
 
 _log = logging.getLogger(__name__)
 
-# Common templates take well below a millisecond, the longest known one a few, and thousands of messages some tens.
+# CPU seconds of one request. Common templates take well below a millisecond, and the longest known one takes a few.
+# Thousands of messages take some tens of milliseconds.
 RENDER_CPU_S = 2.0
 # A tenant whose templates take one millisecond can render 250 conversations per second indefinitely.
 _BURST_CPU_S, _REFILL = 10.0, 0.25
@@ -91,7 +93,7 @@ class ChatTemplates:
         return answer.text
 
     async def check(self, tenant: str, template: str) -> list[Reason]:
-        """Returns a reason if the template cannot be compiled. It is not tried on messages.
+        """Returns a reason if the template cannot be compiled. The template is not tried on messages.
 
         Raises TenantBusy or ServerBusy.
         """

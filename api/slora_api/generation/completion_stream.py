@@ -1,9 +1,9 @@
 """Streams the answers to the prompts of a request as the engine's tokens arrive.
 
 Each prompt has one stream, and the streams of a request are merged into one. Closing a stream early, or cancelling a
-task that waits for it, aborts its request in the engine.
+task that waits for the stream, aborts its request in the engine.
 
-This module knows no HTTP and no JSON.
+This module does not depend on HTTP or JSON.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from slora.text.answer import Answer, CompletionDelta, stream_answer
 
 __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
 
-# Deltas per stream that may wait for a slow reader. Beyond this, no further delta is taken from the engine.
+# Deltas per stream that may wait for a slow reader. While this many wait, no further delta is taken from the engine.
 _QUEUE_DELTAS = 16
 # Most tokens with log-probabilities in one delta. Writing 64 with the 20 most probable tokens of each takes 3 ms, and
 # looking up the texts of those tokens 4 ms.

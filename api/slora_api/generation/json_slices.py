@@ -1,6 +1,6 @@
 """Writes JSON in slices, so that an answer of several megabytes does not block the event loop.
 
-This module knows no HTTP.
+This module does not depend on HTTP.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ moves the average by a sixteenth. N taken permits are expected back evenly over 
 20 s on average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too
 short. The client then retries too soon and is refused again.
 
-This module knows no HTTP. It runs on one event loop and needs no lock.
+This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
 
 import math
@@ -24,9 +24,9 @@ from slora_api.fair_slots import reserved_slots
 
 __all__ = ["PermitPool"]
 
-# Weight in the average of one permit that is given back.
+# Weight of one returned permit in the average of the holding times.
 _AVERAGE_STEP = 1 / 16
-# The openai client does not retry at all if it is told to wait longer.
+# The openai client does not retry at all if it is told to wait longer than this.
 _LONGEST_WAIT_S = 120
 
 
@@ -50,7 +50,7 @@ class PermitPool:
     ) -> None:
         self.num_permits = num_permits
         self.max_per_tenant = max_per_tenant
-        # At least two: one for the second tenant, and one that the second tenant must leave.
+        # At least two: one that the second tenant may take, and one that it must leave free for a third.
         self.num_reserved = max(2, reserved_slots(num_permits)) if num_permits > 2 else 0
         self.num_taken = 0
         self._what = what

@@ -1,6 +1,6 @@
 """Repeats prompts before their answers, for the field `echo`.
 
-This module knows no HTTP and no JSON.
+This module does not depend on HTTP or JSON.
 """
 
 import asyncio
@@ -55,7 +55,9 @@ async def stream_with_echoes(
     answers: Sequence[Answer],
     tokenizer: Tokenizer,
 ) -> AsyncGenerator[CompletionDelta, None]:
-    """Adds the text of its prompt before each choice. `texts` and `answers` have one entry for each prompt."""
+    """Precedes the text of each choice with the text of the prompt that the choice answers. `texts` and `answers` have
+    one entry for each prompt.
+    """
     echoes: dict[int, PromptEcho] = {}
     echoed: set[tuple[int, int]] = set()
     async with aclosing(deltas):

@@ -16,7 +16,7 @@ __all__ = ["PromptEncoder"]
 
 # Tokenizing 8,000 characters takes one to three milliseconds.
 _INLINE_CHARS = 8_000
-# Decoding this many ids takes about as long.
+# Decoding this many ids also takes one to three milliseconds.
 _INLINE_TOKENS = 2_000
 # Characters of one call of the tokenizer: 10 to 30 ms.
 _SLICE_CHARS = 1 << 16

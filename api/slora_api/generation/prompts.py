@@ -178,7 +178,7 @@ class PromptMaker:
         return Prompt(token_ids, self._sampling(body, max_tokens, logprobs, body.prompt_logprobs))
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
-        """Makes all checks that need no token ids."""
+        """Makes all checks that need no token ids. Returns the sampling parameters, without max_tokens."""
         check_terms(self.terms.priority, self.terms.deadline_s, self.info)
         draft = self._sampling(body, None, logprobs, body.prompt_logprobs)
         self.limiter.check_generation(self.terms.tenant, num_prompts, draft.width, draft.width_param)

@@ -11,9 +11,10 @@ __all__ = ["Readiness"]
 class Readiness:
     """The current reasons, by name.
 
-    stalls: child process -> a sentence for the client, for each that makes no progress. New requests are refused then.
-    unfinished: part of the start -> a sentence, for each that is not finished, such as the demo's adapters. Requests
-    are accepted meanwhile.
+    stalls: child process -> a sentence for the client, for each child that makes no progress. New requests are refused
+    meanwhile.
+    unfinished: part of the start -> a sentence, for each part that is not finished, such as the demo's adapters.
+    Requests are accepted meanwhile.
     """
 
     stalls: dict[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ of CPU time, and the process has a limit of memory. The signal of the CPU limit 
 computation in C. CPU time, unlike wall-clock time, does not depend on the load of the machine.
 
 Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends when its stdin
-is closed. It knows no tokenizer, no adapter and no tenant.
+is closed. It does not depend on tokenizers, adapters or tenants.
 """
 
 import json

@@ -68,8 +68,8 @@ class TemplateRenderer:
         return self._process.returncode is None
 
     async def ask(self, request: bytes, timeout_s: float) -> tuple[RenderedText, float]:
-        """Returns the answer to a packed request and the CPU seconds used for it. The first value includes the
-        process's start.
+        """Returns the answer to a packed request and the CPU seconds used for it. For the first request, these include
+        the start of the process.
 
         Ends the process on any error, and when the caller is cancelled. Raises RendererDied or RendererStalled.
         """
@@ -93,7 +93,7 @@ class TemplateRenderer:
         except (OSError, asyncio.IncompleteReadError):
             raise RendererDied(await self._process.wait()) from None
         finally:
-            # Needed after a cancellation, too: the next request must not read this answer.
+            # Also after a cancellation, because the next request must not read this answer.
             if not answered:
                 await self.close()
         return RenderedText.unpack(content)

@@ -14,10 +14,10 @@ from slora_api.request_bounds import JsonBounds
 
 __all__ = ["JsonStructure"]
 
-# The pattern also matches a string that the end of the bytes cuts off. Otherwise each quote in it would be tried as a
-# start.
+# The pattern also matches a string that the end of the bytes cuts off. Otherwise the pattern would be tried again from
+# each quote in that string.
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
-# Bytes that are searched for the name of the largest field: 1 ms.
+# The first bytes of a body, which are searched for the name of the largest field. The search takes 1 ms.
 _NAMING_BYTES = 1 << 14
 _SHOWN_BYTES = 128
 

@@ -34,7 +34,7 @@ __all__ = ["BodyLimitMiddleware", "BodyLimits"]
 
 # Mobile connections are interrupted for several seconds when the phone changes cells.
 _GRACE_S = 20.0
-# Number of bodies of the largest size that fit into the memory for bodies.
+# The memory for bodies holds this many bodies of the largest size.
 _MAX_BODIES = 64
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
@@ -81,7 +81,7 @@ class BodyLimits:
 
 
 class _BodyReader:
-    """Receives the body of one request. refusal: the error that ended it, if one did."""
+    """Receives the body of one request. refusal: the error that ended the body early, if any."""
 
     def __init__(self, receive: Receive, scope: Scope, limits: BodyLimits, memory: PermitPool) -> None:
         self._receive = receive

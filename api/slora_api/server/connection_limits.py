@@ -12,13 +12,13 @@ class ConnectionLimits:
     """The limits of one server.
 
     max_connections: the most open connections.
-    max_per_address: the most of one client address; None keeps a quarter for other addresses.
+    max_per_address: the most open connections of one client address. None: three quarters of max_connections.
     idle_s: how long a connection may stay open without a request. Load balancers commonly keep idle connections for 60
-    s. The longer limit here lets them close the connection first.
+    s. The default is longer, so that they close the connection first.
     head_s: limit from the first byte of a request to the end of its headers, which have at most 16 KiB.
-    write_grace_s, min_read_bytes_per_s: the `MinRateTimeout` of a client that reads its answer. It runs only while
-    more than 64 KiB wait for the client or the answer is complete. 16 KiB/s is slower than any link that can carry a
-    stream.
+    write_grace_s, min_read_bytes_per_s: how slowly a client may read its answer (see `MinRateTimeout`). Time counts
+    only while more than 64 KiB wait to be sent, or while the rest of a complete answer is sent. The default rate, 16
+    KiB/s, is slower than any link that can carry a stream.
     sweep_s: how often these limits are checked.
     """
 

@@ -2,14 +2,14 @@
 
 A connection without a request uses a descriptor and serves no client, so it is closed first. A connection is idle until
 the whole head of a request has arrived. It is idle again when the answer is complete, or when the rest of the body is
-only dropped. A client without an API key cannot keep a connection busy by this rule, so it cannot keep other clients
+only dropped. By this rule, a client without an API key cannot keep a connection busy, so it cannot keep other clients
 out.
 
 If the server is full when a new connection arrives, a batch of idle connections is closed. They are chosen from the
 address with the most connections, the longest idle first. An address at its own limit replaces only its own idle
 connections. If no connection is idle, the new one is refused.
 
-This module knows neither sockets nor HTTP. It runs on one event loop and needs no lock.
+This module does not depend on sockets or HTTP. It runs on one event loop and needs no lock.
 """
 
 import ipaddress
@@ -24,7 +24,8 @@ __all__ = ["Connection", "Connections"]
 
 _log = get_rate_limited_logger(__name__)
 
-# One in this many connections is closed per batch, because each search looks at all of them: 5 ms for 4,096.
+# A batch closes one in this many connections. It closes several at once, because the search for idle ones looks at all
+# connections: 5 ms for 4,096.
 _BATCHES = 64
 # Home networks have a /64 of IPv6, so its addresses count as one client.
 _IPV6_PREFIX = 64

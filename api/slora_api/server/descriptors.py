@@ -21,7 +21,7 @@ def raise_descriptor_limit() -> int:
 
 
 def fit_connections(max_connections: int, num_descriptors: int) -> int:
-    """Returns the number of connections for which there are descriptors, at most `max_connections`."""
+    """Returns how many connections the descriptors allow, at most `max_connections`."""
     allowed = num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)
     if max_connections > allowed:
         _log.warning(

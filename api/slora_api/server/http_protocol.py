@@ -2,7 +2,7 @@
 
 uvicorn limits only the pause between two requests. This protocol also ends a connection in these cases:
 
-- It has no request `idle_s` after it was opened. It is closed without an answer.
+- It has had no request for `idle_s` after it was opened. It is closed without an answer.
 - Its request head is not complete `head_s` after its first byte (408).
 - Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.

@@ -8,7 +8,7 @@ class MinRateTimeout:
 
     It starts at `grace_s`. Waiting for the peer uses it up. Each byte that moves gives back 1 / `bytes_per_s` seconds,
     but `left_s` never exceeds `grace_s`. This gives three bounds. A peer that stops is disconnected after `grace_s`. A
-    peer slower than `bytes_per_s` is disconnected a little later. N bytes never take more than `grace_s + N /
+    peer that is slower than `bytes_per_s` is disconnected somewhat later. N bytes never take more than `grace_s + N /
     bytes_per_s` seconds of waiting.
 
     Example with 20 s and 128 KiB/s: 512 MiB may take 20 + 4096 s. A client that sends 64 KiB/s is disconnected after 40
@@ -27,5 +27,5 @@ class MinRateTimeout:
         self.left_s = min(self._grace_s, self.left_s - waited_s + num_bytes / self._bytes_per_s)
 
     def credit(self, seconds: float) -> None:
-        """Gives back the time in which the server did not wait for the peer."""
+        """Gives back `seconds`, in which the server did not wait for the peer."""
         self.left_s = min(self._grace_s, self.left_s + seconds)

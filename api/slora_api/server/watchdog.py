@@ -28,8 +28,8 @@ class Watchdog:
     """Judges one child.
 
     restart_after_s: how long a stall may last.
-    waits_for_others: whether the child's work may wait for a store. A pause in its work is then no stall at once, but a
-    missing heartbeat is.
+    waits_for_others: whether the child's work may wait for a store. If so, the child counts as stalled after
+    STALLED_AFTER_S without a heartbeat, but without progress only after restart_after_s.
     silent_s: seconds since the last heartbeat.
     stuck_s: seconds since the child last made progress.
     incomplete_s: seconds since the child last completed a unit of work or had none.

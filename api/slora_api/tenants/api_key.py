@@ -7,7 +7,7 @@ A secret of this length needs no slow hash; argon2 would take 254 ms per request
 HMAC-SHA256 under a pepper. The pepper is a file outside the database, so a guess cannot be verified with a stolen
 database alone.
 
-This module knows no tenant and no database.
+This module does not depend on tenants or the database.
 """
 
 import hmac

@@ -9,7 +9,8 @@ A revocation also takes effect when the database cannot be written, for example 
 journal that needs no free space and that every process of the host reads at each request. It stays there until the
 database has it.
 
-Methods block on the disk, so those that write must not be called on the event loop. This module knows no HTTP.
+Methods block on the disk, so those that write must not be called on the event loop. This module does not depend on
+HTTP.
 """
 
 import logging
