@@ -99,8 +99,8 @@ class _Model:
         self.name = settings.engine.model_name or self.directory.resolve().name
         if self.name == DEFAULT_MODEL:
             raise ConfigError(
-                f"the base model is named {DEFAULT_MODEL!r}, which is reserved for the adapter of a "
-                "key; give another --model-name"
+                f"the base model is named {DEFAULT_MODEL!r}, but that name selects the default adapter of the "
+                "request's API key; set another --model-name"
             )
         self.tokenizer = Tokenizer.from_directory(self.directory)
         self.limits = AdapterLimits(
