@@ -1,4 +1,4 @@
-"""The maximum and argmax of each row of logits in plain torch, for devices without a kernel of ours."""
+"""The maximum and argmax of each row of logits in plain torch, for implementations without an argmax kernel."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ _BLOCK = 256
 def find_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Kernels.argmax`.
 
-    On a CPU, it first finds the block with the maximum, which takes a fifth of the time of a max over the whole row.
+    On a CPU, it first finds the block with the maximum and then the argmax in that block. This takes a fifth of the
+    time of `max` over the whole row.
     """
     logits = logits.float()
     whole = logits.shape[1] // _BLOCK * _BLOCK

@@ -19,7 +19,7 @@ from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 class KVGeometry:
     """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `element_dtype`.
 
-    In FP8, the scales follow from byte `layout.scales_start` on, one for each vector of head_dim elements.
+    In FP8, the scales begin at byte `layout.scales_start`, one for each vector of head_dim elements.
 
     dtype: the model's dtype.
     """
@@ -83,9 +83,9 @@ class LoraTiles:
     tiles: int32 [num_tiles, 3], (slot, first token, number of tokens). A token is in at most one tile. A tile may be
     empty. Tiles of decode rows come first, tiles of prefill chunks follow.
     weights: float32 [num_tiles], a factor that multiplies the adapter's scale.
-    max_group_rank: greatest total rank of a linear group among the slots in use. It is a host number and sizes the
-    shrunk.
-    max_tokens: upper bound of the tokens in a tile. It is a host number and selects the kernels' block sizes.
+    max_group_rank: greatest total rank of a linear group among the slots in use. This host number decides how many
+    columns the shrink output has.
+    max_tokens: upper bound of the tokens in a tile. This host number selects the kernels' block sizes.
     num_decodes: number of tiles of decode rows. A decode row is the only token of its sequence in this step, or a row
     that the output head samples from. num_decodes is 0 if the implementation tiles decode rows together with all
     other tokens.
@@ -117,9 +117,10 @@ class AttentionBatch:
     query_starts: int32 [B+1].
     context_lens: int32 [B], number of KV tokens visible to the last token of the sequence's chunk. It includes the
     tokens of this step.
-    block_tables: int32 [B, max_blocks], page ids. Entries past a sequence's context are valid ids, but their pages may
-    belong to other sequences. The same holds for entries of blocks outside the window of every token of the chunk.
-    positions: int64 [T], position of each token in its sequence, or the row of the rotary table that represents it.
+    block_tables: int32 [B, max_blocks], page ids. All entries are valid ids. An entry past the sequence's context, or
+    outside the window of every token of the chunk, may name a page of another sequence.
+    positions: int64 [T], the token's row in the rotary table. It is the token's position in its sequence, plus an
+    offset if the sequence uses the long factors of longrope.
     kv_slots: int64 [T], page_id * block_tokens + offset, where the token's K and V are written. A padding row of a
     captured step has slot -1, so nothing is written, and context length 0. Its outputs are undefined. Only the Triton
     kernels accept padding rows.
@@ -176,7 +177,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """A batch, together with what an implementation computed for it once for all layers (`prepare_attention`).
+    """A batch and the `plan` that `prepare_attention` computed for it, once for all layers.
 
     plan: private to the implementation that created it.
     """
@@ -187,7 +188,10 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Tiles and the tables that they index, with an implementation's `plan` for all sites (`prepare_lora`)."""
+    """Tiles, adapter tables, and the `plan` that `prepare_lora` computed from them, once for all sites.
+
+    plan: private to the implementation that created it.
+    """
 
     tiles: LoraTiles
     tables: AdapterTables

@@ -1,6 +1,6 @@
 """Chooses the implementation of the kernels at start.
 
-Each implementation is imported by name when it is chosen, so a machine without triton or numba never imports them.
+Only the chosen implementation is imported, so triton and numba need not be installed on every machine.
 """
 
 import importlib

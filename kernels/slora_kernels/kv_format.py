@@ -13,9 +13,9 @@ class KVFormat(StrEnum):
     token and head has one scale, and its V has another. A scale is the largest magnitude divided by 448, rounded up.
     Nothing is clipped or calibrated, and the stored elements depend on this token alone.
 
-    If K or V of one token and head is not finite, K is written as NaN (in FP8, its scale is) and V as 0. Attention then
-    gives NaN to every query that sees the token, and to no other. A query that does not see a token weighs its V by 0,
-    and 0 times NaN is NaN.
+    If K or V of one token and head is not finite, K is written as NaN (in FP8, the scale of K) and V as 0. Attention
+    then gives NaN to every query that sees the token, and to no other query. V is not written as NaN, because queries
+    that do not see the token multiply V by a weight of 0, and 0 times NaN is NaN.
     """
 
     MODEL = "auto"

@@ -7,16 +7,16 @@ The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page holds o
 - A part of a packed adapter. A packed adapter is one long byte string, cut at page boundaries. A cut may fall inside a
   layer.
 
-KV blocks and adapters are both addressed through tables of page ids. `ModelShape` lists the linears of a layer and the
-groups of linears that read the same input, so any decoder can be described.
+Tables of page ids say where KV blocks and adapters lie. `ModelShape` describes any decoder by the linears of a layer
+and the groups of linears that read the same input.
 
 A packed adapter is layer-major. For each layer and each group, it first holds the rows of A of all modules of the
-group. One shrink thus serves the whole group. The transposed rows of B follow, module by module. The input embedding
+group, so that one shrink serves the whole group. The rows of transposed B follow, module by module. The input embedding
 and the output head come last, as two groups of one module each.
 
 Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never
-crosses a page boundary. A kernel therefore looks up one page id per segment for any rank. Nothing is padded to a
-maximum rank.
+crosses a page boundary. A kernel looks up one page id per segment, whatever the rank. Nothing is padded to a maximum
+rank.
 
 Worked example: Llama-3.1-8B (32 layers) in bf16 with blocks of 16 tokens. K and V of a block take 2 * 8 * 16 * 128 * 2
 bytes = 64 KiB per layer. A page is 2 MiB. A rank-16 adapter on all seven linears is 80 MiB, or 40 pages: as much as the
@@ -91,8 +91,8 @@ class LinearShape:
 class LoraSite:
     """A group of modules that read the same input. One shrink and one expand serve all of them.
 
-    group: the site's row in tables that have a group axis.
-    first_module: the row of its first module in tables that have a module axis. Its other modules follow.
+    group: index of the site in `AdapterLayout.groups`.
+    first_module: index of the site's first module in `AdapterLayout.modules`. The other modules follow.
     widths: number of output columns of each module.
     """
 
@@ -104,15 +104,14 @@ class LoraSite:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that decide the layout of pages and adapters. They are those of this rank's shard.
+    """The sizes of a decoder that decide the layout of pages and adapters.
 
     linears: the linears of one layer, in the order that all tables use.
     groups: for each group, the indexes of consecutive linears that read the same input.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
 
-    A module is one linear of one layer. Modules are numbered layer by layer; the embedding and the head come last. A
-    site is one group of one layer. Sites are numbered in the same way, and the embedding and the head are sites of
-    their own.
+    A module is one linear of one layer, or the embedding, or the head. A site is one group of one layer, or the
+    embedding, or the head. Both are numbered layer by layer. The embedding and the head come last.
     """
 
     num_layers: int
@@ -140,8 +139,8 @@ class ModelShape:
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
 
     def __hash__(self) -> int:
-        # Only a few sizes are hashed. The cached tables of a shape are looked up for each tensor of an adapter. Hashing
-        # all linears each time took most of the time of reading an adapter's header.
+        # Every tensor of an adapter looks up cached tables by the shape. Hashing all linears at each look-up took most
+        # of the time of reading an adapter's header, so only a few sizes are hashed.
         return hash((self.num_layers, self.hidden_size, self.vocab_size, self.layers_path))
 
     @staticmethod
@@ -290,7 +289,7 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LoraTargets:
-    """Which parts of the model one adapter adapts, or all adapters of a step together.
+    """Which parts of the model are adapted, by one adapter or by all adapters of a step together.
 
     max_group_rank: greatest total rank of a site.
     embedding, head: whether the input embedding or the output head is adapted.

@@ -1,7 +1,7 @@
-"""LoRA as torch matmuls, tile by tile: rows are gathered from the pages, then each module is two matmuls.
+"""LoRA as torch matmuls, one tile at a time: one matmul shrinks a site, and one matmul per module expands it.
 
-This is fastest for long tiles, where the matmuls cost far more than the copies and calls. The intermediate result is
-rounded to the model's dtype.
+The rows of A and B are first gathered from the pages. This is fastest for long tiles, where the matmuls cost far more
+than the copies and calls. The shrink output is rounded to the model's dtype.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 @dataclass(frozen=True, slots=True)
 class HostLoraTile:
-    """One LoRA tile in host numbers. groups[site] and modules[module] are laid out as in `AdapterTables`."""
+    """One LoRA tile and the rows of its slot in `AdapterTables`, as Python numbers."""
 
     first: int
     tokens: int
@@ -61,9 +61,9 @@ def read_rows(
 
 
 def shrink_tiles(x: Tensor, shrunk: Tensor, pages: Tensor, tiles: list[HostLoraTile], site: LoraSite) -> None:
-    """shrunk [T, max_group_rank] = x [T, in] times A, for the rows and columns of each tile.
+    """shrunk [T, max_group_rank] = x [T, in] times A of each tile's adapter.
 
-    The rest stays unwritten.
+    Rows in no tile and columns past a tile's rank are not written.
     """
     for tile in tiles:
         rank, segment = tile.groups[site.group]

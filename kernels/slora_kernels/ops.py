@@ -108,7 +108,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of q [T, Hq, D] over the pages of each sequence -> [T, Hq * D].
 
-        KV outside every window or past the context may be any bytes, even NaN. It never affects a result.
+        KV that no query sees may hold any bytes, even NaN, without affecting the result.
         """
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class Kernels(Protocol):
 
         logits: [B, V], float32 or the model dtype. max_logits: float32 [B], the maximum of each row.
         Temperature is applied first, then the filters, then the token is sampled. A row's result depends on that row
-        only. A row whose peak is not finite gets any token.
+        only. A row whose maximum is not finite gets any token.
         """
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> ShrinkOutput:
@@ -134,7 +134,7 @@ class Kernels(Protocol):
     ) -> ShrinkOutput:
         """The shrink of one-hot inputs: gathers the columns of A for token_ids int64 [T] -> the shrink output.
 
-        dtype: the model's dtype. The shrink output is then expanded onto the embedding's output.
+        dtype: the model's dtype. `expand` then adds the result to the embedding's output.
         """
 
     def expand(

@@ -10,11 +10,11 @@ product in the same dtype:
     bfloat16  64      tiles                7.0   6.2
     float32   1       tiles                1.9   3.0
 
-In float32 both take the same time from 64 tokens on. torch widens float8 with scalar code: 65 ms for this weight, 4 ms
-with `widen`.
+In float32, tiles and F.linear take the same time from 64 tokens on. torch converts float8 with scalar code, which takes
+65 ms for this weight. `widen` takes 4 ms.
 
-In bfloat16, a row's result is bit-identical alone and in a batch, with one exception. The packed kernel adds in another
-order than the tiles: with inputs 8192 wide, 2 sums in 10,000 are rounded to the neighbouring value.
+In bfloat16, a row's result is bit-identical alone and in a batch, with one exception. The packed kernel, used for few
+tokens, and the tiles add in different orders. With inputs 8192 wide, 2 sums in 10,000 then differ by one rounding step.
 """
 
 import torch
@@ -27,8 +27,8 @@ _PACKED_TOKENS = 8
 # The packed kernel needs multiples of this size. With other sizes it returned wrong results or crashed (torch 2.13,
 # AVX-512).
 _PACKED_MULTIPLE = 64
-# For each target dtype: (integer type of its size, left shift of a float8's bits, mask of the bits between sign and
-# exponent).
+# For each target dtype: (integer type of the same size, left shift of a float8's bits, mask of the bits that sign
+# extension fills).
 _WIDER = {torch.bfloat16: (torch.int16, 4, 0x7800), torch.float32: (torch.int32, 20, 0x78000000)}
 
 

@@ -104,8 +104,7 @@ def round_scale_up(largest: Tensor) -> Tensor:
 
 
 def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slot: int, k: Tensor, v: Tensor) -> None:
-    """Writes k and v, float64 [Hk, D], of one token to its slot. `KVFormat` says how numbers that are not finite are
-    written."""
+    """Writes k and v, float64 [Hk, D], of one token to its slot. `KVFormat` describes values that are not finite."""
     page, offset = divmod(slot, geometry.block_tokens)
     place = view_layer(pages, geometry, layer)[page, :, :, offset]
     sides = torch.stack((k, v))
@@ -241,7 +240,10 @@ def expand(
 
 
 def token_weights(logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """float64 [N, V]: exp((l - peak) / temperature) in units of 2**-42, not rounded to whole numbers. NaN becomes 0."""
+    """float64 [N, V]: exp((l - max_logit) / temperature) in units of 2**-42, not rounded to whole numbers.
+
+    NaN becomes 0.
+    """
     below = (logits.double() - max_logits.double()[:, None])[sampling.rows] / sampling.temperature.double()[
         :, None
     ]
@@ -271,9 +273,9 @@ def token_cutoffs(weights: Tensor, sampling: SamplingTensors) -> list[int]:
 
 
 def gumbel_sample(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) -> list[int]:
-    """Samples a token of each row of `weights` by its int64 key.
+    """Samples one token for each row of `weights`.
 
-    weights: [N, width], whole numbers. width: a multiple of `block`.
+    weights: [N, width], whole numbers. width: a multiple of `block`. keys: int64 [N], the seed of each row.
     """
     tokens = []
     for row, cutoff, key in zip(weights.tolist(), cutoffs, keys.tolist(), strict=True):
@@ -287,14 +289,14 @@ def gumbel_sample(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int)
 def _sample_index(weights: list[int], key: int, first: int) -> int:
     """The index of the greatest score of `weights`.
 
-    Entry i uses hash number first + i. Of equal scores, the first counts.
+    Entry i is scored with output first + i of the hash. Of equal scores, the first wins.
     """
     scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
     return scores.index(max(scores))
 
 
 def _uniform(key: int, number: int) -> float:
-    """A number in (0, 1): output `number` of a SplitMix64 (Steele et al., 2014) seeded with `key`."""
+    """A number in (0, 1): output `number` of SplitMix64 (Steele et al., 2014) with seed `key`."""
     state = (key + number * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64

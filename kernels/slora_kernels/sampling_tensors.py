@@ -1,4 +1,4 @@
-"""The sampling parameters of a step's rows, in columns as the kernels take them."""
+"""The sampling parameters of a step, as the kernels take them: one tensor per parameter, one entry per row."""
 
 from dataclasses import dataclass
 

@@ -2,10 +2,11 @@
 
 The order is that of transformers (generation/utils.py, _get_logits_processor), because the parity tests compare with
 it. top_p is a share of the probability mass that top_k left. min_p is compared with the unfiltered distribution. vLLM
-applies min_p before top_k and top_p. The only difference is the mass on which top_p is measured.
+applies min_p first, so that its top_p is a share of the mass that min_p and top_k left. Nothing else differs.
 
-After exp(), weights are integers, so their sums do not depend on their order, the device or the batch. A filter keeps
-every token whose weight is at least a cutoff, so tokens of equal weight are kept or dropped together.
+After exp(), weights are converted to integers. Their sums are therefore exact in any order of addition, on every device
+and in every batch. A filter keeps every token whose weight is at least a cutoff, so tokens of equal weight are kept or
+dropped together.
 
 The random choice is the Gumbel-max trick in its exponential form. The sampled token is the argmax of p_i / E_i, where
 E_i is exponentially distributed: -log of a uniform number that is hashed from the row's key and i. Token i is sampled
@@ -13,14 +14,15 @@ with probability p_i.
 
 The trick is robust against rounding. With the inverse of the cumulative distribution, a rounding error in any logit
 shifts the boundaries of all later tokens. With the Gumbel-max trick, a rounding error changes the sample only if the
-two greatest scores are that close. Base GEMMs do round differently in batches of different sizes. With errors of 1e-4
-in 32,000 normal logits, the trick changes 1 sample in 10,000, and the inverse changes 1 in 40.
+two greatest scores differ by less than the error. Base GEMMs do round differently in batches of different sizes. With
+errors of 1e-4 in 32,000 normally distributed logits, 1 sample in 10,000 changes with the trick, and 1 in 40 with the
+inverse.
 
-Scores of 32,000 tokens would need as many logarithms. So a block of tokens is sampled first, by the blocks' sums, and
-then a token of that block. The distribution is the same.
+Scoring each of 32,000 tokens would take 32,000 logarithms. So a block of tokens is sampled first, with the sums of the
+blocks as weights, and then a token of that block. The distribution is the same.
 
 This is the torch implementation, with weights in 64-bit integers. On a GPU, `token_weights`, `token_cutoffs` and
-`gumbel_sample` do the same without sorting.
+`gumbel_sample` compute the same without sorting.
 """
 
 import torch
@@ -28,12 +30,12 @@ from torch import Tensor
 
 from slora_kernels.sampling_tensors import SamplingTensors
 
-# The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token below 2**-42 of it is never
-# sampled.
+# The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token that is less than 2**-42 times
+# as probable gets weight 0 and is never sampled.
 _WEIGHT_ONE = 2.0**42
 _BLOCK = 256
-# Numbers of most probable tokens that a filter sorts: _FIRST at first, then _SECOND. _FIRST nearly always suffices and
-# is much cheaper than sorting the vocabulary.
+# A filter first sorts the _FIRST most probable tokens. If the cutoff is not among them, it sorts _SECOND tokens, and
+# then the whole vocabulary. _FIRST nearly always suffices and is much cheaper than sorting the vocabulary.
 _FIRST, _SECOND = 256, 4096
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
@@ -51,8 +53,8 @@ def sample_tokens(logits: Tensor, max_logits: Tensor, sampling: SamplingTensors)
             .squeeze(1)
         )
         weights[some] = apply_filters(weights[some], *(limit[some, None] for limit in limits))
-    # The weights of a row whose maximum is not finite mean nothing. Its token is discarded later, but must be a valid
-    # index.
+    # The weights of a row are meaningless if its maximum is not finite. The row's token is discarded later, but must be
+    # a valid index.
     return gumbel_sample(weights, sampling.keys).clamp_(max=logits.shape[1] - 1)
 
 
@@ -80,7 +82,7 @@ def apply_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
 
 
 def gumbel_sample(weights: Tensor, keys: Tensor) -> Tensor:
-    """Samples a token of each row of `weights` by `keys` int64 [B] -> int64 [B]."""
+    """Samples one token for each row of `weights`, with seeds `keys` int64 [B] -> int64 [B]."""
     rows, width = weights.shape
     blocks = weights.view(rows, width // _BLOCK, _BLOCK)
     # Hash numbers 0 to width - 1 belong to the tokens. The blocks use the numbers after them.
@@ -98,9 +100,9 @@ def _sample_index(weights: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Uniform float64 in (0, 1) with 52 random bits.
+    """Uniform float64 in (0, 1) with 52 random bits: outputs `numbers` of SplitMix64 with seeds `keys`.
 
-    They are the outputs `numbers` of a SplitMix64 (Steele et al., 2014) seeded with `keys`.
+    SplitMix64: Steele et al., 2014.
     """
     state = keys + numbers * _GOLDEN
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):

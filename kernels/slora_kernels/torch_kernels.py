@@ -1,9 +1,8 @@
 """Kernels in plain torch: they need no compiler and run on any device.
 
-Attention cuts the queries of a step into tiles. All tiles walk their contexts together with an online softmax, one
-column of pages at a time. Tiles are sorted by context length, longest first, so the tiles that still have context left
-are a prefix. Only pages that some query sees are gathered. LoRA loops over tiles, one for each distinct adapter in the
-batch.
+Attention cuts the queries of a step into tiles. All tiles go through their contexts together, `COLUMN_TOKENS` tokens at
+a time, with an online softmax. Tiles are sorted by context length, longest first, so the unfinished tiles are always
+the first ones. Only pages that some query sees are gathered. LoRA computes one tile after the other.
 """
 
 import itertools
@@ -33,7 +32,7 @@ from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.token_sampling import sample_tokens
 
-# Context tokens per step of the walk: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
+# Context tokens per iteration: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
 COLUMN_TOKENS = 256
 # Query tokens per tile of a prefill chunk.
 TILE_QUERIES = 64
@@ -43,14 +42,17 @@ LOWEST = -1e30
 
 @dataclass(frozen=True, slots=True)
 class TilePass:
-    """Tiles of the same size, in order of context length, longest first: n tiles of Q query tokens.
+    """n tiles of Q query tokens each, sorted by the length of their walks, longest first.
+
+    A tile's walk is the range of tokens that the tile reads. It begins with the first block that the tile's first query
+    sees, and ends with the last token that the tile's last query sees.
 
     tokens: int64 [n, Q], token index of each query. A tile with fewer than Q queries repeats its last token.
     limits: int64 [n, Q], number of tokens from the start of the tile's walk to the last one that the query sees. With a
     window, the query sees the last `window` of them.
-    page_ids: int64 [n, W], page ids of each tile's walk. W is the length of the longest walk. Entries past the end of a
-    walk are any valid ids.
-    walks: number of tokens in each tile's walk, up to the last token that its last query sees.
+    page_ids: int64 [n, W], page ids of each tile's walk. W is the number of pages in the longest walk. Entries past the
+    end of a walk are any valid ids.
+    walks: number of tokens in each tile's walk.
     keep: bool [n, Q], whether a query is real and not a repetition. None: all are real.
     """
 
@@ -138,7 +140,7 @@ def _view_scales(shares: Tensor, geometry: KVGeometry) -> Tensor:
 
 
 def _view_elements(shares: Tensor, geometry: KVGeometry) -> Tensor:
-    """Views K and V of the same blocks -> [n, 2, Hk, block_tokens, D]."""
+    """Views K and V of gathered blocks of one layer: uint8 [n, block_bytes] -> [n, 2, Hk, block_tokens, D]."""
     elements = shares[:, : geometry.layout.scales_start].view(geometry.element_dtype)
     return elements.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
 
@@ -173,7 +175,10 @@ def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> T
 
 
 class _OnlineSoftmax:
-    """Running maximum, sum and weighted values of rows [Hk, n, M]. Each `add` advances a prefix of the n tiles."""
+    """The online softmax of n tiles with M rows per KV head: maximum score, sum of weights and weighted sum of V.
+
+    Each `add` updates only the first tiles, those that still have tokens to attend to.
+    """
 
     def __init__(self, rows: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
         # The initial maximum is finite, so that a row without visible tokens in a column adds 0 and not NaN.
@@ -196,7 +201,7 @@ class _OnlineSoftmax:
 def _attend_pass(
     work: TilePass, q: Tensor, shares: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
 ) -> Tensor:
-    """Attention of the queries q [n, Q, Hk, G, D] of the tiles -> float32 of the same shape.
+    """Attention of one pass: queries q [n, Q, Hk, G, D] -> float32 of the same shape.
 
     `shares`: see `_gather_column`.
     """
@@ -214,8 +219,8 @@ def _attend_pass(
         places = start + torch.arange(width * block_tokens, device=q.device)
         k, v = _gather_column(shares, block_ids[:active, first : first + width], geometry)
         hidden = places >= limits[:active]
-        # A weight of 0 times NaN is NaN, and pages past a context or outside a window may hold any old data. So V is
-        # set to 0 there.
+        # Pages may hold old data, even NaN, past the context or outside the window. V is set to 0 there, because a
+        # weight of 0 times NaN is NaN.
         whole = sum(walk >= start + width * block_tokens for walk in work.walks[:active])
         v[:, whole:].masked_fill_((places >= work.limits[whole:active, -1:])[..., None], 0.0)
         if window is not None:
@@ -252,7 +257,7 @@ def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
 
 
 class TorchKernels:
-    """See `Kernels`. The shrink output is [T, max_group_rank] in the model dtype, to which torch's matmuls round."""
+    """See `Kernels`. The shrink output is [T, max_group_rank] in the model dtype, as torch's matmuls round to it."""
 
     name = "torch"
     # A tile is one matmul, so longer tiles are more efficient.
