@@ -2,9 +2,9 @@
 
     python -P -m slora_kernels.gpu.ahead_of_time sm_90 gfx942 bfloat16
 
-Triton gets a driver that only names a target. The launchers bind tensors with the shapes of real models, and Triton
-derives signature, alignments and options exactly as in a real launch. TRITON_INTERPRET must not be set, because an
-interpreted kernel cannot be compiled.
+Triton gets a fake driver that only names the target. The launchers bind tensors with the shapes of real models, and
+Triton derives signature, alignments and options exactly as in a real launch. TRITON_INTERPRET must not be set, because
+an interpreted kernel cannot be compiled.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class _FakeDriver:
     """The part of a driver that Triton needs for compiling.
 
-    Triton caches compiled kernels by device, so each target is a device of its own.
+    Triton caches compiled kernels by device, so each target has its own device name.
     """
 
     target: GPUTarget
@@ -63,7 +63,7 @@ def set_compile_target(target: str) -> None:
 def _kv_formats(target: GPUTarget) -> list[KVFormat]:
     """The KV formats that a target supports.
 
-    gfx942's own e4m3 has another exponent bias and cannot represent 448, so fp8 pages are not supported there.
+    KV in fp8 is not supported on gfx942, because its e4m3 has a different exponent bias and cannot represent 448.
     """
     has_float8 = target.backend == "cuda" and target.arch >= 89
     return list(KVFormat) if has_float8 else [KVFormat.MODEL]
@@ -72,7 +72,7 @@ def _kv_formats(target: GPUTarget) -> list[KVFormat]:
 def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
     """Compiles every launch for one of `TARGETS`. Errors that Triton raises are not caught.
 
-    Launches with the same machine code are compiled and measured once, and reported once each.
+    Launches with the same machine code are measured once, but each of them is reported.
     """
     set_compile_target(target)
     known: dict[str, CompiledKernel] = {}

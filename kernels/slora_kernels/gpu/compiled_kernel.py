@@ -1,9 +1,8 @@
 """Resource usage of a compiled kernel, read from the compiler's outputs: assembly, machine code and metadata.
 
-NVIDIA: the resource usage that cuobjdump reports for the machine code, and the loads in the PTX. cuobjdump is the one
-in the triton wheel. AMD: the metadata at the end of the assembly, and the loads in it. The tensor of a load is found
-through the line of the kernel's source that the assembly names. This module imports no kernel and knows no hardware
-limit.
+For NVIDIA, cuobjdump (from the triton wheel) reports the resource usage of the machine code, and the loads are read
+from the PTX. For AMD, both are read from the assembly, which ends with metadata. The assembly names the source line of
+each load, and that line names the pointer. This module imports no kernel and knows no hardware limit.
 """
 
 import linecache
@@ -18,8 +17,8 @@ from triton.backends import nvidia
 
 _CUOBJDUMP = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-# A load to registers: its width is the vector length times the element size. A copy straight to shared memory: its size
-# is in bytes.
+# _PTX_LOAD matches a load to registers, whose width is the vector length times the element size in bits. _PTX_COPY
+# matches a copy to shared memory, whose size is in bytes.
 _PTX_LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _AMD_LOAD = re.compile(r"\b(?:buffer|global)_load_(\w+)")
@@ -28,7 +27,7 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', re.MULTIL
 # The compiler marks generated code as line 0. Such code belongs to the preceding line.
 _PLACE = re.compile(r"^\s*\.loc\s+(\d+)\s+([1-9]\d*)")
 _POINTER = re.compile(r"tl\.load\((\w+)")
-# Only products of 16-bit operands. Products in float32 round their operands less or not at all.
+# Matrix instructions with 16-bit operands. Instructions for float32 operands do not match.
 _PRODUCT = re.compile(r"(mma\.sync|wgmma|tcgen05\.mma|v_mfma)\S*?[._](?:bf16|f16|kind::f16)")
 
 
@@ -36,15 +35,16 @@ _PRODUCT = re.compile(r"(mma\.sync|wgmma|tcgen05\.mma|v_mfma)\S*?[._](?:bf16|f16
 class CompiledKernel:
     """One launch, compiled for one target.
 
-    case: the model and the place in it that the launch is for.
+    case: a description of the launch, such as "Llama-3.1-8B, site 0, tiles of 16, rank 8".
     registers: 32-bit registers per thread.
     spills: what did not fit the registers. NVIDIA: bytes of a thread's stack. AMD: vector and scalar registers.
     shared_bytes: shared memory (LDS) per program.
-    load_bytes: the distinct widths of a thread's global loads, by the first word of the source's `tl.load(...)`. The
-    key "" holds loads that the assembly attributes to a line without a `tl.load`.
-    product: the instruction of its 16-bit products: mma.sync, wgmma, tcgen05.mma or v_mfma. None: no such product.
+    load_bytes: the distinct widths in bytes of a thread's global loads, by pointer variable: `x` for
+    `tl.load(x + ...)`. The key "" holds loads that the assembly attributes to a line without a `tl.load`.
+    product: the matrix instruction for 16-bit operands: mma.sync, wgmma, tcgen05.mma or v_mfma. None: the kernel has
+    none.
     fuses_multiply_add: whether a * b + c may be rounded once.
-    digest: hash of source and options. Launches with equal digests are the same machine code.
+    digest: hash of source and options. Launches with equal digests have the same machine code.
     """
 
     target: str
@@ -115,7 +115,7 @@ def _find_loads(assembly: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_compiled(compiled: Any, target: str, dtype: str, case: str) -> CompiledKernel:
-    """Measures `compiled`, which is Triton's kernel as returned by `Launch.compile`."""
+    """Reads the resource usage of `compiled`, the kernel that `Launch.compile` returned."""
     metadata, ptx = compiled.metadata, compiled.asm.get("ptx")
     assembly = ptx or compiled.asm["amdgcn"]
     registers, spills = _measure_cubin(compiled.kernel) if ptx else _measure_amd(assembly)

@@ -1,9 +1,9 @@
 """Scales and elements of KV in fp8 (`KVFormat.FP8`) for the Triton kernels, computed with integer operations on bits.
 
-Elements are rounded with integer arithmetic, not with Triton's conversion. Triton's interpreter (3.9, measured) rounds
-ties away from zero and converts 124 to 64, so tests would not check what a GPU runs. The extra cost is small, because
-each element is written once. Reading dominates the time and uses the GPU's own conversion. The interpreter reads all
-finite elements correctly.
+Elements are rounded with integer arithmetic, not with Triton's conversion to e4m3. In Triton's interpreter, that
+conversion rounds ties away from zero and converts 124 to 64 (3.9, measured), so tests would not check what a GPU runs.
+The extra cost is small, because each element is written once. Reading dominates the time. It uses Triton's conversion
+from e4m3, which is correct for all finite elements in the interpreter too.
 """
 
 import triton
@@ -20,7 +20,7 @@ def measure_magnitudes(numbers):
 
 @triton.jit
 def encode_scale(largest):
-    """Bits of the scale in bfloat16, as int32. largest: magnitude bits of the side to be scaled (K or V), int32."""
+    """Bits of the scale in bfloat16, as int32. largest: greatest magnitude of the K or V vector, int32 bits."""
     exact = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     return tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)

@@ -1,7 +1,8 @@
 """Samples one token of each row by its weights with the Gumbel-max trick, as `token_sampling` describes it.
 
-One program handles one row. It first samples a block of tokens by the blocks' sums, and then a token of that block. A
-score is an integer divided by a float64, so the result depends neither on the batch nor on the block sizes below.
+One program handles one row. It first samples a block of tokens, with the sums of the blocks as weights, and then a
+token of that block. Weights are integers, so a block's sum is exact in any order of addition. The result therefore
+depends neither on the batch nor on `_BLOCKS` and `_WARPS`.
 """
 
 import torch
@@ -20,7 +21,7 @@ _WARPS = 16
 
 @triton.jit
 def _gumbel_scores(weights, key, numbers):
-    """weight / E of each entry, float64. `token_sampling._uniform` documents the hash that E is computed from."""
+    """weight / E of each entry, float64. E is -log of the uniform number that `token_sampling._uniform` documents."""
     state = key + numbers.to(tl.uint64) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -65,7 +66,7 @@ def _gumbel_sample_kernel(
     block = source + start
     kept = tl.load(block + places)
     place = tl.argmax(_gumbel_scores(tl.where(kept >= least, kept, 0.0), key, start + places), 0)
-    # A row whose maximum is not finite also has to get a valid token.
+    # The token must be a valid index even in a row whose maximum is not finite.
     tl.store(tokens + row, tl.minimum(start + place, VOCAB - 1).to(tl.int64))
 
 

@@ -1,4 +1,4 @@
-"""Maps a program of expand to its output columns. All modules of a group are cut into blocks of one segment each."""
+"""Finds the output columns of an expand program. The columns of all modules are cut into blocks of one segment each."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,10 @@ def find_columns(
     WIDTH_2: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Returns the module and the columns of a block.
+    """Finds the module of a block, and the block's place in it.
 
-    They are the module's index in the group, its width, its first column in out, and the block's segment index within
-    it.
+    Returns the module's index in the group, its width, its first column in out, and the index of the block's segment
+    among the module's segments.
     """
     BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT

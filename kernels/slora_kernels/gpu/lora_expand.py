@@ -1,7 +1,7 @@
 """Expand: adds scale * shrunk * B to the base GEMM's output, for all modules of a linear group in one launch.
 
 A program handles one tile of tokens and one segment of output columns. It sums the planes of the shrink output in
-order. It reads its segment of each transposed row of its module's B from the adapter's pages.
+order. It reads transposed B from the adapter's pages: one segment of each row.
 """
 
 import math
@@ -18,7 +18,7 @@ from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 
-# Rows of B per product: the smallest depth of a 16-bit tensor core product. Rank 8 wastes half of it.
+# Rows of B per `tl.dot`: the smallest K of a 16-bit tensor core instruction. Rank 8 wastes half of it.
 BLOCK_RANK = 16
 
 
@@ -74,8 +74,8 @@ def _lora_expand_kernel(
     mask = (tokens[:, None] < size) & inside
     # Loaded early to overlap with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
-    # All planes are loaded and summed at once. When they were added one by one, each plane was converted between
-    # layouts separately. That took 25 barriers instead of 11.
+    # All planes are loaded and summed at once, which takes 11 barriers. Adding them one by one took 25, because Triton
+    # converted the register layout of each plane separately.
     planes = tl.arange(0, PLANES)[:, None, None]
     plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)

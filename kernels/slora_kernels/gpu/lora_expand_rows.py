@@ -1,12 +1,12 @@
 """Expand for decode rows: adds scale * shrunk * B for one token after the other, without tensor cores.
 
-A program is one warp with one segment of output columns. It handles the tokens of its tile in turn. Products and sums
-are float32, in an order that depends only on the width. So a token's bits do not depend on the other tokens of its
-tile. After the first token of a tile, the rows of B are in the cache.
+A program handles one segment of output columns, for the tokens of one tile in turn. Products and sums are float32. The
+order of addition depends only on the width, so a token's bits do not depend on the other tokens of its tile. After the
+first token of a tile, the rows of B are in the cache.
 
-The instruction counts were compared with the tile kernel on sm_90 at rank 16. One token of an adapter needs a third of
-the instructions of a tile. Eight tokens of one adapter need twice as many as a tile. The size table therefore decides
-which kernel decode rows use (`lora_sizes`). `bind_lora_expand` launches this kernel.
+This kernel suits tiles of few tokens. Compared with `_lora_expand_kernel` on sm_90 at rank 16, a tile of one token
+takes a third of the instructions, and a tile of eight tokens takes twice as many. The size table therefore decides
+which kernel computes decode rows (`lora_sizes`). `bind_lora_expand` launches both.
 """
 
 import triton

@@ -3,10 +3,10 @@
 A program handles one tile of tokens, one block of A's rows and one share of the input width. Each share's result is
 written to its own plane of the shrink output, and expand sums the planes in order. This needs no atomics and no cleared
 buffer, and a result does not depend on the other requests of the batch. The rank is read from the tables, so a rank-8
-adapter next to a rank-128 adapter costs only its own bytes.
+adapter is not padded to the rank of a rank-128 adapter in the same batch.
 
-The planes are of the model's dtype. Each share is rounded once, and a 16-bit plane halves the traffic between shrink
-and expand compared with float32.
+The planes are of the model's dtype, and each share's result is rounded to it once. A 16-bit plane halves the traffic
+between shrink and expand compared with float32.
 """
 
 import torch
@@ -19,10 +19,10 @@ from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# The smallest M of a tensor core product. Most tiles of a decode batch hold one or two tokens.
+# The smallest M of a tensor core instruction. Most tiles of a decode batch hold one or two tokens.
 _SMALL_TILE_TOKENS = 16
 # Tile size of prefill chunks. With twice as many tokens per tile, A and B are read half as often. Both tile sizes use
-# the same instruction (mma.sync; Hopper uses another one from 64 rows on), so a token gets the same bits in either.
+# the instruction mma.sync (Hopper uses wgmma from 64 rows on), so a token gets the same bits with both.
 TILE_TOKENS = 32
 
 
@@ -80,7 +80,7 @@ def _lora_shrink_kernel(
 
 
 def choose_block_tokens(tiles: LoraTiles) -> int:
-    """Tokens of a program's product: the smaller of the two tile sizes if every tile fits it."""
+    """BLOCK_M, the rows of a program's `tl.dot`: the small tile size if no tile has more tokens, else the full size."""
     return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
 
 

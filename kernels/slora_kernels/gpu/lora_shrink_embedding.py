@@ -1,7 +1,7 @@
 """Look-up: the shrink of the input embedding. The input is one-hot, so x times A is a column of A.
 
-A is stored as [rank, vocabulary], row by row, like every A. A token's column is therefore spread over as many places as
-the adapter's rank, and all reads of a program are independent. The shrink output has one plane.
+A is stored row by row as [rank, vocabulary]. The elements of a token's column therefore lie far apart, and each of them
+is a separate read. The shrink output has one plane.
 """
 
 import torch
@@ -14,7 +14,7 @@ from slora_kernels.gpu.lora_shrink import choose_block_tokens
 from slora_kernels.launch import Launch
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# Rows of A per program. Each element read is a memory transaction of its own, so a larger block would not save reads.
+# Rows of A per program. Each element is a separate memory transaction, so a larger block would not save reads.
 BLOCK_RANK = 32
 
 

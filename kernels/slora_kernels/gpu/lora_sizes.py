@@ -1,8 +1,8 @@
 """Launch sizes of the LoRA kernels by GPU, width and rank, read from a table in the package.
 
-Some sizes decide the order of a token's sums: splits, the form of decode rows, and the row sizes. They may depend only
-on the width, which is a property of the model. A token therefore gets the same bits in every batch. All other sizes
-affect only speed, and may also depend on the greatest rank of the step.
+The splits of shrink, the form of decode rows (see `Form`) and `RowSizes` decide in which order the products of a token
+are added. They depend only on the width, which is a property of the model, so that a token gets the same bits in every
+batch. All other sizes affect only speed, and may also depend on the greatest rank of the step.
 
 `bench/gpu/tune.py` measures and writes the table. Nothing is tuned while serving. This module imports no kernel.
 """
@@ -32,11 +32,11 @@ __all__ = [
 
 SIZES_FILE = Path(__file__).with_name("lora_sizes.json")
 _DEFAULT = "default"
-# How expand computes decode rows. rows: one after the other, without tensor cores. tiles: like tokens of prefill
-# chunks.
+# The form in which expand computes decode rows. rows: one after the other, without tensor cores. tiles: like the tokens
+# of prefill chunks.
 Form = Literal["rows", "tiles"]
 
-# Values that the table may contain. A product of tiles has at least 16 columns.
+# Values that the table may contain. `tl.dot` needs at least 16 columns, so tile ranks begin at 16.
 _SPLITS = range(1, 65)
 _TILE_RANKS = (16, 32, 64, 128)
 _ROW_RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -86,7 +86,7 @@ class ExpandTile:
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """Sizes of a program of the form "rows". block_rank: rows of B per iteration."""
+    """Sizes of an expand program that computes decode rows in the form "rows". block_rank: rows of B per iteration."""
 
     block_rank: int
     num_warps: int
@@ -94,9 +94,9 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpandSizes:
-    """Sizes of expand, for total output widths up to max_width.
+    """Sizes of expand, for sites whose modules have up to max_width output columns in total.
 
-    max_width: total width of all outputs. None: no limit. decode: the form of decode rows.
+    max_width: None means no limit. decode: the form in which decode rows are computed.
     """
 
     max_width: int | None
@@ -116,12 +116,12 @@ class LoraSizes:
     expand: tuple[ExpandSizes, ...]
 
     def with_decode(self, form: Form) -> "LoraSizes":
-        """The same sizes with this form of decode rows for every width."""
+        """A copy in which expand computes decode rows in this form (see `Form`), whatever the output width."""
         return replace(self, expand=tuple(replace(sizes, decode=form) for sizes in self.expand))
 
     @property
     def has_rows(self) -> bool:
-        """Whether decode rows use the form "rows" for any width."""
+        """Whether expand computes decode rows in the form "rows" for any output width."""
         return any(sizes.decode == "rows" for sizes in self.expand)
 
     def select_shrink(self, width: int) -> ShrinkSizes:
@@ -142,7 +142,7 @@ def name_architecture(device: torch.device) -> str:
 
 
 def load_sizes(architecture: str = _DEFAULT) -> LoraSizes:
-    """The sizes in the package's table. An architecture that is not in the table gets the default sizes."""
+    """The sizes of an architecture in the package's table, or the default sizes if the table does not contain it."""
     tables = _load()
     return tables.get(architecture, tables[_DEFAULT])
 
@@ -155,7 +155,7 @@ def _load() -> dict[str, LoraSizes]:
 def read_sizes(path: Path) -> dict[str, LoraSizes]:
     """Reads all architectures of a table.
 
-    Raises ValueError with the place of the error and the allowed values.
+    Raises ValueError with the path of the wrong value in the JSON, and the allowed values.
     """
     try:
         tables = json.loads(path.read_text())

@@ -60,7 +60,7 @@ def bind_lora_site(
 ) -> list[Launch]:
     """The LoRA launches of one site, for a step with one tile of decode rows and one tile of a prefill chunk.
 
-    They are shrink (look-up for the embedding) and both forms of expand.
+    Returns one shrink (for the embedding, the look-up), then expand for both tiles.
     """
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
     tables = AdapterTables(
@@ -185,7 +185,7 @@ def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
 
 
 def bind_all(dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat]) -> Launches:
-    """All launches, each with a name of its model and place.
+    """All launches, each with a description (see `CompiledKernel.case`).
 
     forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
     """

@@ -1,9 +1,9 @@
-"""Attention of sequences that compute one token. The context is split, so that one long sequence can fill a GPU.
+"""Attention of sequences that compute one token. The context is split, so that one long sequence can use a whole GPU.
 
-A program handles one sequence, one KV head and one split of the visible context. The query heads of the KV head are
-the rows of the product. The split of a context depends only on its own length, so a result does not depend on the
-batch. If a context has one split, the program writes the output directly. Otherwise the programs write partial sums,
-and a second kernel merges them.
+A program handles one sequence, one KV head and one split of the visible context. The rows of its `tl.dot` are the query
+heads of the KV head. How a context is split depends only on its length, so a result does not depend on the batch. If a
+context has one split, the program writes the output directly. Otherwise the programs write partial sums, and a second
+kernel merges them.
 """
 
 import torch
@@ -22,9 +22,9 @@ from slora_kernels.gpu.paged_attention_loop import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per iteration of the walk.
+# Context tokens per iteration of the loop.
 ITERATION_TOKENS = 64
-# A split is long enough to amortise the merge. MAX_SPLITS lets one sequence with 8 KV heads start 128 programs. An
+# MIN_SPLIT_TOKENS is enough to amortise the merge. MAX_SPLITS lets one sequence with 8 KV heads start 128 programs. An
 # H100 or H200 has about as many multiprocessors.
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 16
@@ -32,7 +32,7 @@ MAX_SPLITS = 16
 
 @triton.jit
 def _measure_split(visible, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Tokens per split, for `visible` visible tokens: a multiple of the walk's BLOCK_N."""
+    """Tokens per split of a context with `visible` visible tokens: a multiple of BLOCK_N, at least MIN_SPLIT."""
     share = tl.cdiv(tl.cdiv(visible, MAX_SPLITS), BLOCK_N) * BLOCK_N
     return tl.maximum(share, MIN_SPLIT)
 
@@ -155,9 +155,10 @@ def _merge_splits_kernel(
 
 
 def _count_iteration_tokens(geometry: KVGeometry) -> int:
-    """Context tokens per iteration of the walk.
+    """Context tokens per iteration of the loop.
 
-    Heads of 80 or 96 are masked, and an MI300 keeps masks in scalar registers. Half the tokens avoid spilling them.
+    Head dims that are not a power of two, such as 96, need masks, and an MI300 keeps masks in scalar registers. With
+    half as many tokens, these registers do not spill.
     """
     whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
     return count_iteration_tokens(geometry, ITERATION_TOKENS if whole else ITERATION_TOKENS // 2)

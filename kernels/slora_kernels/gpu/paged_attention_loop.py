@@ -1,11 +1,11 @@
 """The loop that decode and prefill attention share: a block of query rows attends to a split of a sequence's pages.
 
 It is an online softmax (arXiv 2205.14135) in base 2 and fp32. KV slots past the split are never loaded, because they
-hold old data of the page's last user.
+may hold old data of another sequence.
 
-If K and V have scales, they are applied to the scores and weights. There are fewer scores and weights than elements of
-K and V. Scaling K and V instead also spills registers on sm_100 for products of 128 rows (compiled ahead of time, not
-run).
+The scales of K and V, if any, multiply the scores and the weights, which are fewer than the elements of K and V.
+Scaling K and V instead would also spill registers on sm_100 with 128 query rows (compiled ahead of time, not run).
+In float16, V itself is scaled, because a weight times a scale may underflow.
 """
 
 import math
@@ -18,8 +18,8 @@ from torch import Tensor
 from slora_kernels.batch import AttentionRule, KVGeometry
 
 LOG2_E = math.log2(math.e)
-# Bytes of K, and as many of V, per iteration of the walk. With more, heads of 256 spill registers or exceed an MI300's
-# 64 KiB of LDS (compiled ahead of time, not run).
+# Bytes of K per iteration of the loop, and the same of V. With more, head dim 256 spills registers or exceeds the 64
+# KiB of LDS of an MI300 (compiled ahead of time, not run).
 ITERATION_BYTES = 16 * 1024
 # Initial value of the running maximum. It is finite, so that a row without visible tokens in a block adds 0 and not
 # NaN.
@@ -58,10 +58,10 @@ def attend_pages(
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Attends q [M, D] to tokens [begin, end) of a sequence. A row sees the WINDOW tokens before limits[row], int32
-    [M].
+    """Attends q [M, D] to tokens [begin, end) of a sequence.
 
-    WINDOW: None means all tokens before the limit. scale and CAP include log2(e).
+    limits: int32 [M]. Row m sees the WINDOW tokens before position limits[m], or all of them if WINDOW is None.
+    scale, CAP: include the factor log2(e).
     begin, end: each token in the range has to be visible to at least one row.
     head_start: elements from the start of a page to K of this layer and head. V begins SIDE elements after K.
     scales: None, or the pages viewed as bfloat16. The scales of K begin at element scale_start of a page, and those of
@@ -116,7 +116,7 @@ def first_visible(end, WINDOW: tl.constexpr):
 
 
 def count_iteration_tokens(geometry: KVGeometry, most: int) -> int:
-    """Context tokens per iteration: at most 64 for heads of 128 in 16 bits, 32 for heads of 256."""
+    """Context tokens per iteration of the loop, at most `most`. In 16 bits: 64 for head dim 128, 32 for 256."""
     row_bytes: int = triton.next_power_of_2(geometry.head_dim) * geometry.dtype.itemsize
     return min(most, ITERATION_BYTES // row_bytes)
 

@@ -1,9 +1,9 @@
 """Causal attention of prefill chunks: the tokens of a chunk attend to all earlier pages and to each other.
 
-A program handles one tile of a sequence's query tokens and one KV head. The rows of the product are the tile's tokens
-times the query heads of the KV head. The program finds its sequence by bisection in the query starts. The size of the
-grid is an upper bound that needs no work on the host. Sequences of one query token are always left to the decode
-kernel, so that their sums do not depend on the batch.
+A program handles one tile of a sequence's query tokens and one KV head. The rows of its `tl.dot` are all pairs of a
+token of the tile and a query head of the KV head. The program finds its sequence by bisection in the query starts. The
+grid has an upper bound of programs, which the host knows without reading the batch from the device. Sequences of one
+query token are always left to the decode kernel, so that their sums do not depend on the batch.
 """
 
 import triton
@@ -21,8 +21,8 @@ from slora_kernels.gpu.paged_attention_loop import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per iteration of the walk, and warps of a program. With these, no target spills a register. With heads
-# of 128, an H200 runs two programs per multiprocessor (64 KiB of shared memory each). An MI300 runs two per compute
+# Context tokens per iteration of the loop, and warps of a program. With these, no target spills a register. With head
+# dim 128, an H200 runs two programs per multiprocessor (64 KiB of shared memory each). An MI300 runs two per compute
 # unit (32 KiB of LDS each). With 64 tokens, registers spill. All of this is from ahead-of-time compilation, not from
 # runs.
 ITERATION_TOKENS = 32
@@ -30,9 +30,9 @@ NUM_WARPS = 8
 
 
 def _count_rows(geometry: KVGeometry) -> int:
-    """Rows of the product: query tokens times the heads of a group.
+    """The rows of a program's `tl.dot`: query tokens times the heads of a group.
 
-    float32 serves for checking and is not tuned for speed.
+    float32 is only used to check results and is not tuned for speed.
     """
     if geometry.dtype.itemsize == 4:
         return 16

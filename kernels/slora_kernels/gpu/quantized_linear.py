@@ -1,8 +1,8 @@
-"""x times an 8-bit weight with one scale per row. The weight is read in half the bytes; the product is still in 16
-bits.
+"""x times an 8-bit weight with one scale per row.
 
-A program handles one block of the weight's rows and one block of tokens. Elements are widened just before the product.
-The scale is applied once, to the float32 sum. Each sum covers the whole input width, in order, in one program.
+Reading the weight takes half the bytes of a 16-bit weight, but the product is still computed in 16 bits. A program
+handles one block of the weight's rows and one block of tokens. It widens elements just before the product, adds over
+the whole input width in order, and multiplies the float32 sum by the scale.
 
 The product is weight times x transposed. On Hopper, an operand that is widened in registers has to be the left one,
 because the right one is read from shared memory.
@@ -32,16 +32,16 @@ class _Blocks:
     num_stages: int
 
 
-# Decode reads each weight once and is bound by these reads. With few rows per program, a 4096-wide model still has 128
-# programs. Each of them keeps three blocks of 8 KiB in flight. Together that is 3 MiB, about what an H200 reads in 0.7
-# us.
+# Decode is bound by reading the weight. With 32 rows per program, a weight of 4096 rows has 128 programs. Each of them
+# keeps three blocks of 8 KiB in flight. Together that is 3 MiB, about what an H200 reads in 0.7 us.
 _DECODE = _Blocks(tokens=16, rows=32, width=256, num_warps=4, num_stages=4)
 _MIXED = _Blocks(tokens=64, rows=64, width=128, num_warps=4, num_stages=3)
-# Prefill is bound by arithmetic. This is the largest square whose float32 sums fit the registers of eight warps.
+# Prefill is bound by arithmetic. This is the largest square block whose float32 sums fit the registers of eight warps.
 _PREFILL = _Blocks(tokens=128, rows=128, width=64, num_warps=8, num_stages=3)
 
 
-# float32 serves for checking and is not tuned for speed. These sizes fit every GPU's registers and shared memory.
+# float32 is only used to check results and is not tuned for speed. These sizes fit the registers and shared memory of
+# every GPU.
 _FLOAT32 = _Blocks(tokens=16, rows=32, width=128, num_warps=4, num_stages=2)
 
 

@@ -31,7 +31,7 @@ def _rms_norm_kernel(
 
 
 def bind_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Launch, Tensor]:
-    """Norm of x [T, H]. With a residual [T, H], residual += x in place first, and the norm is that of the residual.
+    """Norm of x [T, H]. With a residual [T, H], adds x to the residual in place and computes the norm of the sum.
 
     Returns the launch and its output [T, H].
     """

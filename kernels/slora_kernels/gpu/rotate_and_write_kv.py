@@ -32,7 +32,7 @@ def _norm_and_rotate_heads(
 ):
     """Norms (if NORMED) and rotates heads. The first 2 * HALF dimensions of a head are rotated.
 
-    source: pointers to the heads [M]. real: [M], which of them exist.
+    source: pointers to the heads [M]. real: bool [M], false for padding.
     Returns both halves of the rotated dimensions [M, BLOCK_HALF] and the other dimensions [M, BLOCK_REST], float32.
     """
     halves = tl.arange(0, BLOCK_HALF)
@@ -132,7 +132,7 @@ def _rotate_and_write_kv_kernel(
     inside = (lanes < HEAD_DIM) & written
     value = tl.load(key + KV_HEADS * HEAD_DIM + lanes, mask=inside, other=0.0)
     if scales is None:
-        # What is stored is checked: rounding may overflow.
+        # Round before the check for finite values, because rounding may overflow.
         element = pages.dtype.element_ty
         a, b, c = a.to(element).to(tl.float32), b.to(element).to(tl.float32), c.to(element).to(tl.float32)
     value = value.to(tl.float32)

@@ -5,11 +5,10 @@ their count has to reach top_k. For top_p, their mass has to reach the share top
 threshold is found by bisection between a value that is enough and one that is not. Counts and sums are integers, so
 they are exact in any order. The final t is the weight of some token, and all tokens of equal weight are kept.
 
-The bisection runs over the bit patterns of float32, which sort like the values. Weights lie between 1 and 2**42. That
-is 42 powers of two, with equally many bit patterns in each. Weights are exponential in the logits, so a power of two is
-an interval of logits, and each pass over the row halves the interval in question. After a few passes, few enough
-candidate tokens remain to fit registers. The program copies these candidates side by side and finishes the bisection
-with them alone.
+The bisection runs over the bit patterns of float32, which sort like the values. Between 1 and 2**42, each power of two
+has equally many bit patterns. Halving a range of bit patterns thus about halves a range of log(weight), that is, of
+logits. Each pass over the row does so once. After a few passes, few enough candidate tokens remain to fit registers.
+The program copies them side by side and finishes the bisection with them alone.
 
 One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer bisects in the same
 way (its sampling.cuh), but in real numbers.
@@ -50,7 +49,7 @@ def _sum_weights_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def _compact_candidates(source, row_candidates, least, greatest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Copies the weights of a row in [least, greatest) to `row_candidates`, side by side.
 
-    The caller makes sure that they fit.
+    Returns their number. The caller makes sure that they fit.
     """
     written = 0
     for first in range(0, WIDTH, BLOCK):

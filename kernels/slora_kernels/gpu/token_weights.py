@@ -2,7 +2,7 @@
 
 Weights are whole numbers stored as float32, which takes half the bytes of int64. This is exact, because the integral
 part of a float32 is itself a float32. Kernels that sum weights convert them to int64, so no sum is rounded. Logits are
-read in place, so the sampled rows need not be gathered first.
+read where they are, so the sampled rows need not be gathered first.
 """
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from slora_kernels.launch import Launch
 from slora_kernels.sampling_tensors import SamplingTensors
 
-# The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token below 2**-42 of it is never
-# sampled.
+# The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token that is less than 2**-42 times
+# as probable gets weight 0 and is never sampled.
 WEIGHT_ONE = 2.0**42
 # Tokens per block of `gumbel_sample`. Rows are padded to whole blocks.
 SAMPLE_BLOCK = 256

@@ -1,8 +1,8 @@
-"""The Triton implementation of `Kernels`. It needs no host synchronisation and no preparation of a step.
+"""The Triton implementation of `Kernels`. It never synchronises with the host and prepares nothing per step.
 
-LoRA needs eight launches per layer: one shrink and one expand for each of four linear groups. There is one exception:
-decode rows may have an expand kernel of their own (`lora_sizes`). A step that also contains prefill chunks then
-launches expand twice per group. Such a step is bound by arithmetic.
+LoRA usually needs eight launches per layer: one shrink and one expand for each of four linear groups. If the size table
+(`lora_sizes`) selects a separate expand kernel for decode rows, a step that also contains prefill chunks launches
+expand twice per group. Such a step is bound by arithmetic, so the extra launches matter little.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from slora_kernels.sampling_tensors import SamplingTensors
 
 
 class TritonKernels:
-    """See `Kernels`. The shrink output is [splits, T, rank] of the model's dtype. Expand sums its splits.
+    """See `Kernels`. The shrink output is [splits, T, rank] of the model's dtype, and expand sums the splits.
 
     launch: called with every launch, and runs it by default. Tests and measurements pass a function that records
     launches.
@@ -120,8 +120,8 @@ class TritonKernels:
     ) -> Tensor:
         batch = step.batch
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
-        # Both kernels get all sequences and decide on the device. Decode skips sequences of several queries, and
-        # prefill skips sequences of one query.
+        # Both kernels get all sequences. On the device, decode skips sequences of several queries, and prefill skips
+        # sequences of one query.
         if batch.max_query_len == 1 or batch.context_lens.shape[0] > 1:
             for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, rule):
                 self._launch(launch)
