@@ -30,7 +30,7 @@ _NAN = np.float32(np.nan)
 
 @compiled
 def find_max(numbers: Array) -> tuple[Int, Int]:
-    """The greatest rank and the greatest magnitude."""
+    """The greatest `sortable_int` and the greatest `magnitude` of the numbers."""
     peak, size = _LOWEST, _NONE
     for i in range(numbers.shape[0]):
         peak = max(peak, sortable_int(numbers[i]))
@@ -46,12 +46,12 @@ def find_index(numbers: Array, peak: Int) -> Int:
     return 0
 
 
-# Fields of a job: logits [B, V], maximum of each row [1, B], its argmax [1, B], and V.
+# Fields of a job: logits [B, V], maximum of each row [1, B], argmax of each row [1, B], and V.
 LOGITS, BEST, TOKENS, WIDTH = range(4)
 
 
 def argmax_worker(job: Job) -> None:
-    """Items: rows."""
+    """An item is a row."""
     logits, best, tokens = (
         read_model_matrix(job, LOGITS),
         read_float_matrix(job, BEST)[0],

@@ -1,15 +1,15 @@
 """Paged attention on a CPU for decode and prefill.
 
-An item is one tile of a sequence's queries and one or more KV heads. It walks the visible part of the context in blocks
-of keys, with an online softmax (arXiv 2205.14135) in base 2. Sums are float32. In a bfloat16 model, queries and
-attention weights are bfloat16, as on a GPU, because one instruction may compute two products. In other models they are
-float32.
+An item of a job is one tile of a sequence's queries and one or more KV heads. A thread reads the visible keys of an
+item in blocks, with an online softmax (arXiv 2205.14135) in base 2. Sums are float32. In a bfloat16 model, queries and
+attention weights are bfloat16, as on a GPU, because some CPUs add two bfloat16 products in one instruction. In other
+models they are float32.
 
-Decode reads keys and values directly from the pages. A tile of several queries first copies each block and transposes
-its keys, so that scores are sums of whole rows.
+Decode reads keys and values directly from the pages. A tile of several queries first copies each block. If the tile has
+enough rows, it also transposes the keys, so that scores are weighted sums of contiguous rows.
 
-`scales` is None, or the pages viewed as bfloat16. The scales of K are applied to the scores. The scales of V are
-applied to the weights.
+`scales` holds the pages viewed as bfloat16. It is None if K and V have no scales. The scores are multiplied by the
+scales of K, and the attention weights by the scales of V.
 """
 
 import numpy as np
@@ -50,14 +50,14 @@ from slora_kernels.cpu.softmax import (
 from slora_kernels.cpu.vectors import LANES
 from slora_kernels.cpu.weighted_sums import add_weighted_rows
 
-# The most rows (queries times heads of a group) of a tile, and the number of rows from which transposing the keys pays.
+# The most rows of a tile (queries times heads of a group). From TRANSPOSE_ROWS rows on, transposing the keys is faster.
 TILE_ROWS = 192
 TRANSPOSE_ROWS = 8
 
 # Keys and values are prefetched this many elements before they are read.
 PREFETCH_ELEMENTS = 1024
 
-# Stands for no window: longer than any context.
+# The window of a model without one. It is longer than any context.
 NO_WINDOW = 1 << 40
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -65,14 +65,14 @@ _NAN = np.float32(np.nan)
 
 
 def count_float_scratch(head_dim: int) -> int:
-    """float32 scratch values that a worker needs."""
+    """Number of float32 scratch values that a worker needs."""
     return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
 
 
 def count_operand_scratch(head_dim: int) -> int:
-    """Scratch values of `operand_dtype` that a worker also needs.
+    """Number of `operand_dtype` scratch values that a worker needs.
 
-    They include padding, because rows are read in whole vectors.
+    It includes padding, because rows are read in whole vectors.
     """
     return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
 
@@ -164,8 +164,7 @@ def attend_token(
 ) -> None:
     """Attends the queries of one token, rows [M, D], to keys first .. visible - 1 -> sums [M, D], state [M, 3].
 
-    The rows belong to several consecutive KV heads, `group` rows each. The heads are contiguous in a page, so the page
-    is read from end to end.
+    The rows belong to consecutive KV heads, `group` rows to each head. These heads are contiguous in a page.
     start: where K of the first head begins in a page. V begins `side` elements later.
     scale_start: where the K scales of the first head begin. There is one scale for each row of D elements.
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
@@ -304,12 +303,12 @@ def attend_tile(
 
 
 def attend_worker(job: Job) -> None:
-    """Items: pairs of a tile and ITEM_HEADS consecutive KV heads."""
+    """An item is a tile and ITEM_HEADS consecutive KV heads."""
     attend_items(job, read_model_matrix(job, PAGES), None, 0)
 
 
 def attend_fp8_worker(job: Job) -> None:
-    """Like `attend_worker`, over pages in fp8."""
+    """Like `attend_worker`, for KV in fp8."""
     scales = read_bfloat16_matrix(job, SCALES)
     attend_items(job, read_byte_matrix(job, PAGES), scales, read_int(job, SCALE_START))
 

@@ -1,7 +1,7 @@
-"""The jobs of one step that attend and that write KV. What all layers share is computed once.
+"""The attention jobs of one step, and the jobs that write KV. The fields that all layers share are computed once.
 
-A job is prepared just after a matmul, which has evicted Python's data from the CPU caches. Built field by field, the 24
-jobs of a step of 12 layers took 1.3 ms of 50 ms (two cores, 64 tokens).
+Building a job in Python is slow, because the preceding matmul has evicted Python's data from the CPU caches. When all
+fields were built for each job, the 24 jobs of a step of 12 layers took 1.3 ms of 50 ms (two cores, 64 tokens).
 """
 
 from functools import cache
@@ -69,7 +69,7 @@ class AttentionPlan:
         self._geometry: KVGeometry | None = None
         self._layer_elements = self._layer_scales = self._first_scale = self._num_items = 0
         self._attend_words = self._rotate_words = pack_fields()
-        # Tensors that the words point to. They are kept alive here.
+        # The words hold addresses of these tensors, so the plan keeps the tensors alive.
         self._tiles = self._scratch = torch.empty(0)
         self._norms: tuple[Tensor, Tensor] | None = None
 
@@ -84,7 +84,7 @@ class AttentionPlan:
     ) -> JobWords:
         """The job that rotates q and k and writes KV.
 
-        Run it before the next job is made, which may free its norm weights.
+        Run the job before making the next one: that call may free the norm weights that this job points to.
         """
         place = self._find_layer(pages, geometry, layer)
         turns = NO_TENSOR if cos_sin is None else pack_rows(cos_sin)
@@ -108,16 +108,17 @@ class AttentionPlan:
         return job, len(q) * out.shape[1] * rule.count_visible(self._batch.max_context_len)
 
     def _find_layer(self, pages: Tensor, geometry: KVGeometry, layer: int) -> tuple[int, ...]:
-        """Two fields: the start of a layer's elements in a page, and of its scales.
+        """Returns two job fields: where the layer's elements begin in a page, and where its scales begin.
 
-        Call this before the other fields are used: it computes them for new pages or a new geometry.
+        Call it before reading `_rotate_words`, `_attend_words` or `_num_items`: it recomputes them if the pages or the
+        geometry changed.
         """
         if pages is not self._pages or geometry is not self._geometry:
             self._pack_shared_fields(pages, geometry)
         return layer * self._layer_elements, 0, 0, self._first_scale + layer * self._layer_scales, 0, 0
 
     def _pack_shared_fields(self, pages: Tensor, geometry: KVGeometry) -> None:
-        """Computes what the jobs of all layers share."""
+        """Computes the fields that the jobs of all layers share, and the number of items."""
         self._pages, self._geometry = pages, geometry
         batch, group, size = self._batch, geometry.group_heads, geometry.head_dim
         elements = pack_pages(pages, geometry.element_dtype.itemsize)

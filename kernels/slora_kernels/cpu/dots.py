@@ -26,7 +26,7 @@ from slora_kernels.cpu.vectors import (
 
 
 def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
-    """Builds a block: sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
+    """Builds the block (see `vectors`) for sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
 
     @intrinsic
     def dots(typing: Any, sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> Any:
@@ -78,7 +78,7 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     return dots
 
 
-# add_four_dots: sums [t, 4] += x [t, count] times the four rows that begin at `weights`, `pitch` apart. add_one_dot:
-# the same for one row.
+# add_four_dots: sums [t, 4] += x [t, count] times four rows of weights. The first row begins at `weights`, and rows are
+# `pitch` elements apart. add_one_dot: the same for one row.
 add_four_dots = dispatch_by_tokens(lambda tokens: _emit_dots(tokens, 4))
 add_one_dot = dispatch_by_tokens(lambda tokens: _emit_dots(tokens, 1))

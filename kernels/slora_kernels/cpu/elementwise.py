@@ -63,12 +63,13 @@ def add_row(residual: Array, x: Array) -> None:
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual)
 
 
-# Fields of a norm job. X is the residual itself if nothing is added. WIDE: whether the weight is float32.
+# Fields of a norm job. ADDS: whether X is added to RESIDUAL first; otherwise both are the same tensor. WIDE: whether
+# the weight is float32.
 X, RESIDUAL, WEIGHT, OUT, EPS, ADDS, WIDE = range(7)
 
 
 def rms_norm_worker(job: Job) -> None:
-    """Items: rows."""
+    """An item is a row."""
     x, residual, out = (
         read_model_matrix(job, X),
         read_model_matrix(job, RESIDUAL),
@@ -137,7 +138,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 
 
 def act_mul_worker(job: Job) -> None:
-    """Items: rows."""
+    """An item is a row."""
     gate_up, out = read_model_matrix(job, GATE_UP), read_model_matrix(job, ACTIVATED)
     width, activation = out.shape[1], read_int(job, ACTIVATION)
     row = take_item(job)
@@ -220,7 +221,7 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 
 @compiled
 def compute_scale(largest: Int) -> Int:
-    """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude. See `KVFormat`."""
+    """Bits of the bfloat16 scale of a K or V vector (see `KVFormat`). largest: its greatest magnitude, float32 bits."""
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     return max((exact + 0xFFFF) >> 16, _SMALLEST_SCALE)
@@ -243,12 +244,12 @@ def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float
 
 
 def rotate_and_write_kv_worker(job: Job) -> None:
-    """Items: tokens."""
+    """An item is a token."""
     rotate_and_write_items(job, read_model_matrix(job, KV_PAGES), None)
 
 
 def rotate_and_write_fp8_worker(job: Job) -> None:
-    """Like `rotate_and_write_kv_worker`, into pages in fp8."""
+    """Like `rotate_and_write_kv_worker`, for KV in fp8."""
     rotate_and_write_items(job, read_byte_matrix(job, KV_PAGES), read_bfloat16_matrix(job, SCALES))
 
 

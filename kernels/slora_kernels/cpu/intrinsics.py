@@ -1,14 +1,14 @@
 """The intrinsics of the CPU kernels: reading the fields of a job, converting elements, loops over rows.
 
-An array's element type stands for the model's dtype, so that one source serves all three dtypes:
+numba lacks some dtypes, so the element type of an array stands for a dtype. One source thus serves all model dtypes:
 
-    float32 as float32;  bfloat16 as uint16 (its bits are the upper half of a float32's);  float16 as int16
+    float32 is float32;  bfloat16 is uint16 (its bits are the upper half of a float32's);  float16 is int16
 
-K and V in fp8 are uint8: e4m3 without NaN, because a NaN is stored in their bfloat16 scale.
+K and V in fp8 are uint8. They are e4m3 without NaN, because NaN is stored in their bfloat16 scale.
 
-A job is a block of 64-bit words: the next item to take, the next worker's number, the number of items, and then the
-fields. A field has three words. They hold either one number, or a tensor as a matrix of contiguous rows: address,
-number of rows and pitch. The element type of the job's own pointer is that of the model. All arithmetic is float32.
+A job is an array of 64-bit words: the next item to take, the next thread's number, the number of items, and then the
+fields. A field has three words. They hold either one number, or the address, number of rows and pitch of a tensor with
+contiguous rows. The job pointer's element type is that of the model. All arithmetic is float32.
 
 Slice a row before the loop that runs over it. Indexing a matrix inside the loop keeps LLVM from vectorising it (8 times
 slower, measured).
@@ -58,7 +58,7 @@ def compiled(function: Function) -> Function:
 
 
 def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
-    """Compiles a worker to a C function `void(void *job)`, cached on disk. carrier: the element type of the model."""
+    """Compiles a worker to a C function `void(void *job)`, cached on disk. carrier: the model's element type."""
     user_choice = config.CACHE_DIR
     config.CACHE_DIR = str(_cache_directory(user_choice))
     try:
@@ -210,7 +210,7 @@ def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
 
 @intrinsic
 def count_between(typing: Any, origin: Array, array: Array) -> Any:
-    """Number of elements from the beginning of `origin` to that of `array`. The arrays may be separate allocations."""
+    """Number of elements from the start of `origin` to the start of `array`, which may be separate allocations."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, second = (
@@ -231,9 +231,9 @@ def take_item(job: Job) -> Int:
 
 @compiled
 def await_count(counts: Array, index: Int, count: Int) -> None:
-    """Waits until the count reaches `count`. Yields the core to other threads meanwhile.
+    """Waits until counts[index] reaches `count`. Yields the core to other threads meanwhile.
 
-    All items that call `increment_count` must already have been taken by threads, or the wait may not end.
+    Deadlocks unless threads have already taken all items that increment the count.
     """
     while _load_acquire(counts, index) < count:
         _yield_core()
@@ -320,7 +320,7 @@ def _round_e4m3(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
-    """Rounds a float32, or a vector of `lanes` of them, to nearest even in the format `element`."""
+    """Rounds a float32, or a vector of `lanes` float32, to the type `element`: to nearest, ties to even."""
 
     def of(kind: Any) -> Any:
         return kind if lanes == 1 else ir.VectorType(kind, lanes)
@@ -336,7 +336,7 @@ def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
 
 @intrinsic
 def widen(typing: Any, value: Any) -> Any:
-    """Converts an element of any of these formats to float32."""
+    """Converts an element of any array to float32."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return widen_value(builder, value, args[0])
@@ -345,7 +345,7 @@ def widen(typing: Any, value: Any) -> Any:
 
 
 def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
-    """The bits of an element without its sign, int32, and whether it is negative."""
+    """The bits of an element without the sign bit, int32, and whether the element is negative."""
     bits = builder.bitcast(value, _I32) if element == types.float32 else builder.sext(value, _I32)
     mask = 0x7FFFFFFF if element == types.float32 else 0x7FFF
     return builder.and_(bits, _I32(mask)), builder.icmp_signed("<", bits, _I32(0))
@@ -375,7 +375,7 @@ def find_largest_magnitude(row: Array) -> Int:
 
 @intrinsic
 def sortable_int(typing: Any, value: Any) -> Any:
-    """An int32 that orders elements of the model's dtype by value. NaN ranks beyond the infinity of its sign."""
+    """An int32 that orders elements of the model's dtype by value. NaN sorts beyond the infinity of its sign."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         size, is_negative = _emit_magnitude(builder, value, args[0])
@@ -386,7 +386,7 @@ def sortable_int(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
-    """Whether a `magnitude` of an element of `array` is that of a NaN."""
+    """Whether `size`, the `magnitude` of an element of `array`, is that of a NaN."""
     infinite = {types.uint16: 0x7F80, types.int16: 0x7C00, types.float32: 0x7F800000}[array.dtype]
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -397,7 +397,7 @@ def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
 
 @intrinsic
 def narrow(typing: Any, value: Float, array: Array) -> Any:
-    """Rounds a float32 to the element type of `array`, to nearest even."""
+    """Rounds a float32 to the element type of `array`: to nearest, ties to even."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return narrow_value(builder, array.dtype, args[0])
@@ -407,7 +407,7 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
 
 @intrinsic
 def convert(typing: Any, value: Any, array: Array) -> Any:
-    """Converts an element of any of these formats to the element type of `array`."""
+    """Converts an element of any array to the element type of `array`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == array.dtype:
@@ -420,8 +420,8 @@ def convert(typing: Any, value: Any, array: Array) -> Any:
 def emit_prefetch(builder: Any, pointer: Any) -> None:
     """Prefetches the cache line at `pointer` (to bytes) into the L2 cache.
 
-    A core can only wait for about 24 lines that are fetched into L1. With prefetch into L1, LoRA for 32 adapters of two
-    tokens took 0.70 of the time of the base matmuls. With prefetch into L2 it took 0.60 (EPYC, Zen 5).
+    A core can have only about 24 pending fetches into L1. For 32 adapters with two tokens each, LoRA took 0.70 of the
+    time of the base matmuls with prefetch into L1, and 0.60 with prefetch into L2 (EPYC, Zen 5).
     """
     function = cgutils.get_or_insert_function(builder.module, _PREFETCH_TYPE, "llvm.prefetch.p0")
     builder.call(function, [pointer, _I32(0), _I32(_SECOND_CACHE), _I32(1)])
@@ -479,7 +479,7 @@ def exp2(x: Float) -> Float:
 
 @compiled
 def copy_converted(target: Array, source: Array) -> None:
-    """target = source, rounded to the format of `target`."""
+    """target = source, rounded to the element type of `target`."""
     for i in range(source.shape[0]):
         target[i] = convert(source[i], target)
 
@@ -495,7 +495,7 @@ def multiply_columns(rows: Array, factors: Array) -> None:
 
 @compiled
 def fill(row: Array, number: Float) -> None:
-    """All elements of the row become `number`, rounded to the row's format."""
+    """Sets all elements of the row to `number`, rounded to the row's element type."""
     for i in range(row.shape[0]):
         row[i] = narrow(number, row)
 

@@ -14,13 +14,13 @@ from slora_kernels.cpu.intrinsics import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_
 FieldWords = tuple[int, int, int]
 JobWords: TypeAlias = "array[int]"
 Field = FieldWords | Tensor | int | float
-# Stands for an absent tensor.
+# The field of an absent tensor.
 NO_TENSOR: FieldWords = (0, 1, 0)
 assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS) == (0, 1, 2, 3)
 
 
 def pack_field(field: Field) -> FieldWords:
-    """Packs one field. Numbers are tested first, because testing whether they are tensors is slow."""
+    """Packs one field. The tests for numbers come first, because a test for a tensor is slow."""
     if isinstance(field, tuple):
         return field
     if isinstance(field, int):
@@ -49,8 +49,8 @@ def pack_row(row: Tensor) -> FieldWords:
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of values that are multiplied with the model's weights or KV: shrink outputs and attention weights.
 
-    It is bfloat16 in a bfloat16 model, where one instruction may compute two products. Otherwise it is float32, because
-    an attention weight times a scale of V in fp8 may underflow float16.
+    It is bfloat16 in a bfloat16 model, because some CPUs add two bfloat16 products in one instruction. Otherwise it is
+    float32, because an attention weight times an fp8 scale of V may underflow float16.
     """
     return dtype if dtype == torch.bfloat16 else torch.float32
 
@@ -65,5 +65,8 @@ def begin_job(items: int, *words: int) -> JobWords:
 
 
 def pack_pages(rows: Tensor, element_bytes: int) -> FieldWords:
-    """Packs rows of another dtype, such as the pool's pages, as elements of `element_bytes` bytes."""
+    """Like `pack_rows`, but the stride is counted in elements of `element_bytes` bytes.
+
+    The tensor of the pool's pages is uint8, whatever dtype the pages store.
+    """
     return rows.data_ptr(), rows.shape[0], rows.stride(0) * rows.element_size() // element_bytes

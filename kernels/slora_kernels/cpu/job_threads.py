@@ -1,16 +1,16 @@
-"""How many items a job is cut into, given torch's number of threads."""
+"""Decides how many items a job needs for torch's number of threads."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# Jobs are cut into smaller items until there are this many per thread.
+# A job that would have fewer items per thread is cut into smaller items.
 _ITEMS_PER_THREAD = 4
-# Returns scratch of the given number of float32 for each thread, [threads, numbers].
+# Reserves scratch memory: a number of float32 per thread -> [threads, number].
 Reserve = Callable[[int], Tensor]
 
 
 def count_busy_items() -> int:
-    """The number of items from which on no thread waits long for the last one to finish."""
+    """How many items a job needs so that all threads finish at about the same time."""
     return _ITEMS_PER_THREAD * torch.get_num_threads()

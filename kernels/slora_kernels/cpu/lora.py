@@ -36,9 +36,9 @@ from slora_kernels.cpu.weighted_sums import add_weighted_rows
 
 # Columns of B are prefetched this many elements before they are read.
 PREFETCH_ELEMENTS = 256
-# From PACKED_TOKENS tokens on, rows of B are first packed into scratch, PACKED_COLUMNS columns at a time. 64 packed
-# rows fill two thirds of the L1 cache. In the pages, the pitch of the rows is often a multiple of 4 KiB. All rows would
-# then compete for the same few cache sets.
+# From PACKED_TOKENS tokens on, rows of B are first packed into scratch, PACKED_COLUMNS columns at a time. In the pages,
+# the pitch of the rows is often a multiple of 4 KiB, so unpacked rows would compete for the same few cache sets. 64
+# packed rows fill two thirds of the L1 cache.
 PACKED_TOKENS = 32
 PACKED_COLUMNS = 256
 PACKED_PREFETCH_ROWS = 4
@@ -151,8 +151,9 @@ def expand_columns(
     starts: Array,
     packed: Array,
 ) -> None:
-    """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
+    """out [t, size] += scale * factors [t, rank] times `size` columns of `rank` rows of B.
 
+    segment: where these columns begin in the first row. row_segments: distance between rows, in segments.
     starts [rank] and packed [rank, PACKED_PITCH] are scratch for `find_rows`.
     """
     rank, numbers = factors.shape[1], pages.reshape((-1,))
@@ -172,7 +173,7 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 
 # Fields of a job: first those of the call, then of the step, then of the site.
 #
-# The shrink of X goes to SHRUNK. NUM_SHRINK_ITEMS is the number of shrink items, 0 if SHRUNK is already filled.
+# SHRUNK is the output of shrink and the input of expand. If it is already filled, NUM_SHRINK_ITEMS is 0.
 # With IS_WHOLE, an item is a whole tile. Otherwise the first NUM_SHRINK_ITEMS items shrink and the others expand.
 # A tile has BLOCKS shrink items of BLOCK_ROWS rows of A. Each of them adds 1 to its tile's count in DONE, which was
 # COUNT_BEFORE at the start of the job.
@@ -208,9 +209,9 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 
 
 def lora_worker(job: Job) -> None:
-    """Items: whole tiles, or blocks of rows of A and then blocks of output columns of each tile.
+    """An item is a whole tile, or a part of one: a block of rows of A (shrink) or of output columns (expand).
 
-    A block of columns waits until all blocks of rows of its tile are done.
+    A block of columns waits until all blocks of rows of the same tile are done.
     """
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
     shrunk = read_operand_matrix(job, SHRUNK)

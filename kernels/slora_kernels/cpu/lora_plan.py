@@ -1,8 +1,8 @@
 """The LoRA jobs of one step. The words that all sites share are computed once and copied into each job.
 
-A step of 12 layers has 48 such jobs. Each is prepared just after a matmul, which has evicted Python's data from the CPU
-caches. Built field by field, and with shrink and expand as separate jobs, they took 3 ms of 18 ms (two cores, 64
-tokens, 32 adapters).
+Building a job in Python is slow, because the preceding matmul has evicted Python's data from the CPU caches. A step of
+12 layers has 48 such jobs. When all fields were built for each job, and shrink and expand were separate jobs, they took
+3 ms of 18 ms (two cores, 64 tokens, 32 adapters).
 """
 
 from dataclasses import dataclass
@@ -31,19 +31,19 @@ _EXPAND_COLUMNS = (1024, 256)
 # From this many tiles per thread on, each tile is computed by a single thread. Measured on two threads, with the
 # longest tile first: 32 tiles of two tokens went from 20.7 to 14.2 ms. 8 tiles of 64 tokens went from 17.2 to 12.9 ms.
 _WHOLE_TILES = 2
-# The cost of reading the weights of one rank, in tokens.
+# Reading the weights of an adapter costs about as much as computing this many tokens.
 _READING_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredShrink:
-    """A shrink output that the expanding job computes itself. x [T, in] must not change until that job is done."""
+    """A shrink that the expand job will compute from x [T, in]. Do not modify x until that job is done."""
 
     x: Tensor
 
 
 class LoraPlan:
-    """The LoRA jobs of all sites whose tokens are cut into `tiles`, over the pages of one pool and in one dtype."""
+    """Makes the LoRA jobs of all sites in one step."""
 
     def __init__(self, tiles: LoraTiles, tables: AdapterTables, reserve: Reserve) -> None:
         self._tables = tables
@@ -126,7 +126,7 @@ class LoraPlan:
 
 
 def _sort_by_cost(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tensor]:
-    """Sorts tiles and their weights by cost, the longest first, so that all threads finish at about the same time.
+    """Sorts tiles and their weights, most expensive first, so that all threads finish at about the same time.
 
     It uses numpy, because torch's calls take five times as long.
     """
@@ -141,8 +141,8 @@ def _sort_by_cost(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tens
 def _split_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
     """Cuts the output columns of a site into blocks.
 
-    Returns blocks, int32 [n, 4]: module's index in the group, first column in out, first column in the module, number
-    of columns. The second tensor holds the widths, int32 [1, modules].
+    Returns two tensors. The blocks, int32 [n, 4], are (module's index in the group, first column in out, first column
+    in the module, number of columns). The widths are int32 [1, modules].
     """
     blocks, start = [], 0
     for member, width in enumerate(widths):

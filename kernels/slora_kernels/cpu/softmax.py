@@ -1,4 +1,4 @@
-"""The online softmax (arXiv 2205.14135) of one row and one block of keys: turns scores in base 2 into weights.
+"""The online softmax (arXiv 2205.14135): turns one row's scores for one block of keys, in base 2, into weights.
 
 If a row sees the whole block, its scores stay in registers from the maximum to the sum. Otherwise the same steps run as
 loops over the visible keys.
@@ -35,8 +35,8 @@ from slora_kernels.cpu.vectors import (
     sum_lanes,
 )
 
-# The most keys of a block. With head dim 64 and 16 bits, its keys and its values take 8 KiB each. They share the L2
-# cache with the scores.
+# The most keys of a block. With head dim 64 and 16 bits, the keys and the values of a block take 8 KiB each. They share
+# the L2 cache with the scores.
 BLOCK_KEYS = 64
 _ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 LOG2_E = np.float32(np.log2(np.e))
@@ -159,7 +159,7 @@ def update_softmax_of_token(
     """
     for m in range(scores.shape[0]):
         multiply(scores[m], factor)
-    # Rare: only then check row by row.
+    # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
     is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS
     for m in range(scores.shape[0]):
         row = scores[m]
@@ -189,7 +189,7 @@ def update_softmax_of_tile(
     Row m sees `window` keys. The last of them is key before + m // group. The weight of a key that a row does not see
     is 0.
     """
-    # Rare: only then check row by row.
+    # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
     is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS
     for m in range(weights.shape[0]):
         end = before + m // group + 1

@@ -4,9 +4,9 @@ A worker is a C function with one argument, a pointer to a job. Every thread tak
 left. A thread that the operating system delays therefore costs little, and results do not depend on which thread
 computed which item.
 
-The threads belong to the OpenMP runtime that torch has loaded. They are entered through the runtime's GOMP_parallel. A
-second thread pool, such as numba's own, would compete with torch's threads for the cores. With one, alternating a torch
-matmul with a kernel was 15 to 30% slower (2 cores, shared; medians).
+The threads belong to the OpenMP runtime that torch has loaded. The runtime's GOMP_parallel calls the worker on them. A
+second thread pool, such as numba's own, would compete with torch's threads for the cores: alternating a torch matmul
+with a kernel was then 15 to 30% slower (medians, two shared cores).
 
 This module depends on neither numba nor tensors.
 """
@@ -23,7 +23,7 @@ Enter = Callable[[int, int, int], None]
 
 
 def _find_runtimes() -> list[str]:
-    """Paths of the OpenMP runtimes loaded into this process. torch's own comes before a system's."""
+    """Paths of the OpenMP runtimes loaded into this process. The one that torch ships comes first."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if _RUNTIME.search(line)}
     return sorted(paths, key=lambda path: ("/torch" not in path, path))

@@ -1,8 +1,9 @@
-"""Vector code in LLVM IR, from which the blocks of `dots` and `weighted_sums` are built.
+"""Vector code in LLVM IR for the blocks of `dots` and `weighted_sums`.
 
-Left alone, LLVM vectorises the loop for one token, and the next token reads and widens the same weights again. A block
-computes a few tokens together. It reads and widens each weight once for all of them, and keeps their sums in registers.
-Each sum is formed in the same order in every block, so a token's result is bit-identical alone and in a batch.
+A block is a piece of code that computes a few tokens together. It reads and widens each weight once for all of them,
+and keeps their sums in registers. Code that LLVM vectorises by itself computes one token at a time, and reads and
+widens all weights again for each token. Every block adds in the same order, so a token's result is bit-identical alone
+and in a batch.
 
 Rows of weights are of the model's dtype and lie `pitch` elements apart.
 """
@@ -102,7 +103,7 @@ class Memory:
         emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
 
     def lines(self, columns: list[Any]) -> list[Any]:
-        """The vectors at adjacent `columns` that begin a cache line."""
+        """Of adjacent vectors that start at `columns`, those that begin a cache line."""
         return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
     def load_scalar(self, row: int, column: Any) -> Any:
@@ -152,9 +153,9 @@ class Memory:
 
 
 def access_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
-    """The first three arguments of a block as memory: the sums, the multiplicands and the rows of weights.
+    """The first three arguments of a block: the sums, the rows of x (or factors) and the rows of weights.
 
-    The fourth argument gives the place of the rows: their pitch, or an array with the start of each row.
+    The fourth argument locates the rows of weights: their pitch, or an array with the start of each row.
     """
     sums, x, weights, pitch = signature.args[:4]
     return (

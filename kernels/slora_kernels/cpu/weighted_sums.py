@@ -60,8 +60,8 @@ class _SingleRows:
 class _PairedRows(_SingleRows):
     """Reads two bfloat16 rows at a time, with the two elements of a column next to each other.
 
-    Within each 16 bytes, lanes are in the order that the CPU interleaves fastest. `in_order` restores the order of the
-    columns.
+    The CPU interleaves fastest within groups of 16 bytes. This changes the order of the columns, and `in_order`
+    restores it.
     """
 
     step = 2
@@ -118,9 +118,9 @@ class _PairedRows(_SingleRows):
 
 
 def _emit_weighted_sums(tokens: int, vectors: int) -> Callable[..., None]:
-    """Builds a block: target [tokens, size] += scale * factors [tokens, count] times `count` rows.
+    """Builds the block (see `vectors`) for target [tokens, size] += scale * factors [tokens, count] times `count` rows.
 
-    `size` is vectors * LANES. With one vector it may be less.
+    The block computes vectors * LANES columns, or `size` columns if that is less and `vectors` is 1.
     """
 
     @intrinsic
@@ -205,9 +205,9 @@ def add_weighted_rows(
     """target [t, size] += scale * factors [t, count] times `count` rows of `size` elements.
 
     pitch: distance between rows in elements, or an int64 array with the start of each row.
-    ahead: distance in elements from what is read to what is prefetched at the same time.
+    ahead: how many elements ahead of the reads to prefetch.
 
-    Rows are read in whole vectors, so memory behind the last row has to be readable up to a whole vector.
+    Rows are read in whole vectors, so memory after the last row must be readable up to a whole vector.
     """
     for t in range(0, target.shape[0], MAX_TOKENS):
         sums, own, column = target[t : t + MAX_TOKENS], factors[t : t + MAX_TOKENS], 0
