@@ -1,8 +1,8 @@
 """Copies adapters to the GPU while it computes a step that does not need them.
 
-The step is launched first. The copies are launched after it, on a stream of their own, so a host that waits for
-pageable memory does not delay the step. A copy starts when all work before the step is done, because that work may
-still use the copy's target pages. The next step waits for the copies.
+The step is launched first. The copies are launched after it, on a stream of their own. The host may have to wait for
+copies from pageable memory, but this does not delay the step. A copy starts when all work before the step is done,
+because that work may still use the copy's target pages. The next step waits for the copies.
 """
 
 from collections.abc import Callable
