@@ -105,7 +105,7 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
 
 def _refuse_surrogates(value: str) -> None:
     """Refuses half of a surrogate pair. JSON can contain one, but it is not a character, and tokenizers and databases
-    fail.
+    fail on it.
     """
     try:
         value.encode()

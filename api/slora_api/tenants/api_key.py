@@ -1,4 +1,4 @@
-"""The format of API keys, and their recognition from a stored hash.
+"""The format of API keys, and how a key is checked against a stored hash.
 
 A key is `slora_<8 character id>_<43 base62 characters>_<checksum>`. The prefix and the checksum let secret scanners
 recognise a leaked key reliably. The id finds the key's database row. 43 base62 characters hold 256 random bits.

@@ -81,7 +81,7 @@ def _check_reference(adapter: str) -> None:
         raise BadRequest(f"`adapter`: {error}.", "adapter") from None
 
 
-# With a weight outside these limits, a tenant would in effect be alone or never be served.
+# A tenant with a larger weight would in effect have the engine alone; one with a smaller weight would never be served.
 _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
 # Tolerance for rounding when floors such as 0.7 + 0.2 + 0.1 are added up.
 _SUM_SLACK = 1e-9
