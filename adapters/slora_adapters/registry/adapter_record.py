@@ -1,7 +1,7 @@
-"""Plain values of the registry: versions of names, and aliases with the versions that they point at.
+"""Plain values of the registry: versions of names, and aliases with the versions that the aliases point at.
 
-A record does not contain the texts of its extras. A text may have half a megabyte, and lists, changes and comparisons
-load many records at once. Only a request reads the texts, and only the texts of its own version (`Registry.serve`).
+A record does not contain the texts of its extras. A text may take half a megabyte, and lists, changes and comparisons
+load many records at once. Only a request reads texts, and only those of its own version (`Registry.serve`).
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """An alias and the versions that it points at. targets: percent of the requests by version number.
+    """An alias and the versions that it points at. targets: percent of the requests, by version number.
 
     follows_pushes: whether a newly pushed version receives all requests. salt: see `choose_target`. pinned: whether all
     targets are kept in the page pool before any request needs them. updated_at: Unix time of the last move.
@@ -152,7 +152,7 @@ class StorageUsage:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The result of an upload. is_new: False if the newest version of the name already was this one.
+    """The result of an upload. is_new: False if the newest version already had these weights and extras.
 
     moved_pin: whether the targets of a pinned alias changed.
     """
@@ -167,8 +167,8 @@ class Removal:
     """The result of a deletion.
 
     orphaned: versions that no name of the tenant has any more.
-    unreferenced: digests of orphaned versions to which no tenant refers any more, so that `collect` would drop their
-      blobs.
+    unreferenced: digests of orphaned versions, where no version of any tenant and no upload needs the blob any more.
+      `collect` would drop these blobs.
     moved_pin: as in Publication.
     """
 

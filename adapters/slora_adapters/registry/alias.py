@@ -1,4 +1,4 @@
-"""Which versions of a name an alias points at, by weight, and which of these versions a user gets.
+"""The versions of a name that an alias points at, by weight, and the choice of one of them for each user.
 
 A user keeps a version as long as the weight of that version does not shrink. Raising the weight of a new version from
 10 to 20 percent moves a tenth of the users to it. It moves no user away from it.
@@ -23,7 +23,7 @@ Targets = Mapping[int, int]
 
 # A lookup reads the records of all targets. A rollout to more versions than this at once is treated as a mistake.
 MAX_TARGETS = 8
-# How many moves a rollback can undo. All these states are read with the alias at each move.
+# How many moves a rollback can undo. Each move of an alias reads all of these states.
 MAX_HISTORY = 20
 
 
@@ -52,13 +52,13 @@ class AliasState:
 
 @dataclass(frozen=True, slots=True)
 class AliasHistory:
-    """The state of an alias, and its earlier states, latest last, which a rollback restores."""
+    """The state of an alias, and its earlier states in `before`, oldest first. A rollback restores the last of them."""
 
     state: AliasState
     before: tuple[AliasState, ...] = ()
 
     def move(self, state: AliasState) -> "AliasHistory":
-        """Moving an alias to the state that it already has is a no-op, so a client that lost the response can retry."""
+        """Returns the history after a move. Moving to the current state is a no-op, so a client can retry a move."""
         if state == self.state:
             return self
         return AliasHistory(state, (*self.before, self.state)[-MAX_HISTORY:])
@@ -100,7 +100,7 @@ def check_targets(targets: Targets) -> Targets:
 
 
 def choose_target(targets: Targets, salt: str, user: str) -> int:
-    """Returns the version for `user`. Each version gets the percentage of all users that is its weight.
+    """Returns the version for `user`. A version with the weight w gets w percent of all users.
 
     salt: unique to the alias, so that the splits of different aliases select different users.
     """
@@ -136,10 +136,10 @@ def _targets(plain: Mapping[str, Any]) -> Targets:
 def _draw(salt: str, user: str, number: int) -> float:
     """Returns 1 / x, where x is exponentially distributed.
 
-    Let each version i multiply its own value by its weight w_i. Then version i has the largest product with probability
+    If the value of each version i is multiplied by its weight w_i, version i has the largest product with probability
     w_i / sum(w).
     """
     drawn = hashlib.sha256(f"{salt}:{number}:{user}".encode()).digest()
-    # In (0, 1), exclusive: 52 bits plus a half, so that the logarithm is finite and not zero.
+    # 52 bits plus a half give a number strictly between 0 and 1, so the logarithm is finite and not zero.
     fraction = ((int.from_bytes(drawn[:8]) >> 12) + 0.5) / 2**52
     return -1 / math.log(fraction)

@@ -1,9 +1,9 @@
 """Adds and deletes adapters in registry and store, in an order that keeps both consistent after a crash.
 
 An adapter is added in two steps. `store_blob` reserves the digest and stores the blob durably. `commit` creates the
-version. Between the two, engines can load the adapter, but no request can name it. A failure between the two calls
-`discard`. A crash leaves an unreferenced blob, which `sweep` deletes after the reservation has expired. `withdraw`
-deletes the versions first, and then drops the blobs that no other version refers to.
+version. Between the two, engines can load the adapter, but no request can name it. If the caller fails between the two,
+it calls `discard`. A crash leaves an unreferenced blob, which `sweep` deletes after the reservation has expired.
+`withdraw` deletes the versions first, and then drops the blobs that no other version refers to.
 
 Only a registry knows which versions refer to a blob. So each registry claims the store before it writes there. In a
 store that several registries have claimed, nothing is ever dropped: a blob that this registry does not know may belong
@@ -52,7 +52,7 @@ class Catalog:
         store.claim(registry.registry)
 
     def store_blob(self, adapter: CheckedAdapter) -> str:
-        """Stores the blob of an adapter that passed every check, and returns the reservation that protects it.
+        """Stores the blob of an adapter that passed every check. Returns the reservation that protects the blob.
 
         The blob is durable on return. Pass the reservation to `commit` or `discard`. The duration does not reveal
         whether another tenant has stored the same weights before. Raises StoreUnavailable.
@@ -61,8 +61,8 @@ class Catalog:
         try:
             self.store.put(adapter.digest, adapter.members)
         except BaseException:
-            # The store or the sweep cleans up after a failed `put`. `collect` would wait for an unreachable store with
-            # the database locked.
+            # Do not call `collect` here: it would wait for an unreachable store with the database locked. The store or
+            # the sweep cleans up after a failed `put`.
             self.registry.release(reservation)
             raise
         return reservation
@@ -116,7 +116,7 @@ class Catalog:
         return sum(self.registry.collect(digest, self._drop) for digest in due)
 
     def _drop(self, digest: str) -> None:
-        """Checks the claims again, because another registry may have claimed the store a moment ago."""
+        """Drops a blob, unless another registry has claimed the store in the meantime."""
         if not self._other_claims():
             self.store.delete(digest)
 

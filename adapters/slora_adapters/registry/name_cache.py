@@ -1,6 +1,6 @@
 """A cache of registry lookups in one process. It also serves while the storage does not answer.
 
-A cached result stays until its name is dropped, because the name changed, or until the cache is full. If a name is
+A cached result stays until the cache is full, or until the result's name is dropped because it changed. If a name is
 dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
 """
 
@@ -18,17 +18,17 @@ __all__ = ["Answer", "ExtrasOf", "NameCache", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class ExtrasOf:
-    """The cache key of the texts of a version's extras."""
+    """The cache key of the `AdapterExtras` of version `number`."""
 
     number: int
 
 
-# Target: what a lookup asks for: an alias, a version number, or the texts of a version. Answer: what it returns.
+# Target: the alias, the version number or the extras that a lookup asks for. Answer: the result of the lookup.
 Answer = AdapterRecord | Rollout | AdapterExtras
 Target = str | int | ExtrasOf
 
 _MAX_BYTES = 64 << 20
-# Estimated memory of a cached record, or of a version's texts without their characters, including overhead.
+# Estimated memory of a cached record, including overhead. Cached extras take as much, plus their characters.
 _RECORD_BYTES = 1500
 
 
@@ -59,7 +59,7 @@ class NameCache:
             found = find()
         finally:
             with self._lock:
-                # Otherwise the name was dropped during `find`.
+                # Do not cache the answer if the name was dropped during `find`.
                 if self._names.get(key) is answers:
                     self._keep(key, answers, target, found)
         return found

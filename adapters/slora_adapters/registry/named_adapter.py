@@ -42,13 +42,13 @@ class Alias:
 
 @dataclass(slots=True)
 class NamedAdapter:
-    """A name while an operation changes it. A name that does not exist has no records.
+    """One name during an operation on it. A name that does not exist has no records.
 
     last_number: number of the last pushed version, even if that version was deleted.
     named_at: Unix time of the first push of the name.
     records: some versions by number: the two newest, the versions that an alias points at or would point at after a
       rollback, and the versions that the operation requested.
-    new_extras: the texts of the versions that this change creates.
+    new_extras: the extras of the versions that the operation creates.
     """
 
     tenant: str

@@ -60,7 +60,7 @@ return redis.call('GET', P..'schema')
 # alias: the alias to read, or `*` for all aliases.
 # numbers: version numbers to read.
 # newest: how many of the newest versions to read (-1 for all); `below` is an upper bound of their numbers.
-# history: whether to read the versions that aliases would point at after a rollback, too.
+# history: whether to also read the versions that aliases would point at after a rollback.
 #
 # Returns {named_at, last_number, revision, {alias, its JSON, ...}, {number, version, ...}} for each query. The entry is
 # empty if the name does not exist.
@@ -112,7 +112,7 @@ return answers
 
 # ARGV: the change to write, as JSON; see `plan_change`. Returns one of:
 #
-#   {'stale'}: the data from which the change was computed has changed since.
+#   {'stale'}: another process has changed the data that the change is based on.
 #   {'lost'}: the reservation has expired.
 #   {'kept', digests ...}: the change is written. The tenant has no version with these digests any more.
 #

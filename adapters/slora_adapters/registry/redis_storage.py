@@ -6,13 +6,12 @@ partial change is written, and no update is lost. `redis_scripts.py` has the scr
 
 A blob is dropped in a store that is independent of this Redis. So `collect` writes a lease on the digest, and waits
 until the lease is on disk, before it drops the blob. `reserve` waits until the lease ends, so that no upload of the
-same weights begins during the drop.
+same weights begins during the drop. A lease ends as follows:
 
-- The lease ends when the drop returns.
-- After a drop that failed, or a crash of the server, the lease expires after LEASE_S. Until then the store might still
-  execute the drop.
-- The lease ends earlier if the crashed server restarts. By then the store has executed the drop or never will, or the
-  drop affects only the copy that the crashed process saw.
+- It ends when the drop returns.
+- It expires after LEASE_S if the drop failed or the server crashed. Until then the store might still execute the drop.
+- It ends earlier if the crashed server restarts. By then the store has executed the drop, or never will, or the drop
+  affects only the copy that the crashed process saw.
 
 A drop takes milliseconds, or minutes if the store does not answer. One race remains. A process may freeze during a drop
 for longer than LEASE_S and then resume. It could then delete a blob that was uploaded after the lease expired.
@@ -67,9 +66,9 @@ from slora_adapters.version import AdapterVersion
 __all__ = ["LEASE_S", "RedisStorage", "open_redis_storage"]
 
 T = TypeVar("T")
-# How long weights cannot be uploaded after a drop of them that did not return.
+# TTL of a lease. If a drop does not return, the same weights cannot be uploaded for this long.
 LEASE_S = 600
-# How long an upload waits for a drop of the same weights, and a change for concurrent changes of the same name.
+# How long an upload waits for a drop of the same weights. A change waits as long for concurrent changes of its name.
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.01
 # Timeout of lookups, because requests wait for them.
@@ -102,8 +101,8 @@ class RedisStorage:
 
     def __init__(self, url: str, server: str) -> None:
         self._server = server
-        # No command is retried. A retried change could be applied twice, and a request that waited for one timeout of a
-        # lookup should not wait for another one.
+        # No command is retried. A retried change could be applied twice. A retried lookup could make a request wait for
+        # a second timeout.
         self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=0)
         self._writer = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
         self._read_script = self._reader.register_script(READ)
@@ -258,7 +257,7 @@ class RedisStorage:
     # -- blobs ------------------------------------------------------------------------------------------------------
 
     def reserve(self, digest: str, now: float) -> str:
-        """A reservation that a crash of Redis loses is harmless, because `push` detects that it is missing."""
+        """If a crash of Redis loses the reservation, `push` detects that and fails."""
         reservation = uuid.uuid4().hex
         deadline = time.monotonic() + _PATIENCE_S
         keys = [name_key("dropping", digest), name_key("reserved", digest)]
@@ -338,7 +337,7 @@ class RedisStorage:
         return self._read([ask])[0]
 
     def _read_storage_usage(self, tenant: str, digest: str) -> tuple[StorageUsage, str]:
-        """Returns the usage, and the token by which `SAVE` detects that the usage has grown since."""
+        """Returns the usage, and the token by which `SAVE` detects that the usage has grown in the meantime."""
         with as_unavailable(), self._pipeline() as pipeline:
             # Read the token first, so that growth during the other reads is detected.
             pipeline.get(name_key("held", tenant)).hvals(name_key("weights", tenant))

@@ -71,7 +71,8 @@ __all__ = [
 T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
 StorageCheck = Callable[[StorageUsage], None]
-# Lookups of one request. A lookup is repeated if the version that it found was deleted before its extras were read.
+# The most lookups of one request. A lookup is repeated if the version that it found was deleted before its extras were
+# read.
 _MAX_LOOKUPS = 3
 
 
@@ -200,7 +201,7 @@ class Registry:
         return self._storage.pinned()
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        """Returns those of the given versions that some name of their tenant still has. Engines may drop the others."""
+        """Returns the given versions that at least one name of their tenant still has. Engines may drop the others."""
         return self._storage.named(versions)
 
     # -- versions come and go ---------------------------------------------------------------------------------------
@@ -349,7 +350,9 @@ class Registry:
         return self._storage.reserve(check_digest(digest), self._clock())
 
     def release(self, reservation: str) -> None:
-        """Ends a reservation; a no-op if it has ended before. If the storage does not answer, it expires by itself."""
+        """Ends a reservation; a no-op if it has already ended. If the storage does not answer, the reservation expires
+        later.
+        """
         with suppress(StoreUnavailable):
             self._storage.release(reservation)
 

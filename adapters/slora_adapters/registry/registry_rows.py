@@ -1,7 +1,7 @@
 """Conversion between rows of the registry's SQLite tables and values.
 
 Functions with a `connection` argument run inside a transaction that the caller has begun. They handle the versions and
-aliases of one name of a tenant. This module has no rules: `named_adapter.py` and `sqlite_storage.py` decide when
+aliases of one name of a tenant. This module only converts: `named_adapter.py` and `sqlite_storage.py` decide when
 something is written.
 """
 
@@ -90,8 +90,8 @@ ONE_ROLLOUT = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {_
 OF_NAME = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {_BY_ALIAS}"
 PINNED = f"{_ROLLOUTS} WHERE a.pinned {_BY_ALIAS}"
 
-# Pages. The primary key's index finds the rows after a key. So the cost of a page does not depend on its position or on
-# the table size. The key after which a page begins need not exist any more.
+# Queries of one page of a list. The index of the primary key finds the rows after a key. So the cost of a page does not
+# depend on its position or on the table size. The key after which a page begins need not exist any more.
 _NAME_PAGE = (
     "SELECT own.* FROM adapter_names page "
     f"CROSS JOIN adapter_aliases own ON own.tenant = page.tenant AND own.name = page.name AND own.alias = '{LATEST}' "

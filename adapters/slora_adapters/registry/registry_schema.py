@@ -78,8 +78,8 @@ MIGRATIONS = (
         FROM adapters;
     DROP TABLE adapters;
     """,
-    # The feed: one row per change, for other processes. The nonce distinguishes this history from that of another
-    # database with the same change ids. The table always has at least one row.
+    # The feed: one row per change, for other processes. The nonce distinguishes this feed from the feed of another
+    # database that has the same change ids. The table always has at least one row.
     """
     CREATE TABLE adapter_changes (
         change_id INTEGER PRIMARY KEY AUTOINCREMENT,

@@ -1,12 +1,12 @@
-"""The interface of the registry's storage, which all processes share and which reports changes to each of them.
+"""The interface of the registry's storage. All processes share the storage, and it reports changes to each of them.
 
 A change of a name is one transaction. It applies a rule of `named_adapter.py` to the stored name. It writes the result,
 the indexes (which tenants have a digest, which aliases are pinned), and an entry in the feed of changes.
 `sqlite_storage.py` implements the storage for one host, `redis_storage.py` for several.
 
 A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
-while the feed contains that change. Otherwise the answer has `resync` set. That happens if the change is too old, or if
-the database was replaced or lost its last changes.
+while the feed contains that change. The answer to an invalid cursor has `resync` set. A cursor becomes invalid if its
+change is too old, or if the database was replaced or lost its last changes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +33,7 @@ __all__ = [
 # Tenant and name, which together identify a `NamedAdapter`.
 NameKey = tuple[str, str]
 T = TypeVar("T")
-# Passed in place of version numbers, it means every version of the name.
+# Means every version of a name, where a parameter expects version numbers.
 ALL_VERSIONS = None
 # How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
 # upload may be dropped.
@@ -59,8 +59,8 @@ class Change:
 class Changes:
     """The changes after a cursor, oldest first. cursor: pass it to the next call.
 
-    resync: changes before these ones may be missing, so the reader must look everything up again. is_all: whether the
-    feed has no further changes.
+    resync: earlier changes may be missing, so the reader must look everything up again. is_all: whether the feed has no
+    further changes.
     """
 
     cursor: str
@@ -92,10 +92,10 @@ class RegistryStorage(Protocol):
         """Returns all aliases of a name, sorted."""
 
     def rollouts(self, tenant: str, limit: int | None, after: tuple[str, str] | None) -> Sequence[Rollout]:
-        """Returns the tenant's aliases strictly after this name and alias, sorted by both."""
+        """Returns the tenant's aliases, sorted by (name, alias); only those after the pair `after`."""
 
     def names(self, tenant: str, limit: int | None, after: str | None) -> Sequence[Rollout]:
-        """Returns the rollout of `latest` of each of the tenant's names strictly after this one, sorted."""
+        """Returns the rollout of `latest` of each name of the tenant, sorted by name; only names after `after`."""
 
     def versions(self, key: NameKey, limit: int | None, after: int | None) -> Sequence[AdapterRecord]:
         """Returns the versions with a number below `after`, newest first."""
@@ -110,7 +110,7 @@ class RegistryStorage(Protocol):
         """Returns all pinned aliases, sorted by tenant, name and alias."""
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        """Returns those of the given versions that some name of their tenant has."""
+        """Returns the given versions that at least one name of their tenant has."""
 
     def is_referenced(self, digest: str, now: float) -> bool:
         """Returns whether a version of any tenant, or a reservation, needs the blob."""

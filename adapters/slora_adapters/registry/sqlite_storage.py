@@ -1,7 +1,7 @@
 """The registry's storage in the shared SQLite database: for one host, with any number of processes.
 
 A change holds the database's write lock, so no other change runs at the same time. Every process sees the change in its
-next lookup. Blobs are dropped with the lock held, too. The feed is a table that readers poll.
+next lookup. The lock is also held while a blob is dropped. The feed is a table that readers poll.
 """
 
 import json
@@ -213,7 +213,7 @@ def _release(connection: Connection, reservation: str, now: float) -> None:
 
 
 def _keep(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> Change:
-    """Writes the changes of a name, and an entry in the feed if there are any."""
+    """Writes the changes of a name. If there are any, also adds an entry to the feed."""
     if after == before:
         return Change(after.tenant, after.name)
     save_name(connection, before, after)
