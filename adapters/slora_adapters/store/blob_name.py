@@ -1,4 +1,4 @@
-"""Checks of names that become file names and Redis keys, so that no name can refer to another place."""
+"""Checks names that become file names and Redis keys, so that no name can escape its folder or key prefix."""
 
 import re
 

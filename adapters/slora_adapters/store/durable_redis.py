@@ -1,5 +1,4 @@
-"""Use of a Redis that must not lose acknowledged writes: its required settings, and the wait for its disk after a
-write.
+"""Checks the settings of a Redis that must not lose acknowledged writes, and waits until writes are on its disk.
 
 The module needs the package redis, so only modules that `store_url.py` and `registry_url.py` load import it.
 """
@@ -27,8 +26,8 @@ DURABLE_TIMEOUT_S = 20.0
 
 
 def connect(url: str, timeout_s: float, num_retries: int) -> "redis.Redis[bytes]":
-    """Returns a client, which connects at its first command. timeout_s: timeout of each reply. num_retries: retries of
-    a command without a reply.
+    """Returns a client. It connects at its first command. timeout_s: timeout of each reply. num_retries: how often a
+    command without a reply is sent again.
     """
     return redis.Redis.from_url(
         url,
@@ -42,7 +41,8 @@ def check_settings(client: "redis.Redis[bytes]", loses: str, remedy: str) -> Non
     """Raises StoreUnfit, naming the settings to change, if the settings of this Redis allow data loss. Raises
     StoreUnavailable if it does not answer.
 
-    loses: beginning of the message. remedy: an alternative for the operator.
+    loses: beginning of the message, which says what would be lost. remedy: end of the message, an alternative for the
+    operator.
     """
     with as_unavailable():
         info: dict[str, Any] = {**client.info("persistence"), **client.info("memory")}
@@ -74,7 +74,7 @@ def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
 
 @contextmanager
 def as_unavailable() -> Iterator[None]:
-    """Raises errors of Redis as StoreUnavailable."""
+    """Raises StoreUnavailable in place of errors of Redis."""
     try:
         yield
     except redis.RedisError as error:

@@ -5,9 +5,8 @@
     claims/<registry>      an empty file for each registry that refers to blobs here
 
 A blob is written to a folder in tmp. All its files and the folder are synced to disk, and the folder is then renamed
-into place. So after a crash of the process or the machine, a blob is either complete or absent. Opening the store
-removes what crashed writers left in tmp. A live writer holds a lock on its folder, which the kernel releases when the
-writer dies.
+into place. So after a crash of the process or the machine, a blob is either complete or absent. A writer locks its
+folder, and the kernel releases the lock when the writer dies. Opening the store removes the unlocked folders in tmp.
 """
 
 import errno
@@ -25,7 +24,7 @@ from slora_adapters.full_disk import is_full
 from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.local_blob import TIER, LocalBlob
 
-# How often a put starts over because the same digest was deleted during the put.
+# Attempts of one put. A put starts over if the same digest was deleted during the put.
 _MAX_ATTEMPTS = 10
 
 
@@ -131,8 +130,8 @@ class FileStore:
         return self._blobs / digest[:2] / check_digest(digest)
 
     def _publish(self, folder: Path, digest: str) -> bool:
-        """Moves a complete folder into place. Returns False if the blob that it was replacing was deleted at the same
-        time.
+        """Moves a complete folder into place. Returns False if the existing blob was deleted while it was being
+        replaced.
         """
         place = self._folder(digest)
         place.parent.mkdir(exist_ok=True)

@@ -14,9 +14,8 @@ class LocalBlob:
     """Implements `store.Blob`. Open files stay readable when they are deleted or replaced. The constructor raises
     OSError.
 
-    Files are read instead of mapped, because an I/O error in a mapping kills the process. Reading is not slower:
-    measured, the page cache is read at 13 GB/s into reused memory, and at 1.3 GB/s into memory that is touched for the
-    first time.
+    Files are read instead of mapped, because an I/O error in a mapping kills the process. Reading is not slower: the
+    page cache was read at 13 GB/s into reused memory, and at 1.3 GB/s into memory that is touched for the first time.
     """
 
     tier = next_tier = TIER

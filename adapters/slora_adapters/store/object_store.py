@@ -1,7 +1,7 @@
 """A durable store in any filesystem that fsspec supports: S3, Google Cloud Storage, Azure, SFTP, ...
 
 Such filesystems have no atomic rename and cannot write two objects atomically. Some show a file while it is still being
-written. So no object is ever written twice, and the state of the store follows from object names and sizes alone:
+written. So no object is ever written twice, and object names and sizes alone tell the state of the store:
 
     blobs/ab/ab12.../<upload>.<member>                 the members of one upload, under unique names
     blobs/ab/ab12.../done.<turn>.<upload>.<members>.<bytes>
@@ -11,8 +11,8 @@ written. So no object is ever written twice, and the state of the store follows 
     claims/<registry>                                  a registry refers to blobs here
     slora-store                                        marks the existence of a store
 
-The blob of a digest is the last complete upload in its folder, ordered by turn. Each writer uses the turn after the
-turns that it finds, and removes the uploads before the last one. Only a deletion removes the last upload. So readers
+The blob of a digest is the last complete upload in its folder, ordered by turn. Each writer uses the highest turn that
+it finds plus one, and removes the uploads before the last one. Only a deletion removes the last upload. So readers
 never see a partial blob, two uploads of one digest never mix, and a deletion removes exactly what it found. One listing
 shows whether a blob exists and how large its members are. With these sizes a reader fetches all members in parallel,
 large ones in several ranges (`object_blob.py`).
@@ -24,12 +24,13 @@ Three alternatives were rejected:
   upload without a manifest.
 - Members named by their content. Uploads would share members, so they would need reference counts.
 - obstore instead of fsspec. Version 0.12.1 works against an S3 server (moto), and its put with `mode="create"` fails if
-  the object exists. But stores that exist already keep this layout, so only the six short functions that call fsspec
-  would change. SFTP and every other remote filesystem beside S3, Google Cloud Storage and Azure would be lost, and with
-  them the options of fsspec's configuration. Consider it again with a new layout that is based on conditional puts.
+  the object exists. But existing stores must keep this layout, so only the six short functions that call fsspec would
+  become simpler. SFTP and every other remote filesystem besides S3, Google Cloud Storage and Azure would be lost, and
+  with them the options of fsspec's configuration. Consider obstore again with a new layout that is based on conditional
+  puts.
 
-A note in `begun` survives the crash of its writer. A writer gives up long before its note is old. Opening the store,
-and each put, checks a few old notes and removes the incomplete uploads that they name.
+A note in `begun` survives the crash of its writer. A live writer gives up long before its note is considered old.
+Opening the store, and each put, checks a few old notes and removes the incomplete uploads that they name.
 
 The module needs the package fsspec, so only `store_url.py` imports it.
 """
@@ -106,8 +107,8 @@ def open_object_store(url: str) -> "ObjectStore":
 
 @dataclass(slots=True)
 class _Upload:
-    """The objects of one upload in a folder. done: name of its `done` object, or None; promised: (members, bytes) from
-    that name.
+    """The objects of one upload in a folder. done: name of its `done` object, or None. promised: the number of members
+    and bytes that this name states.
     """
 
     upload_id: str
@@ -124,8 +125,8 @@ class _Upload:
 class ObjectStore:
     """Implements `store.Store` with fsspec.
 
-    `put` is as durable as a finished write of the filesystem. For local files, which belong in `file_store.py`, that
-    does not cover a power failure.
+    `put` is as durable as a finished write of the filesystem. A write to local files may not survive a power failure;
+    use `file_store.py` for them.
 
     root: root path, in the filesystem's syntax. secrets: texts that are removed from error messages. clock: Unix time.
     """

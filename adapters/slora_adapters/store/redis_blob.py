@@ -3,9 +3,9 @@
 While the reader reads sequentially, the next chunk is requested before the current one is fully read. At most
 `_NUM_AHEAD` chunks are requested at a time, so Redis buffers at most 8 MiB for a slow reader.
 
-redis-py copies a reply into its own buffers first, which limits throughput (measured on a Unix socket: 1.1 GB/s with
-redis-py, 4.3 GB/s with this module). So redis-py provides the connection and sends the commands, and this module reads
-the replies from its socket. The length of each reply is known in advance.
+redis-py copies each reply into its own buffers first, which limits throughput. Measured on a Unix socket: 1.1 GB/s with
+redis-py, 4.3 GB/s with this module. So redis-py provides the connection and sends the commands, and this module reads
+the replies from the socket. The length of each reply is known in advance.
 """
 
 from bisect import bisect_right
@@ -27,8 +27,8 @@ _MAX_LINE_BYTES = 1 << 10
 
 @dataclass(slots=True)
 class _Answer:
-    """The reply to one command: `num_bytes` of a chunk, of which `num_left` are still unread. begun: whether its first
-    line was read.
+    """The reply to one command: `num_bytes` of a chunk, of which `num_left` are still unread. begun: whether the first
+    line of the reply was read.
     """
 
     num_bytes: int
@@ -88,8 +88,8 @@ class RedisBlob:
         self._pool.release(connection)
 
     def _move_to(self, position: int) -> None:
-        """Moves to `position`. Read-ahead is used only for sequential reads. Otherwise pending replies are read and
-        discarded.
+        """Moves to `position`. If that is not the current position, discards the pending replies and turns read-ahead
+        off until the reads are sequential again.
         """
         self._reads_on = position == self._position
         if self._reads_on:
@@ -144,8 +144,8 @@ class RedisBlob:
             raise StoreUnavailable(f"Redis sent an unexpected reply: {line[:200].decode('ascii', 'replace')}")
 
     def _receive_line(self) -> bytes:
-        """Reads byte by byte, because the bytes after the line belong to the content. About a dozen calls for each 4
-        MiB.
+        """Reads byte by byte, because the bytes after the line belong to the content. A chunk of 4 MiB needs about a
+        dozen of these reads.
         """
         line = bytearray()
         byte = memoryview(bytearray(1))

@@ -1,7 +1,7 @@
 """Adapters in Redis: as a durable store, or as a warm tier whose contents may be lost at any time.
 
 A blob is split into chunks of 4 MiB, stored as plain strings. One large string would block the server for half a
-second, and Redis limits strings to 512 MiB:
+second, and Redis limits a string to 512 MiB:
 
     slora:{<digest>}:m               manifest, a hash: members (JSON), upload
     slora:{<digest>}:c:<upload>:<i>  chunks, numbered across all members
@@ -10,9 +10,10 @@ second, and Redis limits strings to 512 MiB:
 The keys of a warm tier begin with `slora:warm:{` in place of `slora:{`. A warm tier replaces, deletes and expires its
 blobs at any time. That must never affect a durable store in the same Redis, which may belong to another host.
 
-The braces keep a blob in one cluster slot. Each upload has its own chunk keys, which expire. A script writes the
-manifest last, and makes the chunks permanent in a durable store. A blob exists only once its manifest exists. So
-readers never see a partial blob, two uploads of one digest never mix, and the chunks of a crashed writer expire.
+The braces put all keys of a blob into one cluster slot. Each upload has its own chunk keys, which expire. A script
+writes the manifest last, and makes the chunks permanent in a durable store. A blob exists only once its manifest
+exists. So readers never see a partial blob, two uploads of one digest never mix, and the chunks of a crashed writer
+expire.
 
 The module needs the package redis, so only `store_url.py` imports it.
 """
@@ -38,7 +39,7 @@ from slora_adapters.store.local_blob import LocalBlob
 from slora_adapters.store.redis_blob import CHUNK_BYTES, TIER, RedisBlob
 from slora_adapters.store.store import Blob
 
-# TTL of a chunk before the commit: the time that an upload has to complete after writing the chunk.
+# TTL of a chunk before the commit. An upload has to complete within this time after it wrote the chunk.
 UPLOAD_EXPIRY_S = 3600
 # TTL of a warm copy after its last use.
 WARM_EXPIRY_S = 24 * 3600
@@ -63,8 +64,8 @@ end
 return 1
 """
 
-# KEYS: the manifest. ARGV: prefix of chunk keys, the upload. Does not delete another upload, which replaced this one
-# after the caller read the manifest.
+# KEYS: the manifest. ARGV: prefix of chunk keys, the upload. If another upload has replaced this one since the caller
+# read the manifest, nothing is deleted.
 _DELETE = """
 local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
 if old[1] == ARGV[2] then
@@ -203,7 +204,7 @@ class RedisStore:
 
 
 def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
-    """Yields the members as one blob each, so that only one file is open at a time."""
+    """Yields a blob for each member, so that only one file is open at a time."""
     for name, content in members.items():
         with closing(LocalBlob({check_member_name(name): content})) as blob:
             yield blob

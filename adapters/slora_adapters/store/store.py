@@ -2,7 +2,7 @@
 
 A store does not know tenants, names or PEFT. The registry tracks which versions refer to a blob and decides when it is
 deleted. All blobs that are ever put under one digest are interchangeable (`bundle.py`). So putting a digest again is
-never a conflict: it writes as much as the first time, and replaces the existing blob.
+never a conflict: it writes all members again, and replaces the existing blob.
 
 A blob is read in pieces into the reader's memory, so no store holds a whole blob in memory. Stores do not verify what
 they return. The reader verifies the digest end to end, and calls `report_corrupt` if it does not match.
@@ -19,9 +19,7 @@ class Blob(Protocol):
 
     @property
     def members(self) -> Mapping[str, int]:
-        """Size in bytes of each member, by name. Reading the members one after the other, each from its start, is
-        fastest.
-        """
+        """Size in bytes of each member, by name. Reading the members one by one, from their start, is fastest."""
 
     @property
     def tier(self) -> str:
@@ -39,7 +37,7 @@ class Blob(Protocol):
         """
 
     def close(self) -> None:
-        """Ends reading, at any position."""
+        """Closes the blob. It need not have been read to its end."""
 
 
 class Store(Protocol):

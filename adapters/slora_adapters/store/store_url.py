@@ -13,7 +13,7 @@ from slora_adapters.store.tiered_store import TieredStore
 # fsspec has two schemes for local files.
 _FILE_SCHEMES = ("file", "local")
 REDIS_SCHEMES = ("redis", "rediss", "unix")
-# Schemes that fsspec supports but that are not usable as a store, and why.
+# Schemes that fsspec supports but that cannot be a store, with the reason.
 _NO_STORES = {
     "hf": "slora only reads adapters from the Hugging Face hub, with slora adapter push hf://ORG/REPO",
     "http": "web pages cannot be written",

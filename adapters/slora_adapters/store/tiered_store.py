@@ -1,8 +1,8 @@
 """A durable store with a warm tier in front. Reads try the warm tier first, but never depend on it.
 
 A write or delete is complete when the durable store has completed it. The warm tier is filled in the background, with
-blobs that are put, and with blobs that were read from the durable store. After a failure the warm tier is not used for
-a few seconds, so an unavailable warm tier does not cost one timeout per read.
+blobs that are put, and with blobs that were read from the durable store. After a failure, the warm tier is not used for
+a few seconds. Otherwise each read would wait for a timeout while the warm tier is unavailable.
 """
 
 import logging
@@ -62,8 +62,8 @@ class TieredStore:
         try:
             self.warm.delete(digest)
         except StoreUnavailable as error:
-            # The warm copy expires by itself. Until then it is not read, because the registry has no version with this
-            # digest.
+            # The warm copy expires by itself. No reader opens it until then, because the registry has no version with
+            # this digest any more.
             self.rest(error)
 
     def report_corrupt(self, digest: str) -> bool:
@@ -129,7 +129,7 @@ class TieredStore:
         self._copier.submit(self._copy, digest)
 
     def _copy(self, digest: str) -> None:
-        with self._lock:  # first of all, so that a put from here on is queued again
+        with self._lock:  # before the copy, so that a later put of the digest is queued again
             replace = self._pending.pop(digest)
         try:
             if not replace and self._is_warm(digest):
