@@ -1,7 +1,7 @@
-"""The identity of an adapter's weights. Page pool pages, host copies, prefix keys and charges use it as their key.
+"""The identity of an adapter's weights. It is the key of page pool pages, host copies, prefix keys and charges.
 
 The identity is never a name or a slot number: a name can be moved to other weights, a digest cannot. Two tenants that
-upload the same weights have two versions. Only stored bytes may be shared between tenants.
+upload the same weights have two versions. Tenants may share stored bytes, and nothing else.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Frames between processes of one installation: four bytes of length, then one msgpack value, over Unix stream sockets.
 
-A stream socket detects a dead peer at once, keeps order, loses nothing, and applies back-pressure to a sender whose
-reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same. Both ends trust each
-other: the limit on frame size protects against bugs, not against attackers.
+A stream socket detects a dead peer at once, keeps the order of frames, loses none, and applies back-pressure to a
+sender whose reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same guarantees.
+Both ends trust each other: the limit on frame size protects against bugs, not against attackers.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from slora_adapters.errors import SloraError
 
 __all__ = ["MAX_FRAME_BYTES", "BrokenFrame", "encode", "read_message", "receive", "send", "write_message"]
 
-# The largest legitimate frame is a prompt of a million token ids: 5 MiB.
+# The largest legitimate frame is a prompt of a million token ids, 5 MiB.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 

@@ -104,7 +104,7 @@ def delta_norm(pair: LoraPair[StoredTensor]) -> float:
 
 
 def _gram(rows: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
-    """Returns rows @ rows.T of [rank, width], in float64, because squares of float32 values may overflow in float32."""
+    """Returns rows @ rows.T, [rank, rank], in float64, because squares of float32 values may overflow in float32."""
     gram = np.zeros((len(rows), len(rows)))
     for start in range(0, rows.shape[1], _COLUMNS):
         block = _widen(rows[:, start : start + _COLUMNS], dtype)

@@ -95,7 +95,7 @@ def _answer(task: InspectionTask) -> dict[str, object]:
 
 
 def decode_answer(line: bytes) -> CheckedAdapter:
-    """Returns the adapter in the answer of an inspection process. Raises the error that the answer reports:
+    """Decodes the answer of an inspection process and returns the adapter. Raises the error that the answer reports:
     AdapterInvalid, OutOfMemory or OSError. Raises ValueError if the line is not an answer.
     """
     answer: Mapping[str, Any] = json.loads(line)
@@ -111,7 +111,7 @@ def decode_answer(line: bytes) -> CheckedAdapter:
 def main() -> None:
     task = InspectionTask.from_json(sys.argv[1])
     _bound(task)
-    # Written in ASCII, because a message may quote lone surrogates.
+    # `json.dumps` writes ASCII here, because a message may quote lone surrogates.
     sys.stdout.write(json.dumps(_answer(task), default=str) + "\n")
 
 

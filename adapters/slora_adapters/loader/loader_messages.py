@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class LoaderMismatch(SloraError):
-    """The loader is of another release, with another layout of packed adapters or another protocol."""
+    """The loader is from another release, and uses another layout of packed adapters or another protocol."""
 
 
 @dataclass(frozen=True, slots=True)

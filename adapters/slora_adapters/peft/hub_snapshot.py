@@ -92,5 +92,5 @@ def _explained(reference: HubReference) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns only the first line, because the client's messages continue with links to documentation."""
+    """Returns the first line of an error's message. The client's messages continue with links to documentation."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

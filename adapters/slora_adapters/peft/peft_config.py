@@ -100,8 +100,8 @@ Value = TypeVar("Value")
 class PeftConfig:
     """The fields of a LoraConfig that decide which modules are adapted, with which rank and scale.
 
-    Patterns keep the file's order, because the first match wins. ensure_weight_tying is accepted only where it has no
-    effect, so it is not part of the JSON.
+    Patterns keep the file's order, because the first match wins. ensure_weight_tying is not part of the JSON, because
+    it is accepted only where it has no effect.
     """
 
     rank: int
