@@ -43,8 +43,8 @@ _PRAGMAS = (
 class Database:
     """A database file, created if it does not exist. All methods may be called from several threads.
 
-    reserve: the disk reserve on the disk of the file; None for none. Methods raise StoreUnavailable if the file cannot
-    be opened, read or written, or stays locked. Methods raise DiskFull if the disk has no space.
+    reserve: the disk reserve on the same disk; None if there is no reserve. Methods raise StoreUnavailable if the file
+    cannot be opened, read or written, or stays locked. Methods raise DiskFull if the disk has no space.
     """
 
     def __init__(self, path: Path | str, reserve: DiskReserve | None = None) -> None:

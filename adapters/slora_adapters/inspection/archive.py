@@ -38,7 +38,7 @@ _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 0x1
 _S_IFMT, _S_IFREG, _S_IFDIR, _S_IFLNK = 0o170000, 0o100000, 0o040000, 0o120000
 
-# Exceptions that the standard library and `read_tar` raise for a broken archive. Disk errors are not among them.
+# Exceptions that the standard library and `read_tar` raise for a broken archive. Errors of the disk are propagated.
 _BROKEN = (
     EOFError,
     NotImplementedError,
@@ -76,7 +76,7 @@ def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
     """Writes the adapter's files in `archive` to `directory`, which must exist and be empty.
 
     The files may be at the top of the archive or in one folder. max_tensor_bytes: limit on the size of the tensor file.
-    Raises AdapterInvalid for any other archive; some files may have been written by then.
+    Raises AdapterInvalid if the archive breaks a rule; some files may have been written by then.
     """
     unpacker = _Unpacker(directory, max_tensor_bytes)
     with archive.open("rb") as file:

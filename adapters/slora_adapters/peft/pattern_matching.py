@@ -58,10 +58,10 @@ def suffix_regex(pattern: str) -> str:
 def match_fields(
     fields: Sequence[PatternField], names: Sequence[str]
 ) -> tuple[list[list[int | None]], list[Reason]]:
-    """Returns for each field and each name the index of the field's first pattern that matches, and the reasons to
-    refuse the fields. The matches are complete only if there is no reason.
+    """Returns the index of the first pattern that matches, for each field and each name, and the reasons to refuse the
+    fields. The matches are complete only if there is no reason.
 
-    Raises OSError if no process could match them.
+    Raises OSError if the matching process fails.
     """
     if all(field.is_plain for field in fields):
         return [find_first_matches(one.regexes, names, is_whole=one.is_whole) for one in fields], []
@@ -84,7 +84,7 @@ def match_fields(
 
 
 def _match_in_process(task: str) -> tuple[list[str], int]:
-    """Returns the whole lines that the process printed, and its exit code. Raises OSError."""
+    """Returns the complete lines that the process printed, and its exit code. Raises OSError if it fails to start or to end."""
     command = [sys.executable, "-I", "-S", pattern_process.__file__, str(os.getpid())]
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     try:

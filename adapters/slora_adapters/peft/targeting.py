@@ -37,7 +37,7 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
     """Returns the modules that the config adapts in a base model of this shape, and the reasons to refuse
     the config.
 
-    Raises OSError if no process could match its patterns.
+    Raises OSError if the process that matches its patterns fails.
     """
     reasons = list(_refuse_names(config, shape)) if isinstance(config.target_modules, tuple) else []
     reasons += _refuse_layers(config, shape.num_layers)

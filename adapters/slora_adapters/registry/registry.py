@@ -204,7 +204,7 @@ class Registry:
         """Returns the given versions that at least one name of their tenant still has. Engines may drop the others."""
         return self._storage.named(versions)
 
-    # -- versions come and go ---------------------------------------------------------------------------------------
+    # -- adding and deleting versions -------------------------------------------------------------------------------
 
     def put(
         self,

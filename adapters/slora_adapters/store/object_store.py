@@ -25,9 +25,8 @@ Three alternatives were rejected:
 - Members named by their content. Uploads would share members, so they would need reference counts.
 - obstore instead of fsspec. Version 0.12.1 works against an S3 server (moto), and its put with `mode="create"` fails if
   the object exists. But existing stores must keep this layout, so only the six short functions that call fsspec would
-  become simpler. SFTP and every other remote filesystem besides S3, Google Cloud Storage and Azure would be lost, and
-  with them the options of fsspec's configuration. Consider obstore again with a new layout that is based on conditional
-  puts.
+  change. SFTP and every other remote filesystem besides S3, Google Cloud Storage and Azure would be lost, and with them
+  the options of fsspec's configuration. Consider obstore again with a new layout that is based on conditional puts.
 
 A note in `begun` survives the crash of its writer. A live writer gives up long before its note is considered old.
 Opening the store, and each put, checks a few old notes and removes the incomplete uploads that they name.
