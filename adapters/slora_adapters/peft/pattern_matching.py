@@ -84,7 +84,7 @@ def match_fields(
 
 
 def _match_in_process(task: str) -> tuple[list[str], int]:
-    """Returns the complete lines that the process printed, and its exit code. Raises OSError if it does not run."""
+    """Returns the complete lines that the process printed, and its exit code. Raises OSError on a timeout."""
     command = [sys.executable, "-I", "-S", pattern_process.__file__, str(os.getpid())]
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     try:
