@@ -57,8 +57,8 @@ def load_model(
         return Decoder(spec.decoder, _open_weights(config, spec.decoder, dtype, device), max_model_len)
     if config.quantization != "auto":
         raise ConfigError(
-            f"quantization is {config.quantization}, but transformers' classes compute this model "
-            f"({spec.family}), which are served only without quantization; set quantization to auto"
+            f"quantization is {config.quantization}, but transformers' classes compute this model ({spec.family}), and "
+            "models computed by them are served only without quantization; set quantization to auto"
         )
     # Imported by name, because importing transformers takes seconds that our own decoder does not need.
     module = importlib.import_module("slora.models.transformers_decoder")

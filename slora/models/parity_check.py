@@ -107,9 +107,9 @@ def _compare(
             off = float((logits.double() - wanted).square().mean().sqrt() / spread)
             if not off <= most:
                 raise ConfigError(
-                    f"model_type {spec.family!r} answers differently through paged attention, "
-                    f"{how}{condition}: the logits differ by {off:.2g} of their spread, and rounding "
-                    f"explains at most {most:.2g}; this architecture can't be served"
+                    f"model_type {spec.family!r} can't be served: with paged attention, {how}{condition}, its logits "
+                    f"differ from those of transformers' own attention by {off:.2g} standard deviations; rounding "
+                    f"explains at most {most:.2g}"
                 )
 
 

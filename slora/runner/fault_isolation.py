@@ -96,8 +96,8 @@ class FaultIsolation:
                 groups += _halve(group)
         result.sampled = [token for at in sorted(computed) for token in computed[at]]
         _log.error(
-            "of the %d chunks of the failed step, %d were computed, %d fail alone and %d were not "
-                "isolated",
+            "a step of %d chunks failed; computed in smaller groups, %d chunks succeeded, %d failed even by "
+            "themselves, and %d were given up because the limit of runs was reached",
             len(chunks), len(computed), len(result.culprits), len(result.given_up),
         )  # fmt: skip
         return result

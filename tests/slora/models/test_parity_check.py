@@ -38,7 +38,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_at_start(
 ) -> None:
     """The config does not reveal the fault. Only the model's answers do."""
     write_model(tmp_path, "granite", num_hidden_layers=2)
-    with pytest.raises(ConfigError, match="'granite' answers differently through paged attention"):
+    with pytest.raises(ConfigError, match="'granite' can't be served: with paged attention"):
         start(tmp_path, monkeypatch, lambda _, __, output: output + 0.1 * output.roll(1, dims=1))
 
 
@@ -75,7 +75,7 @@ def test_the_parity_check_goes_beyond_every_length_in_the_config(
 
     monkeypatch.setattr(TransformersDecoder, "_install_attention", place_and_scale)
     condition = " once sliding_window is reduced to 11 tokens" if window > 128 else ""
-    with pytest.raises(ConfigError, match=rf"in chunks beside other prompts{condition}: "):
+    with pytest.raises(ConfigError, match=rf"in chunks beside other prompts{condition}, "):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
