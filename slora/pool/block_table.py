@@ -4,9 +4,9 @@ Forked sequences share the pages of their common tokens, and each sequence has i
 written: it is copied first (copy-on-write). A page with a key is never written either, because other requests may read
 it at any time.
 
-With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries are never
-read into a result, but each must be the id of a page with finite values. So they point to another page of the same
-sequence.
+With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries stay in
+the table. No result depends on these entries, but each must be the id of a page with finite values. So they point to
+the first page that the sequence still holds.
 """
 
 import numpy as np
@@ -58,7 +58,7 @@ class BlockTable:
         self._fill_freed()
 
     def fork(self, kv: KVCache) -> "BlockTable":
-        """A new table of the same pages, with its own references."""
+        """Returns a new table of the same pages, with its own reference to each held page."""
         table = BlockTable(self.block_tokens)
         kv.retain(self.held_pages)
         table.extend(self.pages.tolist())
@@ -83,7 +83,7 @@ class BlockTable:
             self._fill_freed()
 
     def needs_copy(self, token: int, kv: KVCache) -> bool:
-        """Whether the page that the KV of `token` would be written to is shared."""
+        """Whether the page of `token` is shared and must be copied before the KV of `token` is written."""
         index = token // self.block_tokens
         if not self.num_freed <= index < self.num_pages:
             return False

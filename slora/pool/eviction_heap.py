@@ -7,7 +7,7 @@ from typing import NamedTuple
 from slora.pool.eviction_policy import Evictable
 from slora.pool.tenant_account import TenantAccount
 
-# With fewer live candidates than this, removing stale ones is not worth a sweep.
+# Stale candidates are removed once they outnumber the live ones by more than this.
 _FEW = 64
 
 
@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
 
     @property
     def is_live(self) -> bool:
-        """False if the item has been removed since: it then has no ticket (0) or a newer one."""
+        """False after the item was removed. Its ticket is then 0, or a newer one if it was added again."""
         return self.item.ticket == self.ticket
 
 
@@ -73,5 +73,6 @@ class EvictionHeap:
         assert len(live) == self.num_live, (
             f"{len(live)} candidates are live, but the counter is {self.num_live}"
         )
-        # Candidates that a search pushed back are added to those that a sweep leaves.
+        # A search takes live candidates out of the heap for a while, and a sweep in the meantime does not see them. So
+        # the heap may exceed its usual limit by `num_live` after the search has pushed them back.
         assert len(self._candidates) <= 3 * self.num_live + _FEW, "stale candidates pile up"

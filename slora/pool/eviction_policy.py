@@ -1,7 +1,8 @@
 """Eviction policies: which idle adapter or cached prefix block is evicted first.
 
-A policy ranks an item once, when the item becomes idle. The item with the lowest rank is evicted first. So the cost
-does not grow with the number of idle items. An item that is used again is ranked anew when it next becomes idle.
+A policy ranks an item once, when the item becomes idle. The item with the lowest rank is evicted first. The rank of an
+idle item never changes, so the evictor keeps idle items in heaps instead of ranking all of them for each eviction. An
+item that is used again is ranked anew when it next becomes idle.
 
 Policies work on plain numbers and do not depend on the pool.
 """

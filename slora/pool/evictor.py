@@ -113,8 +113,8 @@ class Evictor:
 
         The evictable pages are counted first, so a call that fails evicts nothing.
 
-        protected: items that must not be evicted. For each prefix block in `protected`, it must also contain the idle
-            blocks before that block, which become evictable only after it.
+        protected: items that must not be evicted. With a prefix block it must also contain the idle blocks before that
+            block. They cannot be evicted as long as the block is kept.
         ignore_floors: treat all other tenants as if they had no floor.
         ignore_pins: evict pinned items when no unpinned item is left.
         """
@@ -163,7 +163,7 @@ class Evictor:
         ignore_floors: bool,
         ignore_pins: bool,
     ) -> bool:
-        """Whether a lower bound of the evictable pages is enough."""
+        """Whether enough pages can be freed. Counts a lower bound of the evictable pages."""
         kept: Counter[TenantAccount] = Counter()
         pinned = self._pinned_pages.copy()
         for item in protected_items:
@@ -208,8 +208,7 @@ class Evictor:
             return False
         candidate = heap.pop()
         self._mark_removed(candidate.item)
-        # The age never decreases. Because of floors and protected items, the evicted item is not always the one with
-        # the lowest rank.
+        # The age must never decrease. An item that a floor or `protected_items` kept until now may rank below the age.
         self._age = max(self._age, candidate.rank)
         self.num_evictions += 1
         self._policy.record_outcome(candidate.item, was_used=False)
@@ -283,8 +282,8 @@ class _Search:
         return candidate
 
     def _is_evictable(self, item: Evictable) -> bool:
-        # A tenant's pages above its floor only shrink during a search, so a candidate that was skipped stays
-        # ineligible.
+        # During a search a tenant only loses pages. So a tenant at its floor stays there, and a candidate that was
+        # skipped stays ineligible.
         owner = item.tenant
         return (
             owner.is_above_floor or owner is self.requester or self._ignores_floors

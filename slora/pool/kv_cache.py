@@ -12,7 +12,7 @@ finds the block by its key.
 
 A cached block can be evicted only while no cached block follows it. So a prefix is evicted from its end, the rest of it
 stays usable, and eventually every cached page can be evicted. With a sliding window a sequence frees early blocks, so a
-block may outlive the block before it. It is found again once the block before it has been recomputed.
+block may outlive the block before it. Requests find it again once the block before it has been recomputed.
 
 This module handles pages and keys. It does not depend on tokens, sequences or torch.
 """
@@ -266,7 +266,7 @@ class KVCache:
     def _become_idle(self, block: PrefixBlock) -> None:
         """Called after the page was cached.
 
-        The block is ranked now, even if blocks that follow it hide it from eviction for long.
+        The block is ranked now, even if the idle blocks that follow it delay its eviction for a long time.
         """
         if self._public_owner is not None and block.adapter is None:
             self._pool.transfer(block.page, self._public_owner)

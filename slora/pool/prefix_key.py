@@ -1,11 +1,11 @@
-"""The keys of KV blocks: a SHA-256 chain over everything that a block's content depends on, plus its sharing scope.
+"""The keys of KV blocks. Each key is a SHA-256 of the previous key and the tokens of the block.
 
     root_key(scope, adapter, weight) -> key of block 0 -> key of block 1 -> ...
 
-A key covers all tokens from the first token of the sequence to the last token of its block, so equal keys mean equal
-content. The server chooses the scope: one tenant, or one scope that all tenants share. Only blocks of the base model
-can be shared between tenants. An adapter version includes its tenant, so the blocks of two tenants' adapters never
-share a key, even if the adapters have equal weights.
+The root key covers the sharing scope, the adapter and its weight. So a key covers everything that the content of its
+block depends on, and equal keys mean equal content. The server chooses the scope: one tenant, or one scope that all
+tenants share. Only blocks of the base model can be shared between tenants. An adapter version includes its tenant, so
+the blocks of two tenants' adapters never share a key, even if the adapters have equal weights.
 
 This module does not depend on pages or sequences.
 """
@@ -24,7 +24,7 @@ def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, uses_
     """The 32-byte key that precedes the first block of a sequence.
 
     weight: the factor on the adapter's scale; ignored for the base model.
-    uses_long_rope: whether keys are rotated with the long factors of a longrope model.
+    uses_long_rope: whether K is rotated with the long factors of a longrope model.
     """
     version = None if adapter is None else (adapter.tenant, adapter.digest, float(weight))
     # The repr of a tuple of strings and numbers is unambiguous, whatever characters a name has.
@@ -32,7 +32,7 @@ def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, uses_
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_tokens: int) -> None:
-    """Appends to `keys` the 32-byte keys of the further complete blocks of `token_ids`.
+    """Appends the 32-byte key of each complete block of `token_ids` that `keys` does not cover yet.
 
     A key is the SHA-256 of the previous key (`root` for the first block) and the block's tokens as little-endian int32.
 

@@ -1,15 +1,16 @@
 """Residency: which adapters are in the pool, their pages, their slots in the kernels' tables, and their users.
 
-An adapter with users is held; its load is its first user. An adapter without users is cached, and a candidate for
-eviction until its pages or its slot are needed. The generation of a slot grows each time the slot gets another adapter.
-So work that was planned for a previous adapter of the slot can be told apart from work for the current one.
+An adapter with users is held; its load is its first user. An adapter without users is cached: it stays in the pool
+until it is evicted because its pages or its slot are needed. The generation of a slot grows each time the slot gets
+another adapter. It distinguishes work that was planned for a previous adapter of the slot from work for the current
+one.
 
             advance_load, to the end        last release
     loading ------------------> in use ------------------> idle --- evicted, for pages or a slot ---> gone
        |                          ^                          |
        | abandon_load             +-------- acquire ---------+
        v
-    gone, with its last user
+    gone, after the last release
 
 This module does not depend on torch or on bytes. The runner writes pages and tables as the step plan says.
 """
@@ -137,18 +138,18 @@ class Residency:
     def can_free_slot(self, protected: Collection[Resident] = ()) -> bool:
         """Whether a slot is free or can be freed.
 
-        Idle adapters that are evicted for their pages in the meantime do not change the answer.
+        The answer stays valid if an idle adapter is evicted for its pages, because that frees its slot, too.
         """
         return bool(self._free_slots) or any(resident not in protected for resident in self._idle.values())
 
     def ensure_free_slot(self, requester: TenantAccount, protected: Collection[Resident] = ()) -> bool:
         """Frees a slot if none is free, by evicting the idle adapter with the lowest rank.
 
-        Never evicts `protected`. Returns False if that is impossible.
+        Never evicts `protected`. Returns False if no slot can be freed.
 
-        Pinned adapters, and adapters below a tenant's floor, are evicted only if there is no other idle adapter. They
-        are not protected beyond that: shares do not cover slots, and a request must not wait for the slot of a tenant
-        that may never return.
+        Pinned adapters, and adapters of other tenants that are not above their floor, are evicted only if there is no
+        other idle adapter. They are not protected further: floors count pages and not slots, and a request must not
+        wait for the slot of a tenant that may never send a request again.
         """
         if self._free_slots:
             return True
@@ -171,7 +172,7 @@ class Residency:
         targets: LoraTargets,
         fetch_s: float = 0.0,
     ) -> Resident:
-        """Allocates a slot and pages to the adapter; its load holds them.
+        """Allocates a slot and pages to the adapter, whose load is its first user.
 
         The caller has made room and fills the pages.
         """
@@ -188,7 +189,8 @@ class Residency:
     def advance_load(self, resident: Resident, num_pages: int) -> None:
         """Counts `num_pages` more loaded pages.
 
-        After the last page the adapter is loaded and the load is no longer a user.
+        After the last page the adapter counts as loaded, and the reference that the load held on it (in `num_users`) is
+        released.
         """
         assert resident.is_loading, f"{resident.version} is not being loaded"
         resident.num_loaded += num_pages
@@ -248,9 +250,9 @@ class Residency:
             self._evict(resident, None)
 
     def was_displaced(self, version: AdapterVersion) -> bool:
-        """Whether its last eviction was for another tenant that owned more pages than its share at that time.
+        """Whether the adapter was last evicted for another tenant, which owned more pages than its share at that time.
 
-        If so, its own tenant did not cause the reload. Remembered until the adapter is loaded again.
+        If so, the adapter's own tenant did not cause the reload. The answer is kept until the adapter is loaded again.
         """
         return version in self._displaced
 
@@ -281,7 +283,7 @@ class Residency:
 
         requester: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned.
         """
-        # Check this before the pages are freed: a tenant without pages does not count in the shares.
+        # Check this before the pages are freed: a tenant without pages may no longer count in the shares.
         if (
             requester is not None
             and requester is not resident.tenant

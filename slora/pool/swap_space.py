@@ -1,4 +1,4 @@
-"""The host pages that hold the KV of preempted sequences. Only page numbers are managed here; the bytes live elsewhere.
+"""The host pages that hold the KV of preempted sequences: only their numbers. The bytes are in `HostPages`.
 
 This module does not depend on torch or sequences.
 """

@@ -12,7 +12,7 @@ from slora.tenant_share import TenantShare
 class TenantAccount:
     """The account of one tenant.
 
-    service: virtual token counter (VTC, OSDI'24): grows by cost / weight.
+    service: virtual token counter (VTC, OSDI'24): grows by tokens / weight.
     num_pages: number of pool pages that it owns, held and cached.
     num_cached: how many of these are cached.
     min_pages: its floor in pages; 0: no floor.
@@ -83,7 +83,7 @@ class TenantAccounts:
         return iter(self._tenants.values())
 
     def page_limit(self, tenant: TenantAccount) -> int:
-        """The most pages that it can ever hold: its ceiling, or what the floors of other tenants leave."""
+        """The most pages that the tenant can ever hold: what the floors of other tenants leave, at most its ceiling."""
         rest = self._num_pages - sum(other.min_pages for other in self.bounded if other is not tenant)
         return rest if tenant.max_pages is None else min(rest, tenant.max_pages)
 
@@ -111,11 +111,12 @@ class TenantAccounts:
             self.bounded = [tenant for tenant in self if tenant.is_bounded]
 
     def is_over_share(self, tenant: TenantAccount) -> bool:
-        """Whether it owns more pages than its weight entitles it to among the tenants that own pages or have waiting
-        requests.
+        """Whether the tenant owns more pages than its share, if the pool is divided by weight among the active tenants.
 
-        Worked example: weight 1, one other active tenant of weight 3, a pool of 400 pages: it is over its share above
-        100 pages.
+        A tenant is active if it owns pages or has waiting sequences.
+
+        Worked example: a tenant of weight 1 and another active tenant of weight 3 share 400 pages. The first tenant is
+        over its share if it owns more than 100 pages.
         """
         active = sum(other.share.weight for other in self if other.num_pages or other.num_waiting)
         return tenant.num_pages * active > tenant.share.weight * self._num_pages

@@ -1,4 +1,4 @@
-"""Unified paging (S-LoRA): one page pool for running KV, cached prefixes and adapters, each tenant within its bounds.
+"""Unified paging (S-LoRA): the KV of running sequences, cached prefixes and adapters share one page pool.
 
 Only page numbers are managed here; the bytes are in `DeviceMemory`.
 """
@@ -36,9 +36,9 @@ class UnifiedPaging:
         )
 
     def could_free(self, num_pages: int, tenant: TenantAccount, *, ignore_pins: bool = False) -> bool:
-        """Whether eviction could at best give `tenant` this many pages.
+        """Returns False if even evicting everything evictable would not give `tenant` this many pages.
 
-        A quick check before anything is acquired or evicted.
+        A quick check before anything is acquired or evicted. True does not guarantee the pages.
 
         ignore_pins: pinned adapters may be evicted, too.
         """
