@@ -1,8 +1,8 @@
 """The heartbeat of a child process: one page of memory that the child shares with its supervisor.
 
 The child writes the page several times a second on the event loop that serves its socket, so a blocked loop stops the
-heartbeat. Each beat contains the work that the worker threads have completed, so the supervisor also detects a worker
-thread that hangs. The supervisor polls the page. Neither side can block the other.
+heartbeat. Each beat contains the amount of work that the worker threads have completed, so the supervisor also detects
+a worker thread that hangs. The supervisor polls the page. Neither side can block the other.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _MAX_REASON_BYTES = _PAGE_BYTES - _REASON_AT
 class Progress(NamedTuple):
     """What a child has done so far.
 
-    num_completed: units of work since the start, such as engine steps or pieces of an adapter.
+    num_completed: completed units of work since the start, such as engine steps or pieces of an adapter.
     is_busy: whether the child has work now.
     """
 

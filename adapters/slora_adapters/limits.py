@@ -12,7 +12,7 @@ class AdapterLimits:
     max_scale: the greatest |alpha / r| (with rslora |alpha / sqrt(r)|). Far larger scales make the outputs overflow.
     max_tensor_bytes: the largest size of the safetensors file, in bytes.
     max_text_bytes: the largest size of the chat template and of the generation config, in bytes each.
-    served_dtype: if set ("float32", "float16", "bfloat16"), weights that overflow in this dtype are refused.
+    served_dtype: if set ("float32", "float16", "bfloat16"), values that overflow in this dtype are refused.
     vocab_size: if set, an adapter's tokenizer must not define token ids at or above it.
     base_directory: directory of the base model. If set, an adapter may include copies of the base model's embedding and
       head, as PEFT saves them.

@@ -76,7 +76,7 @@ class Loader:
         # Guards everything below and the cache's bookkeeping. Notified whenever space may have become free.
         self._changed = Condition()
         self._waiters: dict[AdapterVersion, list[Done]] = {}
-        # One load keeps about two cores busy, so a tenant needs no more loads at once than there are cores. On two
+        # One load per core is enough for a tenant, because a single load already keeps about two cores busy. On two
         # cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four or six ran at the same time.
         self._queue = LoadQueue(num_threads, loads_per_tenant, max_alone=os.cpu_count() or 1)
         self._buffers: list[list[bytearray]] = []
@@ -96,7 +96,7 @@ class Loader:
 
     def measure(self) -> Progress:
         """Returns the number of completed loads and pieces, and whether a load can make progress now. A load that waits
-        for space in the cache cannot.
+        for space in the cache cannot make progress.
         """
         with self._changed:
             return Progress(self._num_completed, self._num_running > self._num_without_room)
@@ -254,8 +254,8 @@ class Loader:
 
     @contextmanager
     def _lent_buffers(self) -> Iterator[list[bytearray]]:
-        """Yields buffers for one load. They are reused, because zeroing new memory takes as long as reading into it ten
-        times.
+        """Yields buffers for one load. Later loads reuse them, because the kernel zeroes new memory, and that takes ten
+        times as long as reading data into it.
         """
         with self._changed:
             buffers = self._buffers.pop() if self._buffers else []

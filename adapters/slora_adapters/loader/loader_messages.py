@@ -1,7 +1,7 @@
 """The frames between a loader process and the engines that it serves.
 
 After connecting, a client receives one byte that carries the arena's memfd, and then a `hello`. The client sends
-`load`, `release` and `discard`. Each `load` is answered by one `loaded` or `failed` with the same number.
+`load`, `release` and `discard`. Each `load` has a number and is answered by one `loaded` or `failed` with this number.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class LoaderMismatch(SloraError):
-    """The loader is from another release, and uses another layout of packed adapters or another protocol."""
+    """The loader is from another release. Its layout of packed adapters or its protocol differs from the client's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class StoredAdapter:
         The content of `region` is undefined until this method returns. buffers: from `make_buffers`, with any content,
         and used only during the call. on_read: called after each batch that was read.
 
-        Raises AdapterCorrupt if the digest differs or a weight overflows, and what reading the blob raises. After an
+        Raises AdapterCorrupt if the digest differs or a value overflows, and what reading the blob raises. After an
         error, no thread writes to `region` any more.
         """
         digest = AdapterHash(self._config)
@@ -102,7 +102,7 @@ class StoredAdapter:
     def _read(
         self, digest: AdapterHash, packer: Packer, spare: list[bytearray], on_read: Callable[[], None]
     ) -> None:
-        """Raises AdapterInvalid if a weight overflows. Both threads have ended when this method returns or raises."""
+        """Raises AdapterInvalid if a value overflows. Both threads have ended when this method returns or raises."""
         under_way: deque[tuple[bytearray, Future[None], Future[None]]] = deque()
         with (
             ThreadPoolExecutor(1, "adapter-hash") as hashing,
@@ -141,7 +141,7 @@ class _Batch:
 
 
 def _list_batches(spans: Mapping[str, TensorSpan]) -> Iterator[_Batch]:
-    """Yields all rows in the order of their tensors' names. A batch has at least one row, whatever its length."""
+    """Yields all rows in the order of their tensors' names. A row longer than BATCH_BYTES has its own batch."""
     rows: list[_Rows] = []
     start = end = num_bytes = 0
     for name in sorted(spans):

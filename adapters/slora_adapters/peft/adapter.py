@@ -76,7 +76,7 @@ class Adapter:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """The names, such as "q_proj", that at least one layer adapts, in the model's order."""
+        """The module names, such as "q_proj", that are adapted in at least one layer, in the model's order."""
         names = (self.pairs[module_id].path.rpartition(".")[2] for module_id in sorted(self.pairs))
         return tuple(dict.fromkeys(names))
 

@@ -2,10 +2,10 @@
 
 PEFT saves both modules with an adapter that targets either of them (`save_embedding_layers="auto"`), trained or not. A
 head such as Phi's or CTRL's has a bias, which is saved too. When PEFT loads the adapter, the copies replace the base
-model's weights. A copy that differs means that the adapter was trained on another base model or with added tokens. Such
-an adapter would need its own matrix.
+model's parameters. A copy that differs means that the adapter was trained on another base model or with added tokens.
+Such an adapter would need its own embedding matrix, which is not supported.
 
-So each copy is compared with the checkpoint, in the dtype in which the copy was saved. An accepted copy is neither part
+Each copy is compared with the checkpoint, in the dtype in which the copy was saved. An accepted copy is neither part
 of the digest nor stored.
 """
 

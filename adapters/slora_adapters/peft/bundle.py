@@ -2,8 +2,8 @@
 
 A blob has two members: the config and the tensor file. The config is rewritten from the fields that change the
 arithmetic. The uploaded tensor file is kept if its tensors are in name order and all of them are needed. Otherwise it
-is rewritten in name order, without the weights that PEFT copied into it from the base model. So a reader that reads a
-blob sequentially gets the tensors in the order in which they are hashed.
+is rewritten in name order, without the tensors that PEFT copied into it from the base model. The digest hashes tensors
+in name order too, so a loader can hash a blob while it reads the file sequentially.
 
 The key of a blob is the digest of the arithmetic (`digest.py`), not of the bytes. The reader of a blob
 (`stored_adapter.py`) recomputes that digest from the bytes that it read. So it verifies exactly what will be served.

@@ -1,6 +1,6 @@
 """Matches names against regular expressions. As a script, it does so in a process of its own, with limits.
 
-Python's matcher may need exponential time, and a short pattern such as `(a+)+$` is enough. `pattern_matching.py` starts
+Python's matcher may need exponential time, even for a short pattern such as `(a+)+$`. `pattern_matching.py` starts
 this file by its path, so it imports only the standard library. The argument is the id of the process that waits for the
 answer. The script reads a JSON list of `[patterns, names, is_whole]` from its standard input, and answers each entry
 with a line of JSON.
@@ -28,7 +28,8 @@ def die_with(parent: int) -> None:
 
 
 def find_first_matches(patterns: Iterable[str], names: Sequence[str], *, is_whole: bool) -> list[int | None]:
-    """Returns for each name the index of the first pattern that matches the whole name, or its start.
+    """Returns for each name the index of the first pattern that matches, or None. A pattern has to match the whole name
+    if `is_whole` is set, otherwise only the start of the name.
 
     Raises re.error.
     """

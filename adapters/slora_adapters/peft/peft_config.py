@@ -70,7 +70,7 @@ _READ = frozenset(
     }
 )
 
-# Variants that compute something else than W x + scale * B (A x), with the reason in the error message.
+# Variants that compute something other than W x + scale * B (A x), with the reason in the error message.
 _VARIANTS: Mapping[str, str] = {
     "use_dora": "DoRA rescales the base weight by trained magnitudes",
     "lora_bias": "B has a trained bias",

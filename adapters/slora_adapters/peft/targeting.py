@@ -3,9 +3,10 @@
 An adapter that targets a module that the base model lacks, or no module at all, is refused. Otherwise it would silently
 answer like the base model.
 
-Patterns that need a process (`pattern_matching.py`) are replaced when a config is read from its directory, by the names
-of the modules that they match (`spell_out`). The digest and the store contain these names, so a load from the store
-needs no process. Stores of slora 0.1 may still contain such patterns, and each load matches them in a process.
+Some patterns are matched in a separate process (`pattern_matching.py`). When a config is read from its directory,
+`spell_out` replaces such patterns by the names of the modules that they match. The digest and the store contain these
+names, so a load from the store needs no process. Stores of slora 0.1 may still contain such patterns, and each load
+matches them in a process.
 """
 
 import re

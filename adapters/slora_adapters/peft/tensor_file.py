@@ -22,7 +22,7 @@ import numpy.typing as npt
 from slora_adapters.abbreviation import abbreviate
 from slora_adapters.peft.strict_json import parse_object
 
-# Size of the field that has the header's length.
+# Bytes of the field at the start of the file that states the length of the header.
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
 # Limit for a base model's header, which may list every expert of every layer. It is the reference reader's limit.

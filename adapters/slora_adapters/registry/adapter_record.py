@@ -77,9 +77,11 @@ NO_EXTRAS = AdapterExtras()
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """Version `number` of a tenant's name. It never changes, and its number is not reused while the name exists.
+    """One push under a tenant's name, numbered `number`. It never changes, and its number is not reused while the name
+    exists.
 
-    version: identity of the weights; several numbers and names may share it. created_at: Unix time of the push.
+    version: identifies the weights. The same weights may have several numbers and names.
+    created_at: Unix time of the push.
     named_at: Unix time of the first push of the name.
     """
 
@@ -96,16 +98,19 @@ class AdapterRecord:
         return f"{self.name}@{self.number}"
 
     def holds(self, version: AdapterVersion, extras: AdapterExtras) -> bool:
-        """Returns whether pushing this version with these extras would create an identical record."""
+        """Returns whether the record has these weights and these extras."""
         return (self.version, self.extras) == (version, ExtrasSummary.of(extras))
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """An alias and the versions that it points at. targets: percent of the requests, by version number.
+    """An alias and the versions that it points at (`records`).
 
-    follows_pushes: whether a newly pushed version receives all requests. salt: see `choose_target`. pinned: whether all
-    targets are kept in the page pool before any request needs them. updated_at: Unix time of the last move.
+    targets: the percentage of the requests for each version number.
+    follows_pushes: whether each push moves all requests to the new version.
+    salt: see `choose_target`.
+    pinned: whether all versions in `targets` are kept in the page pool, even before a request needs them.
+    updated_at: Unix time of the last move.
     """
 
     alias: str
@@ -118,7 +123,7 @@ class Rollout:
 
     @property
     def main(self) -> AdapterRecord:
-        """The version that receives most requests; of several with equal weight, the oldest."""
+        """The version with the largest percentage of the requests; of several with the same percentage, the oldest."""
         return self.records[max(self.targets, key=lambda number: (self.targets[number], -number))]
 
     @property
@@ -131,7 +136,7 @@ class Rollout:
         return self.main.version.tenant
 
     def choose(self, user: str) -> AdapterRecord:
-        """Returns the same version for the same user until the weights change; see `choose_target`."""
+        """Returns the version for `user`. The same user gets the same version until `targets` changes."""
         return self.records[choose_target(self.targets, self.salt, user)]
 
 
@@ -141,8 +146,8 @@ class StorageUsage:
 
     num_bytes: bytes stored for all versions. Weights that several versions share count once; the extras of each version
       count.
-    weights_bytes: bytes of the weights with the requested digest, as included in num_bytes; None if the tenant has no
-      version with that digest.
+    weights_bytes: the part of num_bytes for the weights with the requested digest; None if the tenant has no version
+      with that digest.
     """
 
     num_versions: int
@@ -166,9 +171,9 @@ class Publication:
 class Removal:
     """The result of a deletion.
 
-    orphaned: versions that no name of the tenant has any more.
-    unreferenced: digests of orphaned versions, where no version of any tenant and no upload needs the blob any more.
-      `collect` would drop these blobs.
+    orphaned: deleted weights that no name of the tenant has any more.
+    unreferenced: digests in `orphaned` whose blob no tenant and no upload needs any more. `collect` would drop these
+      blobs.
     moved_pin: as in Publication.
     """
 

@@ -1,12 +1,13 @@
-"""The versions of a name that an alias points at, by weight, and the choice of one of them for each user.
+"""Aliases: an alias points at one or more versions of a name, each with a percentage of the users.
 
-A user keeps a version as long as the weight of that version does not shrink. Raising the weight of a new version from
-10 to 20 percent moves a tenth of the users to it. It moves no user away from it.
+`choose_target` chooses the version for a user. A change of the percentages moves few users to another version. For
+example, an alias points at an old version with 90 percent and at a new version with 10 percent. Raising the new version
+to 20 percent moves a tenth of all users to it. All other users keep their version.
 
 This is weighted rendezvous hashing (Thaler and Ravishankar 1998; the logarithm is from Schindelhauer and Schomaker
 2005). Each version gets a pseudo-random score for the user, and the version with the highest score is chosen.
 
-The module holds plain values. It uses no database and no adapter weights.
+The module holds plain values. It uses no database and no tensors.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ from typing import Any
 
 from slora_adapters.errors import BadAlias
 
-# Version number -> percent of the requests.
+# Version number -> percentage of the requests.
 Targets = Mapping[int, int]
 
-# A lookup reads the records of all targets. A rollout to more versions than this at once is treated as a mistake.
+# Most versions of one alias. More are treated as a mistake. A lookup of the alias reads the records of all of them.
 MAX_TARGETS = 8
-# How many moves a rollback can undo. Each move of an alias reads all of these states.
+# How many earlier states an alias keeps for rollbacks. Each move of the alias reads all of them.
 MAX_HISTORY = 20
 
 
@@ -31,7 +32,7 @@ MAX_HISTORY = 20
 class AliasState:
     """Where an alias points.
 
-    targets: percent of the requests by version number; the percentages add up to 100.
+    targets: the percentage of the requests for each version number. The percentages add up to 100.
     follows_pushes: whether a newly pushed version receives all requests at once.
     """
 
@@ -39,8 +40,8 @@ class AliasState:
     follows_pushes: bool = False
 
     def without(self, numbers: frozenset[int]) -> "AliasState | None":
-        """Returns the state after these versions are deleted. Their weight moves to the heaviest remaining version.
-        Returns None if no version remains.
+        """Returns the state after these versions are deleted. Their percentages are added to the largest remaining
+        percentage. Returns None if no version remains.
         """
         left = {number: weight for number, weight in self.targets.items() if number not in numbers}
         if not left:
@@ -100,9 +101,9 @@ def check_targets(targets: Targets) -> Targets:
 
 
 def choose_target(targets: Targets, salt: str, user: str) -> int:
-    """Returns the version for `user`. A version with the weight w gets w percent of all users.
+    """Returns the number of the version for `user`. Each version gets its percentage of all users.
 
-    salt: unique to the alias, so that the splits of different aliases select different users.
+    salt: unique to the alias. With equal salts, different aliases could split the users in the same way.
     """
     if len(targets) == 1:
         return next(iter(targets))
@@ -136,8 +137,8 @@ def _targets(plain: Mapping[str, Any]) -> Targets:
 def _draw(salt: str, user: str, number: int) -> float:
     """Returns 1 / x, where x is exponentially distributed.
 
-    If the value of each version i is multiplied by its weight w_i, version i has the largest product with probability
-    w_i / sum(w).
+    If the value of each version i is multiplied by its percentage p_i, version i has the largest product with
+    probability p_i / 100.
     """
     drawn = hashlib.sha256(f"{salt}:{number}:{user}".encode()).digest()
     # 52 bits plus a half give a number strictly between 0 and 1, so the logarithm is finite and not zero.

@@ -23,8 +23,8 @@ from slora_adapters.version import AdapterVersion
 logger = logging.getLogger(__name__)
 
 
-# How long a shared store keeps a blob that no version refers to. Operators notice a mistake within a day, such as a
-# registry restored from an old backup, or a wrong Redis of the same name.
+# How long a shared store keeps a blob that no version refers to. Operators have a day to notice that a registry was
+# restored from an old backup, or that it uses a wrong Redis of the same name.
 SHARED_GRACE_S = 24 * 3600.0
 
 

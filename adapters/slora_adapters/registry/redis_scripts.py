@@ -3,7 +3,7 @@
 All keys begin with `slora:registry:`. Keys of names, versions and blobs never expire; only `reserved` and `dropping`
 keys do:
 
-    schema, id               version of this layout; the registry's id
+    schema, id               schema version of this layout; the registry's id
     names:<tenant>           sorted set of names, for listing in pages
     name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) for each alias
     versions:<tenant>/<name> hash: number -> version (JSON; in schema 1 it includes the texts of its extras)

@@ -73,7 +73,8 @@ _PATIENCE_S = 10.0
 _PAUSE_S = 0.01
 # Timeout of lookups, because requests wait for them.
 _LOOKUP_TIMEOUT_S = 5.0
-# _MAX_CHANGES: entries of the feed in one answer. _BATCH: names in one script, because a script blocks Redis.
+# _MAX_CHANGES: most entries of the feed in one answer. _BATCH: most names that one script reads. More would block Redis
+# for too long.
 _MAX_CHANGES = 1000
 _BATCH = 200
 

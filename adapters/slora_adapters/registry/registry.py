@@ -1,21 +1,23 @@
 """The registry of adapters: which names, versions and aliases each tenant has, and which blobs those versions need.
 
 Each push under a name creates the next version: 1, 2, 3, and so on. A version never changes, and the digest identifies
-its weights. Requests use an alias, which points at one version or at several versions by weight. Every name has the
-alias `latest`, which a bare name resolves to. Each push moves `latest`, unless `latest` was set not to follow pushes.
+its weights. Requests use a version number or an alias. An alias points at one version, or splits the requests among
+several versions by percentage. Every name has the alias `latest`, and a bare name means `latest`. Each push moves
+`latest` to the new version, unless `latest` was set not to follow pushes.
 
-Every change is one transaction. Every process that shares the storage learns of it through `changes`. The number of a
-deleted version is not reused while the name exists. A name that was deleted and is pushed again starts with version 1.
+Every change is one transaction. Every process that shares the storage learns of the change through `changes`. The
+number of a deleted version is not reused while the name exists. A name that was deleted and is pushed again starts with
+version 1.
 
-When the last version of a (tenant, digest) is deleted, the pair is orphaned, and engines may drop it. A blob that no
-version of any tenant refers to may be deleted, but only through `collect`. A concurrent upload of the same weights has
-reserved the digest first, so its blob is kept.
+An engine knows weights only by tenant and digest (`AdapterVersion`). When no name of the tenant has these weights any
+more, they are orphaned, and engines may drop them. A blob that no version of any tenant refers to may be deleted, but
+only through `collect`. An upload reserves the digest before it stores the blob, and `collect` keeps reserved blobs.
 
 A pin belongs to an alias (to `latest` if a bare name is pinned). Every version that a pinned alias points at is kept in
-the page pool of every engine, before any request needs it. So the pin follows pushes, moves and rollbacks, and covers
-all versions of a split. It ends when the alias is deleted.
+the page pool of every engine, even before a request needs it. When the alias moves, the pin applies to its new
+versions. The pin ends when the alias is deleted.
 
-This module does not access the store or any weights; `catalog.py` combines registry and store. It does not know how
+This module does not access the store or any tensors; `catalog.py` combines registry and store. It does not know how
 names are stored (see `registry_storage.py`) or whether a tenant exists.
 """
 
@@ -247,9 +249,9 @@ class Registry:
         Raises AdapterNotFound, BadAlias if the reference is an alias, and AdapterInUse while an alias points at the
         version. Deleting a whole name ignores its alias `latest`.
 
-        With `force`, aliases may point at the version. The version's weight in an alias moves to the heaviest remaining
-        version of that alias. An alias without a remaining version is deleted, but `latest` moves to the newest
-        version. Deleting the last version of a name deletes the name.
+        With `force`, a version is deleted even if aliases point at it. In each of these aliases, the version's
+        percentage is added to the largest remaining percentage. An alias without a remaining version is deleted, but
+        `latest` moves to the newest version. Deleting the last version of a name deletes the name.
         """
         wanted = _parse(reference)
         if wanted.alias is not None and "@" in reference:
@@ -280,8 +282,8 @@ class Registry:
         expected: Targets | None = None,
         follows_pushes: bool = False,
     ) -> Rollout:
-        """Points an alias at versions by weight, atomically, and creates the alias if it does not exist. Moving an
-        alias to the targets that it already has is a no-op.
+        """Sets the versions of an alias and their percentages, atomically. Creates the alias if it does not exist.
+        Moving an alias to the targets that it already has is a no-op.
 
         expected: the targets that the alias must have now, else AliasConflict is raised; empty if the alias must not
         exist yet. Raises BadAlias, and AdapterNotFound if the name or a version does not exist.

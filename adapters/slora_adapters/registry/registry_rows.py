@@ -70,10 +70,13 @@ _BY_ALIAS = "ORDER BY a.tenant, a.name, a.alias, v.number"
 
 
 def _rollouts_of(aliases: str) -> str:
-    """Returns a query of rollouts. aliases: a table or subquery with the columns of adapter_aliases.
+    """Returns the SQL of a query for aliases together with the versions that they point at (rollouts).
 
-    The query has one row for each version that an alias points at, so one snapshot contains the whole alias. CROSS JOIN
-    forces SQLite to join in this order. Without it, SQLite reads all versions of a name to find one.
+    aliases: a table or subquery with the columns of adapter_aliases.
+
+    The result has one row for each version that an alias points at. A single query reads the alias and its versions, so
+    both come from the same snapshot. CROSS JOIN forces SQLite to join in this order. Without it, SQLite reads all
+    versions of a name to find one.
     """
     return (
         "SELECT a.alias, a.targets, a.follows_pushes, a.salt, a.pinned, a.updated_at, "
@@ -90,8 +93,8 @@ ONE_ROLLOUT = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {_
 OF_NAME = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {_BY_ALIAS}"
 PINNED = f"{_ROLLOUTS} WHERE a.pinned {_BY_ALIAS}"
 
-# Queries of one page of a list. The index of the primary key finds the rows after a key. So the cost of a page does not
-# depend on its position or on the table size. The key after which a page begins need not exist any more.
+# Each query returns one page of a list. It uses the index of the primary key to begin after a given key, so its cost
+# hardly depends on the position of the page or on the table size. That key need not exist any more.
 _NAME_PAGE = (
     "SELECT own.* FROM adapter_names page "
     f"CROSS JOIN adapter_aliases own ON own.tenant = page.tenant AND own.name = page.name AND own.alias = '{LATEST}' "
@@ -116,7 +119,7 @@ def read_record(row: Row) -> AdapterRecord:
 
 
 def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
-    """Returns the rollouts of rows that are sorted by alias."""
+    """Converts the result of a `_rollouts_of` query to rollouts. The rows must be sorted by alias."""
     found = []
     first = _NUM_ALIAS_COLUMNS
     for _, group in groupby(rows, key=lambda row: (row[first], row[first + 1], row[0])):
@@ -129,8 +132,10 @@ def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
 
 
 def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | None) -> NamedAdapter:
-    """Loads one name. wanted: numbers of versions to read besides those that `NamedAdapter.records` always has; None
-    means all versions.
+    """Loads one name.
+
+    wanted: the version numbers to read in addition to those that `NamedAdapter.records` always has. None reads all
+    versions.
     """
     row = connection.execute(
         "SELECT created_at, last_number FROM adapter_names WHERE tenant = ? AND name = ?", key

@@ -129,7 +129,7 @@ class RegistryStorage(Protocol):
 
         If `edit` raises, the error is propagated and nothing changes. `edit` may be called several times.
 
-        wanted: numbers of versions whose records `edit` needs, or ALL_VERSIONS. frees_room: try the change even on a
+        wanted: the version numbers whose records `edit` needs, or ALL_VERSIONS. frees_room: try the change even on a
         full disk.
         """
 
@@ -176,5 +176,5 @@ class RegistryStorage(Protocol):
 
 
 def reservation_lost() -> TryAgain:
-    """The error of an upload whose reservation has expired, because its blob may have been dropped."""
+    """Returns the error for an upload whose reservation has expired. The blob may have been dropped since."""
     return TryAgain("the upload took too long, so its reservation expired; upload again")

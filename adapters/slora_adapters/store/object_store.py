@@ -106,8 +106,8 @@ def open_object_store(url: str) -> "ObjectStore":
 
 @dataclass(slots=True)
 class _Upload:
-    """The objects of one upload in a folder. done: name of its `done` object, or None. promised: the number of members
-    and bytes that this name states.
+    """The objects of one upload in a folder. done: name of its `done` object, or None. promised: the member count
+    and the total bytes that this name states.
     """
 
     upload_id: str
