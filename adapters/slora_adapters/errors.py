@@ -132,4 +132,4 @@ class TryAgain(StoreUnavailable):
 
 
 class StoreUnfit(StoreUnavailable):
-    """A store or a Redis cannot be written, or its settings allow data loss. The message names what to change."""
+    """A store or a Redis cannot be used as it is configured. The message says what to change."""

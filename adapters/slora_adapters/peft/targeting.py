@@ -83,9 +83,10 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
 def spell_out(
     config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape
 ) -> tuple[PeftConfig, list[Reason]]:
-    """Replaces the fields whose patterns need a process by fields that name modules, with the same meaning.
+    """Returns an equivalent config that has module names in place of patterns that need a process, and the reasons to
+    refuse its new fields.
 
-    targets: the result of `resolve_targets`. Also returns the reasons to refuse the new fields.
+    targets: the result of `resolve_targets`.
     """
     wild = {field.name for field in _list_pattern_fields(config) if not field.is_plain}
     paths = {module_id: shape.modules[module_id].path for module_id in targets}
@@ -120,7 +121,7 @@ def _name_pattern(path: str) -> str:
 
 
 def _list_pattern_fields(config: PeftConfig) -> list[PatternField]:
-    """Returns the fields with patterns. target_modules and exclude_modules have one if they are a string."""
+    """Returns the fields with patterns. target_modules and exclude_modules may be lists of names instead."""
     strings = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
     tables = {"rank_pattern": config.rank_patterns, "alpha_pattern": config.alpha_patterns}
     return [

@@ -37,7 +37,7 @@ def validate(
     """Returns the adapter's pairs, and every reason to refuse it except reasons in its config (see `resolve_targets`)
     and in its values (see `check_values`).
 
-    The pairs are complete only if there is no reason.
+    The pairs are complete only if there is no reason to refuse the adapter.
     """
     factors, reasons = _sort_factors(tensors, shape)
     present = frozenset(module_id for module_id, _ in factors)

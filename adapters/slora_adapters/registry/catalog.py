@@ -31,8 +31,9 @@ SHARED_GRACE_S = 24 * 3600.0
 class Catalog:
     """The operations of an API process on adapters. All calls block; `store_blob` takes as long as the store.
 
-    grace_s: how long a blob must have been unreferenced, as seen by `sweep`, before it is dropped. The constructor
-    raises StoreUnavailable if the store cannot be claimed.
+    grace_s: the shortest time between the first `sweep` that finds a blob unreferenced and the `sweep` that drops it.
+
+    The constructor raises StoreUnavailable if the store cannot be claimed.
     """
 
     def __init__(

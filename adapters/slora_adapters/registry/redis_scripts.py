@@ -59,7 +59,7 @@ return redis.call('GET', P..'schema')
 #
 # alias: the alias to read, or `*` for all aliases.
 # numbers: version numbers to read.
-# newest: how many of the newest versions to read (-1 for all); `below` is an upper bound of their numbers.
+# newest: how many of the newest versions to read (-1 for all). below: upper bound of their numbers.
 # history: whether to also read the versions that aliases would point at after a rollback.
 #
 # Returns {named_at, last_number, revision, {alias, its JSON, ...}, {number, version, ...}} for each query. The entry is

@@ -264,7 +264,7 @@ class ObjectStore:
         self._remove_uploads(digest, self._outdone(self._settled(digest, upload_id, done)))
 
     def _settled(self, digest: str, upload_id: str, done: str) -> list[_Upload]:
-        """Returns the digest's uploads, once our upload is listed as complete or another process has removed it."""
+        """Returns the uploads of the digest, once `upload_id` is listed as complete or another process removed it."""
         for _ in range(_MAX_ATTEMPTS):
             uploads = self._uploads(digest)
             if any(upload.upload_id == upload_id and upload.is_whole for upload in uploads):
@@ -297,7 +297,7 @@ class ObjectStore:
             self._remove_uploads(digest, own)
 
     def _sweep(self) -> None:
-        """Removes what crashed writers left behind, for at most _MAX_SWEPT old notes."""
+        """Removes what crashed writers left behind, as their notes show. Handles at most _MAX_SWEPT old notes."""
         notes = [match for name, _ in self._list(self._begun) if (match := _NOTE.fullmatch(name))]
         for match in [match for match in notes if self._is_old(match[1])][:_MAX_SWEPT]:
             upload_id, digest = match.groups()
