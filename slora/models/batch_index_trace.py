@@ -17,8 +17,8 @@ __all__ = ["BatchIndexTrace"]
 
 _aten = torch.ops.aten
 _NUMBERINGS = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
-# Operations whose indices select rows but do not enter the values. A mixture of experts numbers its tokens to sort
-# them.
+# Operations whose indices select rows but do not enter the values. For example, a mixture of experts numbers its tokens
+# to sort them by expert.
 _SELECTIONS = frozenset(
     {
         _aten.index,

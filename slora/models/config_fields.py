@@ -90,7 +90,7 @@ class ConfigFields:
         return value or {}
 
     def within(self, name: str, fields: dict[str, Any]) -> "ConfigFields":
-        """Returns `fields` as an object that errors call `name`."""
+        """Wraps `fields`, the content of the field `name`. Errors name its fields `name.field`."""
         return ConfigFields(fields, self._path, f"{self._within}{name}.")
 
     def _refuse(self, name: str, value: Any, complaint: str) -> ConfigError:

@@ -87,7 +87,8 @@ class Decoder:
         # One at a time, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):
             self._layers[index] = self._layers[index].packed()
-        # The embedding lookup needs an unpacked copy of a tied head. A large one is not worth a second, packed copy.
+        # The embedding lookup needs a tied head unpacked. If the head is large, a second, packed copy takes too much
+        # memory.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json into the values that our decoder needs. Refuses the rest, naming the field.
+"""Reads a checkpoint's config.json into the values that our decoder needs. Refuses unsupported fields by name.
 
 This module does not import torch: the API and loader processes read the same file for the shapes of adapters.
 """
@@ -32,7 +32,7 @@ class ModelConfig:
     ropes, rope_of_layer: the model's different rotary embeddings, and the index into them for each layer.
     window_of_layer: how many tokens a token of the layer sees, itself included; None: all earlier tokens.
     attention_softcap, final_softcap: scaled scores and logits s become softcap * tanh(s / softcap). None: no softcap.
-    embedding_scale: factor on embeddings, after it is rounded to the model's dtype. None: no factor.
+    embedding_scale: factor on embeddings. The decoder rounds it to the model's dtype. None: no factor.
     qk_norm: RMSNorm of each query and key head before rotation.
     post_norms: norms also after attention and after the MLP, before their outputs are added to the residual.
     norm_offset: norms multiply by 1 + weight.
@@ -205,7 +205,10 @@ def _activation(fields: ConfigFields, family: Family) -> Activation:
 
 
 def _count_positions(rope: Rope) -> int:
-    """The positions that yarn extends to. Checkpoints keep max_position_embeddings at the original length."""
+    """The number of positions that YaRN extends the model to; 0 without YaRN.
+
+    Checkpoints with YaRN keep max_position_embeddings at the original length.
+    """
     scaling = rope.scaling
     return int(scaling.original_max_positions * scaling.factor) if isinstance(scaling, YarnScaling) else 0
 

@@ -24,7 +24,7 @@ class Family:
     ignored: fields that some checkpoints have and transformers ignores, with any value.
     activation: used where activation_field is absent or null.
     qkv_bias: q, k and v always have biases.
-    bias_fields, softcap_fields: the fields of these kinds that transformers reads.
+    bias_fields, softcap_fields: the fields for biases and for softcaps that transformers reads.
     fused_linears: q, k and v are one linear, gate and up another, in checkpoints and for adapters.
     partial_rotation: partial_rotary_factor may be below one.
     rope_types, rope_aliases: the kinds of rotary embedding, and other names for them.

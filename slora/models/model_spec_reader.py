@@ -1,7 +1,7 @@
 """Reads the ModelSpec of a model directory.
 
-For a model that our decoder does not support, `slora.models.model_structure` finds the facts with torch. A process
-without torch runs it as a program.
+For a model that our decoder does not support, `slora.models.model_structure` derives the ModelSpec with torch. A
+process that has not imported torch runs that module in a subprocess.
 """
 
 import importlib

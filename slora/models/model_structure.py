@@ -5,7 +5,8 @@
 There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights. It
 runs with an attention function that records how each layer calls it. Hooks record which linears project all tokens of
 the step. A second run records the masks that transformers would build. A model that paged attention or LoRA would
-compute wrongly is refused here, with the reason. Processes without torch run this module as a program.
+compute wrongly is refused here, with the reason. A process that has not imported torch runs this module in a
+subprocess.
 """
 
 import argparse
@@ -90,7 +91,7 @@ class ModelStructure:
 
 
 class _ForwardTrace:
-    """Records one forward pass: attention calls in order, and linears that projected all tokens exactly once."""
+    """Records one forward pass: the attention calls in order, and the input shapes of each linear."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -133,7 +134,8 @@ class _ForwardTrace:
     def record_linear(self, name: str, x: Tensor, output: object) -> None:
         """Records a linear's input shape.
 
-        A subclass may return something other than the product, as PhiMoE's router does.
+        The shape is recorded as () for a subclass that returns something other than the product, as PhiMoE's router
+        does.
         """
         is_product = isinstance(output, Tensor) and output.shape[:-1] == x.shape[:-1]
         self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]) if is_product else ())
@@ -270,7 +272,7 @@ def find_structure(config: PreTrainedConfig, directory: Path) -> ModelStructure:
 
 
 def _build(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
-    # bfloat16, because mixtures of experts have no float32 form on the meta device. Shapes are the same in any dtype.
+    # bfloat16, because mixtures of experts do not run in float32 on the meta device. Shapes are the same in any dtype.
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -396,9 +398,9 @@ def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
 
 
 def ignore_padding(model: PreTrainedModel) -> None:
-    """A step contains no padding.
+    """Tells the model that its input never contains padding.
 
-    Without this, some models copy the token ids to the host in each step to look for it.
+    Otherwise some models copy the token ids to the host in each step to look for padding.
     """
     # Written to vars(), because some config classes refuse None when the attribute is set.
     vars(model.config)["pad_token_id"] = None

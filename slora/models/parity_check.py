@@ -7,7 +7,7 @@ position), an answer changes.
 
 A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
 realistic length would take minutes on a CPU, so only lengths up to `_MAX_REAL_LENGTH` tokens are tested as they are.
-For longer ones the check is repeated with those lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
+For longer lengths the check is repeated with these lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
 computes at most about 900 tokens for any model. `slora.models.model_structure` compares windows at their real lengths.
 
 The pages hold K and V in the model's dtype here, also if the engine serves them in fp8: rounding to 8 bits would hide
@@ -40,7 +40,7 @@ from slora_kernels.ops import Kernels
 
 __all__ = ["check_parity", "compute_paged_logits"]
 
-# Limits of the root mean square of the difference, relative to that of the logits around their mean. Over ten
+# Limits of the root mean square of the difference, relative to the standard deviation of the logits. Over ten
 # architectures of two layers, rounding gave at most 2e-6 in float32 and 0.02 in bfloat16. Deeper models accumulate
 # more. A prompt that sees one token of the other prompt differs by 0.1 to 1.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}

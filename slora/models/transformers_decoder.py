@@ -43,7 +43,7 @@ class _StepInputs:
 
 
 class _CurrentStep:
-    """Gives the modules of one model access to the current step. Each attention module holds a reference to it."""
+    """Gives the modules of one model access to the inputs of the current step."""
 
     def __init__(self) -> None:
         self._step: _StepInputs | None = None
@@ -188,8 +188,8 @@ class TransformersDecoder:
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """hidden [N, H] -> [N, vocab_size], including the scales and softcaps that the architecture applies to logits.
 
-        Those are part of the model's own forward pass. So the forward pass runs without its layers on one token, and a
-        hook replaces the input of the head.
+        The model's own forward pass applies these scales and softcaps. So the forward pass runs on one token without
+        the layers, and a hook replaces the input of the head by `hidden`.
         """
         with self._head.replace_input(hidden[None], deltas), self._without_layers():
             logits: Tensor = self._model(
