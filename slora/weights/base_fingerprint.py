@@ -43,7 +43,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def _line(tensor: StoredTensor, file: int) -> bytes:
-    """The line that is hashed for one tensor. It holds a digest of the sampled bytes, so lines can't be confused."""
+    """The line that is hashed for one tensor. It contains a digest of the sampled bytes instead of the bytes."""
     size = tensor.num_bytes
     last = max(0, size - _PIECE_BYTES)
     # Worked example: of 2048 bytes the pieces begin at 0, 132, 264, ..., 1984.

@@ -46,8 +46,8 @@ def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = Non
 
     Measured with oneDNN on AVX-512: a row has the same bits in batches of 2 to 513 rows. Alone it differs if it is
     bfloat16 with a plain weight, or float32 with a packed weight. In these cases one row is computed as two, which
-    takes no longer. With a plain float32 weight, the first three row counts differ, and four rows take twice as long as
-    one.
+    takes no longer. With a plain float32 weight, the bits for 1, 2 and 3 rows all differ from those for more rows. One
+    row is computed alone nevertheless, because four rows take twice as long.
     """
     is_packed = isinstance(weight, PackedWeight)
     if len(x) == 1 and x.device.type == "cpu" and x.dtype is (torch.float32 if is_packed else torch.bfloat16):

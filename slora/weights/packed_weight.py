@@ -7,7 +7,7 @@ a 110M model, in ms, plain / packed:
     bfloat16     8.9 / 5.6    17.2 / 14.5    113 / 91
     float32     18.5 / 8.4     122 / 28      456 / 187
 
-In bfloat16, a packed row also has the same bits in batches of any size.
+In bfloat16, a row of the output also has the same bits in batches of any size if the weight is packed.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The number of rows that the blocks are optimized for. Blocks for many rows also suit one row, but not vice versa.
+# The number of rows of x that the blocks are optimized for. Blocks for many rows also suit one row, but not vice versa.
 _ROWS = 512
 
 
@@ -32,7 +32,7 @@ class PackedWeight:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """Packs a weight if this machine supports that; otherwise returns it unchanged. The caller drops the plain one."""
+    """Packs a weight if this machine supports that; otherwise returns it unchanged. The caller drops `weight`."""
     if not _can_pack(weight):
         return weight
     return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))

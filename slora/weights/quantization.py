@@ -18,7 +18,8 @@ def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest = dict(FORMS.values())[form]
     scales = rows.abs().amax(dim=1).div_(largest)
-    # A row of zeros can have any scale. A scale that underflows would divide by zero.
+    # A scale that is 0 or underflows is replaced by 1, because dividing by it could give NaN. Numbers of such rows are
+    # so small that they round to 0.
     scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 1.0)
     rows.div_(scales[:, None]).clamp_(-largest, largest)
     return (rows.round_() if form == torch.int8 else rows).to(form), scales

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's bytes directly into the weights that are served: each row once, and nothing twice in memory.
+"""Reads a checkpoint's bytes directly into the weights that are served, so that no weight is in memory twice.
 
 Weights are allocated first, fused as the decoder needs them. Then a few threads read all files in parallel, in blocks
 of rows. Blocks that can't be read in place (another dtype, a GPU, quantization) pass through one small buffer per

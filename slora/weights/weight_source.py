@@ -21,7 +21,8 @@ ScaleBlock = tuple[int, int]
 class WeightSource:
     """A stored weight and its scales.
 
-    scales: None; or float32 [N], one per row; or float32 [N / block rows, K / block columns], rounded up.
+    scales: float32 [N], one per row; or one per block, float32 [ceil(N / block rows), ceil(K / block columns)]. None:
+        no scales.
     packed_width: K, if int8 numbers are stored four to an int32, each increased by 128. None: numbers are not packed.
     """
 
@@ -57,7 +58,7 @@ class WeightSource:
 
 
 def expand_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None) -> Tensor:
-    """Returns the scales in the form that `WeightSource` needs, from one per tensor, one per row, or blocks."""
+    """Converts scales per tensor, per row or per block to the shapes of `WeightSource.scales`."""
     num_rows, num_columns = stored.shape
     if block is not None:
         wanted = (-(-num_rows // block[0]), -(-num_columns // block[1]))
