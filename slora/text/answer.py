@@ -69,8 +69,8 @@ class CompletionDelta:
     """The new part of answer `choice` to prompt `index`. The last delta of each answer has a finish_reason.
 
     text: text that no later token can change; it may lag behind token_ids.
-    tokens: the next tokens of the text, each with its part of it. Empty without a tokenizer or without logprobs.
-    prompt_logprobs: of the next prompt tokens. They come in deltas of their own, before the answer.
+    tokens: the next tokens of the text, each with its part of the text. Empty without a tokenizer or without logprobs.
+    prompt_logprobs: log-probabilities of the next prompt tokens. They come in separate deltas, before the answer.
     num_cached_tokens: number of cached prompt tokens, sent once, with the first token of answer 0.
     """
 
@@ -90,9 +90,10 @@ class Answer:
 
     request: the request to send to the engine. It may ask for logprobs that the caller did not request, which best_of
     needs to rank the answers.
-    prompt_logprobs: of all prompt tokens as soon as the first answer token arrives, if they were requested.
-    prompt_only: the answer ends before its first token. The engine computes that token nevertheless, because it scores
-    a prompt only if it computes a token after it.
+    prompt_logprobs: log-probabilities of the prompt tokens, if they were requested. The list is complete when the first
+    answer token arrives.
+    prompt_only: the answer is empty and ends when its first token arrives. The engine has to compute that token: it
+    computes log-probabilities of a prompt only for a request that generates a token.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class _ChoiceState:
 
     @property
     def logprob(self) -> float:
-        """The sum over all tokens."""
+        """The sum of the log-probabilities of all tokens."""
         return sum(entry.logprob for entry in self._logprobs)
 
     def take(self, delta: TokenDelta) -> tuple[str, tuple[AlignedToken, ...]]:

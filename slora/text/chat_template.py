@@ -49,8 +49,8 @@ class _UnfoldedCode(CodeGenerator):
 
 class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _UnfoldedCode
-    # Python itself folds products of constants in the generated code. An intercepted operator becomes a call, which it
-    # does not fold.
+    # Python would compute products of constants when it compiles the generated code. An intercepted operator is
+    # generated as a function call, which Python evaluates only when rendering.
     intercepted_binops = frozenset({"*"})
 
     def __init__(self) -> None:

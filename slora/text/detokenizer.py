@@ -1,7 +1,8 @@
 """Detokenizes one answer as its tokens arrive, and never returns text that a later token could change.
 
-Text is held back in two cases: the decoder needs more tokens to complete it, or it may begin a stop string. The cost of
-a token depends neither on the length of the answer nor on the length of the stop strings.
+Text is held back in two cases: the decoder needs more tokens to complete it, or it may be the
+beginning of a stop string. The cost of a token depends neither on the length of the answer nor on the length of the
+stop strings.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Reads the sampling defaults in a generation_config.json, which fill the fields that a request leaves out.
 
-The base model may have such a file, and so may an adapter. For each field, the adapter's value takes precedence. A
-field that this server does not support is refused unless it has its neutral value. So no adapter is served differently
-from how it was tuned.
+The base model may have such a file, and so may an adapter. For each field, the adapter's value takes precedence. An
+adapter is refused if its file sets a field that this server does not support to anything but the neutral value. So no
+adapter is served differently from how it was tuned. For the base model, such a field is logged and ignored.
 """
 
 import json

@@ -37,7 +37,7 @@ class _Stage(Protocol):
         """Adds strings and returns the strings that are now certain."""
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
-        """Returns the remaining strings after the last one. drop_incomplete leaves out an incomplete last character."""
+        """Returns the strings that were held back. drop_incomplete leaves out an incomplete character at the end."""
 
     def clone(self) -> Self:
         """Returns an independent stage in the same state."""
@@ -138,7 +138,7 @@ class _ByteLevel:
 
 
 class _StripStart:
-    """`Strip` after a step that joins all strings: removes up to `count` leading characters of the whole text."""
+    """`Strip` after a step that joins all strings: removes up to `count` times `char` from the start of the text."""
 
     def __init__(self, char: str, count: int) -> None:
         self._char = char
@@ -161,7 +161,7 @@ class _StripStart:
 
 
 class _WholeText:
-    """A chain without streaming stages: the text is decoded only after the last token."""
+    """Replaces the stages of a decoder that does not support streaming: decodes the text after the last token."""
 
     def __init__(self, decoder: Decoder, pieces: Iterable[str] = ()) -> None:
         self._decoder = decoder
@@ -194,7 +194,7 @@ class DecoderChain:
         return IncrementalDecoder(self, [stage.clone() for stage in self._stages])
 
     def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The strings that the decoder gets. Special tokens and ids outside the vocabulary have none."""
+        """The strings of the tokens. Special tokens and ids outside the vocabulary are left out."""
         pieces = map(self._tokenizer.id_to_token, token_ids)
         return [piece for piece in pieces if piece is not None and piece not in self._special]
 
@@ -216,7 +216,7 @@ class IncrementalDecoder:
     def push_pieces(self, pieces: list[str]) -> list[str]:
         """Like `push`, for the strings of `DecoderChain.read_pieces`.
 
-        Returns one string per certain token, in order.
+        Returns one string for each token whose text is now certain, in order.
         """
         for stage in self._stages:
             pieces = stage.push(pieces)
@@ -337,7 +337,7 @@ def _pattern(spec: Spec) -> str | Regex:
 
 
 def _by_token(decoder: Decoder) -> _EachToken:
-    """Wraps a decoder step of the library that treats the first token differently and ignores all other tokens."""
+    """Wraps a decoder step of the library that maps each token by itself, and the first token differently."""
     return _EachToken(lambda piece: decoder.decode([piece]), lambda piece: decoder.decode(["", piece]))
 
 
@@ -354,13 +354,13 @@ def _decode_run(run: bytes | bytearray) -> Iterator[str]:
 
 
 def _complete(run: bytes | bytearray) -> bytes | bytearray:
-    """The run without the first bytes of a character that later bytes may complete."""
+    """The run without an incomplete character at its end."""
     _, length = codecs.utf_8_decode(run, "replace", False)
     return run[:length]
 
 
 def _make_byte_table() -> dict[str, int]:
-    """GPT-2's byte table: a printable byte is its own Latin-1 character. The others follow from U+0100 on, in order."""
+    """GPT-2's byte table. A printable byte is its Latin-1 character; the others are U+0100, U+0101 and so on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -370,7 +370,7 @@ _BYTE_OF = _make_byte_table()
 
 
 def _bytes_of(piece: str) -> bytes:
-    """A token with a character outside the byte alphabet, such as an added token, is plain text."""
+    """The bytes of a token. A token with a character outside the byte table, such as an added token, is plain text."""
     try:
         return bytes([_BYTE_OF[char] for char in piece])
     except KeyError:

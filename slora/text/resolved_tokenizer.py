@@ -1,12 +1,12 @@
-"""Finds the tokenizer that transformers builds from a model directory. Adapters are trained with it.
+"""Finds the tokenizer that transformers builds from a model directory, because adapters are trained with it.
 
 transformers 5 does not always use tokenizer.json as it is. A class such as LlamaTokenizer reads only the vocabulary
 from it and builds the rest itself. Settings of tokenizer_config.json change the special tokens that are put around a
-text. The installed version of transformers decides which class and settings apply, so this module runs it. A directory
-in the format that transformers 5 saves does not need this, because there tokenizer.json is used as it is.
+text. The installed version of transformers decides which class and settings apply, so this module calls transformers.
+Only for a directory in the format that transformers 5 saves, it does not: there tokenizer.json is used as it is.
 
-This module does not import torch. A process without torch runs a program with transformers
-(`slora.text.transformers_tokenizer`).
+This module does not import torch. A process that has not imported torch runs `slora.text.transformers_tokenizer` in a
+subprocess.
 """
 
 import importlib
@@ -67,7 +67,7 @@ class ResolvedTokenizer:
 
     serialized: the tokenizer in the format of tokenizer.json.
     special_tokens: the special tokens that chat templates may use by name.
-    splits_special_tokens: a special token in a text is encoded as its characters.
+    splits_special_tokens: whether a special token in a text is encoded like ordinary text.
     """
 
     serialized: str

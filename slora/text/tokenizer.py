@@ -33,7 +33,8 @@ _TEMPLATE_FAILURES = (
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    `chat_template` is None if the checkpoint has none; then it can complete but not chat.
+    `chat_template` is None if the checkpoint has none. The model then serves completions, and chats only with an
+    adapter's template.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Tokenizer:
     def encode_chat(self, rendered: str) -> list[int]:
         """Encodes a rendered chat, which already contains its special tokens.
 
-        Raises RequestRefused if it has no tokens.
+        Raises RequestRefused if the chat has no tokens.
         """
         ids = self.encode(rendered, add_special_tokens=False)
         if not ids:
@@ -149,7 +150,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Renders a conversation. `template`, an adapter's own, replaces the checkpoint's.
+        """Renders a conversation.
+
+        template: an adapter's own template, which replaces the checkpoint's.
 
         Raises RequestRefused when there is no template, or when the template refuses these messages.
         """

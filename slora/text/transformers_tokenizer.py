@@ -2,7 +2,7 @@
 
     python -P -m slora.text.transformers_tokenizer DIR      prints a ResolvedTokenizer as JSON
 
-Processes without torch run this module as a program.
+A process that has not imported torch runs this module in a subprocess.
 """
 
 import argparse
@@ -42,9 +42,10 @@ def read_tokenizer(directory: Path) -> ResolvedTokenizer:
 
 
 def _serialize(backend: Tokenizer) -> str:
-    """Serializes the backend and marks every special token that it hides as special.
+    """Serializes the backend, and marks every token as special that decoding leaves out.
 
-    The backend also hides a special token that was added again as an ordinary token, although its entry is not special.
+    Decoding also leaves out a special token that was added again as an ordinary token, although the backend does not
+    mark this token as special.
     """
     fields = json.loads(backend.to_str())
     for token in fields["added_tokens"]:
