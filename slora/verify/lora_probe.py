@@ -1,4 +1,4 @@
-"""Computes what our kernels add at each site of a model, for one packed adapter in pages as the engine loads it.
+"""Computes what our kernels add to the output of each adapted module, with the adapter in pages as in the engine.
 
 This tests an adapter by itself, without base weights. The inputs are random but the same in every call.
 """

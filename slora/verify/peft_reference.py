@@ -50,7 +50,10 @@ class PeftReference:
     def logits(self, prompt: Sequence[int], answer: Sequence[int], *, adapted: bool) -> Tensor:
         """float32 [T, vocab_size] for T tokens of prompt and answer. Row t holds the logits of the token after token t.
 
-        adapted: with the adapter or without. A row of the answer is computed as it was when its token was the last one.
+        adapted: whether the adapter is applied.
+
+        With longrope, each row of the answer uses the factors that applied when the next token was sampled
+        (`compute_forced_logits`).
         """
         if adapted:
             return compute_forced_logits(self._forward, prompt, answer, self._rope_switch)
@@ -99,8 +102,9 @@ def compute_forced_logits(
 
     forward: one pass over tokens, which returns [number of tokens, vocab_size].
 
-    Longrope rotates all tokens of a sequence by its present length. So a token that was sampled at a length of at most
-    `rope_switch` must be compared with a pass over no more tokens. Worked example: with a switch of 48, a prompt of 40
+    Longrope chooses its factors by the present length of the sequence, for all of its tokens. So a token that was
+    sampled while the sequence had at most `rope_switch` tokens must be compared with a pass over at most `rope_switch`
+    tokens. Worked example: with a switch of 48, a prompt of 40
     and an answer of 20, rows 0 to 47 come from a pass over 48 tokens and rows 48 to 59 from one over 60.
     """
     tokens = [*prompt, *answer]

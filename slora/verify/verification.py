@@ -1,8 +1,8 @@
 """The result of a comparison with peft: token by token, by log-probability and module by module.
 
-Tokens pass if they are the same, or if the reference is undecided between them; the project's tests use the same rule.
-The finer measures have limits that rounding never reaches and that a wrong scale always exceeds. This module uses
-neither models nor tensors.
+A token passes if both sides chose it, or if the reference's two best tokens are almost equally probable. The project's
+tests use the same rule. Differences of log-probabilities and of module outputs have limits that rounding never reaches
+and that a wrong scale always exceeds. This module uses neither models nor tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Tolerance:
 
     logprob: of one token, in nats. delta: of a module's output, relative to its largest entry.
     margin: if the reference's two most probable tokens differ by less log-probability than this, either one passes.
-    excused: share of all tokens that may differ for that reason. One token always may, because few are compared.
+    excused: share of all tokens that may differ for that reason. One token may always differ, because few are compared.
     """
 
     logprob: float
@@ -26,8 +26,9 @@ class Tolerance:
     excused: float
 
 
-# Measured on tiny models and the demo. float32: 1e-5 for logprob and 1e-6 for delta. bfloat16, where both sides round
-# after each operation: 0.04 and 0.005, and 0 to 2 of 64 tokens, because the two best tokens are often that close.
+# Differences measured on tiny models and the demo. float32: 1e-5 for logprob and 1e-6 for delta. bfloat16, where both
+# sides round after each operation: 0.04 for logprob, 0.005 for delta, and 0 to 2 of 64 tokens, because the two best
+# tokens are often almost equally probable.
 TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-3, 1e-4, 1e-4, 1e-3),
     "float16": Tolerance(0.1, 1e-2, 0.2, 0.05),
@@ -53,7 +54,8 @@ class PromptCheck:
     """One answer.
 
     wrong: tokens that peft would not have chosen. excused: differing tokens where peft was undecided.
-    logprob, peft_logprob: mean over the answer's tokens. deviation: the largest difference of one token.
+    logprob, peft_logprob: mean log-probability of the answer's tokens, on our side and on peft's.
+    deviation: the largest difference between our log-probability of a token and peft's.
     effect: KL divergence of the adapter's next-token distributions from the base's, in nats, mean over all tokens.
     changed: share of tokens after which the argmax with the adapter differs from the argmax of the base.
     """
@@ -74,7 +76,8 @@ class PromptCheck:
 class Verification:
     """The result for one adapter.
 
-    only_here, only_peft: modules that only one side adapts. not_served: other files in the directory.
+    only_here, only_peft: modules that only one side adapts.
+    not_served: files in the adapter's directory that serving does not use.
     problems: why the two sides are not equal; empty if they are. warnings: further facts for the adapter's author.
     """
 

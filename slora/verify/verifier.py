@@ -34,7 +34,7 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["Reference", "VerificationRequest", "verify_adapter"]
 
-# Lengths on both sides of a page's 16 tokens, and one longer than two pages.
+# Lengths of the random prompts: shorter and longer than a page of 16 tokens, and one longer than two pages.
 _DEFAULT_LENGTHS = (1, 7, 17, 40)
 # In nats. Below this value the adapter has no effect.
 _NO_EFFECT = 1e-6
@@ -84,9 +84,11 @@ def verify_adapter(
 ) -> Verification:
     """Compares this engine with the reference.
 
-    served: an adapter to serve instead of the directory, to test that a difference is found.
+    served: an adapter that this engine serves instead of the one in the directory. Tests use it to prove that a
+        difference is found.
 
-    Raises ConfigError for the model. Raises AdapterNotFound, or AdapterInvalid with all reasons, for the adapter.
+    Raises ConfigError if the model can't be served. Raises AdapterNotFound, or AdapterInvalid with all reasons, if the
+    adapter can't be served.
     """
     spec = read_model_spec(request.model)
     dtype_name = spec.resolve_dtype(request.dtype)
