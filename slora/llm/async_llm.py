@@ -1,4 +1,4 @@
-"""The asynchronous form of `LLM`: many concurrent requests, each in its own coroutine, computed in shared batches.
+"""`LLM` for asyncio: many concurrent requests, each in its own coroutine, computed in shared batches.
 
     async with AsyncLLM("path/to/model") as llm:
         async for delta in llm.stream("one", SamplingParams(max_tokens=8), "path/to/adapter"):

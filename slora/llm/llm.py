@@ -64,7 +64,8 @@ class LLM:
     ) -> list[Completion]:
         """Continues every prompt, a text or token ids, and returns the answers in the same order.
 
-        params: one for all prompts, or one per prompt. None: the adapter's or the model's generation_config.json.
+        params: one for all prompts, or one per prompt. None: the defaults of the adapter's generation_config.json, then
+            of the model's.
         adapters: one PEFT directory or LoraAdapter for all prompts, or one per prompt. None: the base model.
 
         Raises RequestRefused naming what can't be served, or AdapterInvalid for an adapter that does not fit this
@@ -83,7 +84,7 @@ class LLM:
     ) -> Iterator[CompletionDelta]:
         """Like `generate`, but yields each answer in deltas.
 
-        A delta's `index` is that of its prompt, and its `choice` is the number of the answer, from 0 to n - 1. Also
+        A delta's `index` is the number of its prompt, and its `choice` the number of the answer, from 0 to n - 1. Also
         raises RequestRefused for best_of above n. Closing or dropping the iterator aborts unfinished requests.
         """
         return self._stream(_streamable(self._builder.answers(as_prompts(prompts), params, adapters)))

@@ -175,9 +175,9 @@ class RequestBuilder:
     def _defaults(
         self, token_ids: list[int], served: _ServedModel, default_tokens: int | None
     ) -> SamplingParams:
-        """The defaults of the adapter's generation_config.json, then of the model's.
+        """The sampling parameters of a request that sets none: defaults of the adapter, then of the model.
 
-        A max_tokens beyond the context is dropped.
+        A default of max_tokens that exceeds the context is ignored.
         """
         max_tokens = served.defaults.max_tokens or default_tokens
         if max_tokens is not None and max_tokens > self.max_model_len - len(token_ids):
@@ -259,13 +259,14 @@ class RequestBuilder:
         number = self._num_discarded
         adapter = read_content(key, self.source.shape, self.source.limits)
         directory = key if isinstance(key, Path) else None
-        # The engine may remove the old version later than this. So an adapter that is added from now on is a new
-        # version, even with equal weights.
+        # The engine may remove a discarded version only later. The number makes the adapter that is added now a
+        # different version, even if its weights are equal.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
         served = _ServedModel(version, adapter.extras.chat_template, own.override(self._base.defaults))
         with self._lock:
-            # Otherwise the adapter may just have been discarded, so the next request reads it again.
+            # If the number has changed, the adapter may just have been discarded. Then it is not kept, and the next
+            # request reads it again.
             if number == self._num_discarded:
                 self._served[key] = served, state
         return served
