@@ -33,7 +33,7 @@ class StepWork(NamedTuple):
     """The work of one step. The fields have the order of `CostModel`'s fields after step_s.
 
     context_tokens: total context length of all decode rows.
-    swapped_pages: in both directions.
+    swapped_pages: KV pages copied between device and host, in both directions together.
     loaded_bytes: adapter bytes copied from the host into the pool.
     """
 

@@ -3,7 +3,7 @@
 If every layer has a sliding window, blocks completely behind the window of the next token are freed while the sequence
 runs. Then the footprint depends on the number of tokens computed at a time, not on the sequence's length.
 
-Plain numbers, without a pool or other sequences.
+This module computes with plain numbers and does not depend on a pool or on sequences.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.version import AdapterVersion
 
 # Bounds of the fields of EngineRequest, which `slora.engine.request_check` checks.
-# Larger weights only make the outputs overflow. An adapter's own scale has the same limit.
+# Larger adapter weights only make the outputs overflow. An adapter's own scale has the same limit.
 MAX_ADAPTER_WEIGHT = 10_000.0
 MAX_PRIORITY = 1_000
 MAX_DEADLINE_S = 86_400.0
@@ -24,8 +24,8 @@ class EngineRequest:
         every token, so any cached KV must be keyed by adapter and weight.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower is sooner.
-    deadline_s: seconds from arrival to the first token, which a beam search has when it is over; the request ends as
-        soon as this can't be met. None: no deadline.
+    deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
+        search has its first token when the search is over. None: no deadline.
     """
 
     request_id: str
@@ -48,7 +48,7 @@ class FinishReason(StrEnum):
 class TokenLogprobs:
     """The log-probabilities at one position.
 
-    logprob: log-probability of the chosen token, from the unedited logits.
+    logprob: log-probability of the chosen token, from the model's logits before penalties, biases and temperature.
     top: (token id, logprob) of the most probable tokens, best first.
     """
 

@@ -21,7 +21,7 @@ _MAX_ITEMS = {
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
 }
-# Any length to this power still fits into a float.
+# Any length raised to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
 # Settings that beam search does not support -> their neutral values.
 _NOT_SEARCHED = {
@@ -34,8 +34,8 @@ _NOT_SEARCHED = {
     "repetition_penalty": 1.0,
 }
 _MAX_SEED = 2**63
-# Integers are sent to the engine process in a message format of at most 64 bits. No context and no vocabulary is as
-# large as this.
+# The limit of counts and token ids. No context and no vocabulary is as large. Without a limit, an integer might exceed
+# the 64 bits of the messages to the engine process.
 _MAX_COUNT = 2**31 - 1
 _MASK = 2**64 - 1
 

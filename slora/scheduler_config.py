@@ -19,8 +19,8 @@ class SchedulerConfig:
     max_num_seqs: the most running sequences, counting one per choice; at most max_num_batched_tokens, so that every
         decode row fits in a step. No request may have more choices.
     max_num_batched_tokens: the token budget of a step.
-    rope_switch: a sequence with more tokens is rotated with longrope's long factors from its first token on; None:
-        never.
+    rope_switch: all tokens of a sequence with more tokens than this are rotated with longrope's long factors; None: the
+        model does not switch.
     load_pages: the most adapter pages that a step loads beside decoding; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
