@@ -127,7 +127,7 @@ class BeamSearch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every beam has proposed."""
+        """Whether every beam has proposed its continuations, so that `advance` can choose the next beams."""
         return len(self._proposals) == len(self._beams)
 
     def has_proposed(self, beam: int) -> bool:

@@ -145,7 +145,11 @@ class Pins:
                 state.back_off(self._now)
 
     def check_invariants(self) -> None:
-        """Proves that every pinned resident has a pin and that the pins stay within their bound."""
+        """Asserts that the pins are consistent.
+
+        Each resident marked as pinned has an entry in `_pins`, the counters of pinned adapters and pages are right, and
+        at most `_max_pages` pages are pinned.
+        """
         pinned = [resident for resident in self._residency if resident.is_pinned]
         assert {resident.version for resident in pinned} <= self._pins.keys(), (
             "an adapter is pinned without a pin"

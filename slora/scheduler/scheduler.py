@@ -21,8 +21,8 @@ place of `max_num_seqs` per choice. Then it forks: the choices share the prompt'
 preempted choice drops only its own page references and resumes alone.
 
 Beams: the beams of a search fork after each token. A beam that has proposed its continuations waits for the other beams
-and keeps its pages (`beams`). If all running sequences are waiting beams, the scheduler preempts one of another request
-so that a waiting sequence can run.
+and keeps its pages (`beams`). If every running sequence is such a beam, none can continue. The scheduler then preempts
+one of them to make room for the next sequence in the queue, but never one of the same search as that sequence.
 
 If every layer has a sliding window, a sequence frees the blocks that no later token attends to.
 

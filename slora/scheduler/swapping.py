@@ -1,6 +1,6 @@
 """Swaps the KV of preempted sequences to the host where this costs less than recomputing it.
 
-This module chooses the pages; the runner copies them. A planned copy counts only after its step has run.
+This module chooses the pages; the runner copies them. A planned copy takes effect only after its step has run.
 """
 
 from slora.cost_model import Costs

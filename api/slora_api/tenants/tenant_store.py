@@ -83,7 +83,7 @@ def _check_reference(adapter: str) -> None:
 
 # A tenant with a larger weight would in effect have the engine alone; one with a smaller weight would never be served.
 _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
-# Tolerance for rounding when floors such as 0.7 + 0.2 + 0.1 are added up.
+# Tolerance for rounding errors in the sum of all tenants' `min_pool_share`, such as 0.7 + 0.2 + 0.1.
 _SUM_SLACK = 1e-9
 
 
