@@ -163,8 +163,8 @@ def _replace_wrong(sides: Tensor) -> Tensor:
 def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
     """Reads the blocks `block_ids` [n, C] as K and V float32 [2, Hk, n, C * block_tokens, D].
 
-    shares: uint8 [num_blocks, block_bytes], one layer of one page in each row. It has to be contiguous: index_select over
-        a strided view would first copy the whole pool.
+    shares: uint8 [num_blocks, block_bytes], one layer of one page in each row. It has to be contiguous: index_select
+        over a strided view would first copy the whole pool.
     """
     n, columns = block_ids.shape
     gathered = shares.index_select(0, block_ids.flatten())
