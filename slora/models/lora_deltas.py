@@ -14,7 +14,7 @@ from slora_kernels.ops import Kernels
 class LoraDeltas:
     """The LoRA work of one step.
 
-    tiles: the rows and their adapters; with None nothing is added to any row.
+    tiles: the rows and their adapters; None: no row has an adapter.
     side: the stream that runs shrinks in parallel with the base's matmuls; with None they run after the matmuls.
     """
 
@@ -37,7 +37,7 @@ class LoraDeltas:
         try:
             out = base()
         finally:
-            # Also if `base` fails: the shrink still reads x, whose memory would otherwise be reused.
+            # Join even if `base` fails: the memory of x must not be reused while the shrink still reads it.
             self._side.join()
         self._kernels.expand(out, shrunk, self._pages, site, step)
         return out

@@ -42,7 +42,7 @@ class ReferenceModel(Model, Protocol):
         """Lengths in tokens at which the model's arithmetic may change (windows, chunks, floors), by config field."""
 
     def shorten_lengths(self, longest: int, short: int) -> AbstractContextManager[None]:
-        """While entered, each of `lengths` above `longest` is `short`."""
+        """Returns a context in which each of `lengths` above `longest` is set to `short`."""
 
 
 # The type of `load_model`, for callers that create a model's weights instead of reading them.

@@ -113,7 +113,7 @@ class _HeadHooks:
 
 
 class _LayerAttention:
-    """One layer's attention over the pages of the current step. Its module stores it under `ATTRIBUTE`."""
+    """One layer's attention over the pages of the current step. The attention module stores it under `ATTRIBUTE`."""
 
     ATTRIBUTE = "slora_attention"
 
