@@ -76,7 +76,7 @@ class WeightReader:
     def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Weight:
         """Allocates one weight for several tensors (name, number of rows) of `width` columns, one below the other.
 
-        It is quantized if `form` is set, or if all parts are stored with one scale per row.
+        The weight is quantized if `form` is set, or if all parts are stored in one 8-bit dtype with a scale per row.
         """
         sources = [self._source(name, (num_rows, width)) for name, num_rows in parts]
         num_rows = sum(num_rows for _, num_rows in parts)
