@@ -20,7 +20,7 @@ class Detokenizer:
     do not depend on how many tokens each `push` gets.
 
     min_tokens: a stop string that ends within the text of the first min_tokens tokens is ordinary text, as in vLLM
-    (v1/engine/detokenizer.py). One that begins there and ends later stops the answer.
+    (v1/engine/detokenizer.py). A stop string that begins there and ends later ends the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[StopString] = (), min_tokens: int = 0) -> None:
