@@ -23,7 +23,7 @@ class EngineRequest:
     adapter_weight: factor on the adapter's scale: 0 is the base model, 1 the adapter as trained. It changes the KV of
         every token, so any cached KV must be keyed by adapter and weight.
     share: the tenant's present share, as the operator has set it.
-    priority: order among the tenant's own requests; lower is sooner.
+    priority: order among the tenant's own requests; lower numbers are served first.
     deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
         search has its first token when the search is over. None: no deadline.
     """
