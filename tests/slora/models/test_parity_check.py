@@ -47,9 +47,7 @@ def test_a_model_that_depends_on_positions_in_the_batch_is_refused(
 ) -> None:
     """Born from Llama 4, which computed the second sequence of a batch with the length of the first."""
     write_model(tmp_path, "granite", num_hidden_layers=2)
-    with pytest.raises(
-        ConfigError, match="with paged attention, in chunks beside other prompts"
-    ):
+    with pytest.raises(ConfigError, match="with paged attention, in chunks beside other prompts"):
         start(tmp_path, monkeypatch, scale_by_index(lambda count: torch.arange(count) // 7))
 
 
