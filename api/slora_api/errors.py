@@ -13,6 +13,7 @@ SloraError (the project's root)
 │   ├── BadRequest         a field or a body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
 │   ├── BodyEncoded        a body with a Content-Encoding
+│   ├── HeadersTooLarge    the request head exceeds its limit
 │   ├── RequestTooSlow     headers or body arrived below the minimum rate
 │   ├── ServerBusy         a limit of the whole server is reached
 │   ├── TenantBusy         a limit of this tenant is reached
@@ -67,6 +68,7 @@ __all__ = [
     "Conflict",
     "ErrorAnswer",
     "Forbidden",
+    "HeadersTooLarge",
     "InUse",
     "InspectionFailed",
     "ModelNotFound",
@@ -157,6 +159,10 @@ class BodyEncoded(ApiError):
         )
 
 
+class HeadersTooLarge(ApiError):
+    """The request line and the headers are larger than the server parses. The message states the limit."""
+
+
 class RequestTooSlow(ApiError):
     """The client kept the server waiting for the rest of its request. The message states the limit."""
 
@@ -236,6 +242,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (BodyTooLarge, _Rule(413, _REQUEST, "body_too_large")),
     # RFC 9110 names this header for a 415 that is about the encoding.
     (BodyEncoded, _Rule(415, _REQUEST, "body_encoded", headers={"Accept-Encoding": "identity"})),
+    (HeadersTooLarge, _Rule(431, _REQUEST, "headers_too_large")),
     (RequestTooSlow, _Rule(408, _REQUEST, "request_too_slow")),
     (AdapterInvalid, _Rule(422, "adapter_invalid", "adapter_invalid")),
     (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded")),

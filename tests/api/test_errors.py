@@ -44,6 +44,7 @@ CASES = [
     (ContextTooLong("x", "prompt"), 400, "invalid_request_error", "context_length_exceeded"),
     (errors.BodyTooLarge(5, "max_body_bytes"), 413, "invalid_request_error", "body_too_large"),
     (errors.BodyEncoded("gzip"), 415, "invalid_request_error", "body_encoded"),
+    (errors.HeadersTooLarge("x"), 431, "invalid_request_error", "headers_too_large"),
     (errors.RequestTooSlow("x"), 408, "invalid_request_error", "request_too_slow"),
     (AdapterInvalid((Reason("rank", "too high"),)), 422, "adapter_invalid", "adapter_invalid"),
     (errors.TenantBusy("x"), 429, "rate_limit_error", "rate_limit_exceeded"),

@@ -3,7 +3,7 @@
 uvicorn limits only the pause between two requests. This protocol also ends a connection in these cases:
 
 - It has had no request for `idle_s` after it was opened. It is closed without an answer.
-- Its request head is not complete `head_s` after its first byte (408).
+- Its request head is not complete `head_s` after its first byte (408), or is larger than 32 KiB (431).
 - Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
@@ -24,7 +24,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from slora_api.errors import ErrorAnswer, RequestTooSlow, describe_error
+from slora_api.errors import ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.connections import Connections
 from slora_api.server.min_rate_timeout import MinRateTimeout
@@ -34,6 +34,8 @@ __all__ = ["HttpProtocol", "encode_answer"]
 
 _log = get_rate_limited_logger(__name__)
 
+# Parsing a head of this size on the event loop takes up to 10 ms, if it consists of the shortest headers.
+_MAX_HEAD_BYTES = 32 << 10
 # struct linger: enabled, with a timeout of zero, so that closing the socket resets the connection.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -117,6 +119,25 @@ class HttpProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+
+    def handle_events(self) -> None:
+        """Parses what has arrived. h11 limits only a head that is not complete yet."""
+        if self.conn.their_state is h11.IDLE and self._is_head_too_large():
+            error = HeadersTooLarge(
+                f"The request line and the headers are larger than {_MAX_HEAD_BYTES} bytes. Send fewer or shorter "
+                "headers; a prompt belongs in the body."
+            )
+            self.transport.write(encode_answer(describe_error(error)))
+            self.transport.close()
+            return
+        super().handle_events()
+
+    def _is_head_too_large(self) -> bool:
+        received, _ = self.conn.trailing_data
+        if len(received) <= _MAX_HEAD_BYTES:
+            return False
+        head = received[:_MAX_HEAD_BYTES]
+        return b"\n\r\n" not in head and b"\n\n" not in head
 
     def on_response_complete(self) -> None:
         self._quiet_at = self.loop.time()

@@ -1,6 +1,7 @@
 """Timeouts of a connection, over real sockets, with short limits."""
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -131,6 +132,24 @@ def test_an_incomplete_request_head_is_a_408(url: str) -> None:
         answer += read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"Connection: close" in answer
     assert b'"code": "request_too_slow"' in answer and b"not complete 0.5 s after" in answer
+
+
+@pytest.mark.parametrize("earlier", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize(("num_headers", "status"), [(2_000, b"200"), (4_000, b"431")])
+def test_a_complete_request_head_above_the_limit_is_a_431(
+    url: str, earlier: bytes, num_headers: int, status: bytes
+) -> None:
+    """Born from a fuzzer: h11 limits only incomplete heads, and 7,000 headers in one segment took 21 ms."""
+    headers = b"".join(b"x%d: y\r\n" % at for at in range(num_headers))
+    with ExitStack() as stack:
+        connection = connect(url, stack)
+        connection.sendall(
+            earlier + b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + headers + b"\r\n"
+        )
+        answer = read_all(connection)
+    statuses = re.findall(rb"HTTP/1\.1 (\d+)", answer)
+    assert statuses == [b"200"] * bool(earlier) + [status]
+    assert (b"larger than 32768 bytes" in answer) == (status == b"431")
 
 
 def test_the_second_head_of_a_connection_has_its_own_deadline(url: str) -> None:
