@@ -5,8 +5,8 @@ answer like the base model.
 
 Some patterns are matched in a separate process (`pattern_matching.py`). When a config is read from its directory,
 `spell_out` replaces such patterns by the names of the modules that they match. The digest and the store contain these
-names, so a load from the store needs no process. Stores of slora 0.1 may still contain such patterns, and each load
-matches them in a process.
+names, so a load from the store needs no process unless there are very many. Stores of slora 0.1 may still contain such
+patterns, and each load matches them in a process.
 """
 
 import re
