@@ -1,6 +1,7 @@
 """A table that is written row by row, so that a run that ends early, or is ended, goes on where it stopped."""
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -19,11 +20,8 @@ class ResumedTable:
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path = path
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        )
         self._where = {
-            "commit": commit.stdout.strip(),
+            "commit": _read_commit(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
             "triton": triton.__version__,
@@ -52,3 +50,11 @@ class ResumedTable:
                 file.write(json.dumps(row) + "\n")
             self._rows.append(row)
         return True
+
+
+def _read_commit() -> str:
+    """The checkout's commit, from SLORA_COMMIT where the machine has a copy of the files without git."""
+    if commit := os.environ.get("SLORA_COMMIT"):
+        return commit
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
