@@ -11,6 +11,8 @@ serving  S-LoRA's generator in its setting S1 (rank 8 on the four linears of att
          in real time. With 5 adapters at raising rates until throughput grows no more; then with 2,000 at that rate,
          and with both at 0.8 of what 5 reached. Floor of 2,000: what 5 reach, each step longer by the bytes of the
          adapters that it has more of, at the speed of this machine's copies.
+popular  the same with 1,000 adapters of rank 16 on all seven linears, equally popular and by Zipf's law (alpha 1.5), at
+         the rate that saturated 5 adapters of rank 8.
 contest  1,200 requests of 100 adapters that are all there, ours beside peft's two ways (bench/gpu/peft_generation.py).
 
 --tiny goes through the same on a CPU in seconds: to see that it runs.
@@ -20,7 +22,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,10 +33,10 @@ from bench.gpu.replay import replay
 from bench.gpu.resumed_table import ResumedTable
 from bench.machines import ATTENTION
 from bench.table import Row, print_table
-from bench.traces import S1, Trace, slora_trace
+from bench.traces import S1, Trace, slora_trace, zipf_trace
 from bench.workload import prompts
 
-KINDS = ("copy", "decode", "serving", "contest")
+KINDS = ("copy", "decode", "serving", "popular", "contest")
 DECODE_RANK = 16
 # Of the rate of 5 adapters at which time to the first token is compared.
 _CALM = 0.8
@@ -54,6 +56,7 @@ class Scale:
     steps: int
     few: int
     many: int
+    popular: int
     first_rate: float
     duration_s: float
     lengths: tuple[int, int]
@@ -72,14 +75,15 @@ WHOLE = Scale(
     steps=128,
     few=5,
     many=2000,
-    first_rate=8.0,
-    duration_s=30.0,
+    popular=1000,
+    first_rate=16.0,
+    duration_s=20.0,
     lengths=(8, 512),
     copy_bytes=4 << 30,
     contest_adapters=100,
     contest_requests=1200,
     peft_batch=32,
-    peft_batches=3,
+    peft_batches=1,
 )
 SMALL = Scale(
     TINY,
@@ -89,6 +93,7 @@ SMALL = Scale(
     steps=3,
     few=2,
     many=6,
+    popular=6,
     first_rate=8.0,
     duration_s=0.5,
     lengths=(3, 6),
@@ -113,6 +118,7 @@ class EndToEnd:
             "copy": self._copies,
             "decode": self._decodes,
             "serving": self._servings,
+            "popular": self._popular,
             "contest": self._contests,
         }
         for kind in kinds:
@@ -193,13 +199,28 @@ class EndToEnd:
         return {"adapters": num_adapters, "load": load, "rate": rate}, lambda: self._serve(num_adapters, rate)
 
     def _serve(self, num_adapters: int, rate: float) -> Row:
-        scale = self._scale
+        trace = self._trace(num_adapters, rate, self._scale.duration_s)
+        return self._replay(trace, S1.ranks[0], all_linears=False)
+
+    def _replay(self, trace: Trace, rank: int, *, all_linears: bool) -> Row:
         is_new = self._engine is None
-        made = self._get_engine(S1.ranks[0], all_linears=False)
+        made = self._get_engine(rank, all_linears=all_linears)
         if is_new:  # kernels are compiled and steps recorded before anything counts
-            replay(made, self._trace(num_adapters, rate, scale.duration_s / 5))
-        found = replay(made, self._trace(num_adapters, rate, scale.duration_s))
-        return found.row() | {"adapter MB": made.adapters.layout.num_bytes / 1e6}
+            replay(made, trace[: len(trace) // 5])
+        return replay(made, trace).row() | {"adapter MB": made.adapters.layout.num_bytes / 1e6}
+
+    def _popular(self) -> Iterator[Case]:
+        scale = self._scale
+        rate = max(
+            (row["rate"] for row in self._rows() if row["kind"] == "serving"), default=scale.first_rate
+        )
+        even = self._trace(scale.popular, rate, scale.duration_s)
+        drawn = zipf_trace(scale.popular, rate, scale.duration_s)
+        zipf = [replace(one, adapter=other.adapter) for one, other in zip(even, drawn, strict=True)]
+        traces = {"even": even, "zipf": zipf}
+        for popularity, trace in traces.items():
+            key = {"popularity": popularity, "adapters": scale.popular, "rate": rate}
+            yield key, lambda trace=trace: self._replay(trace, DECODE_RANK, all_linears=True)
 
     def _contests(self) -> Iterator[Case]:
         key = {"adapters": self._scale.contest_adapters}
@@ -269,6 +290,9 @@ def compare(rows: list[Row]) -> list[Row]:
             more["of base"] = row["tokens/s"] / base["tokens/s"] if base else None
         if row["kind"] == "serving":
             more |= _compare_serving(row, rows, copy)
+        if row["kind"] == "popular":
+            zipf = find(kind="popular", popularity="zipf")
+            more["of zipf"] = row["tokens/s"] / zipf["tokens/s"] if zipf else None
         if row["kind"] == "contest":
             ours = find(kind="contest", contender="slora")
             more["ours over it"] = ours["requests/s"] / row["requests/s"] if ours else None

@@ -73,22 +73,24 @@ class Scope:
 
 
 def shrink_candidates(
-    splits: Iterable[int], ranks: Iterable[int], warps: Iterable[int], stages: Iterable[int]
+    splits: Iterable[int],
+    ranks: Iterable[int],
+    segments: Iterable[int],
+    warps: Iterable[int],
+    stages: Iterable[int],
 ) -> tuple[ShrinkSizes, ...]:
-    sizes = product(splits, ranks, warps, stages)
-    return tuple(ShrinkSizes(None, count, (ShrinkTile(None, r, w, s),)) for count, r, w, s in sizes)
+    tiles = [ShrinkTile(None, *sizes) for sizes in product(ranks, segments, warps, stages)]
+    return tuple(ShrinkSizes(None, count, (tile,)) for count in splits for tile in tiles)
 
 
 def expand_candidates(
-    warps: Iterable[int], stages: Iterable[int], row_ranks: Iterable[int], row_warps: Iterable[int]
+    tiles: Iterable[tuple[int, int]], row_ranks: Iterable[int], rows: Iterable[tuple[int, int]]
 ) -> tuple[ExpandSizes, ...]:
+    """tiles, rows: pairs of segments of output columns and warps."""
     plain = _DEFAULT.expand[-1]
-    tiles = tuple(
-        ExpandSizes(None, "tiles", plain.rows, (ExpandTile(None, w, s),)) for w, s in product(warps, stages)
-    )
-    return tiles + tuple(
-        ExpandSizes(None, "rows", RowSizes(r, w), plain.tiles) for r, w in product(row_ranks, row_warps)
-    )
+    of_tiles = [ExpandSizes(None, plain.rows, (ExpandTile(None, *tile, 2),)) for tile in tiles]
+    of_rows = [ExpandSizes(None, RowSizes(rank, *row), plain.tiles) for rank in row_ranks for row in rows]
+    return (*of_tiles, *of_rows)
 
 
 # Llama-3.1-8B and 70B: two layers, so that what one has read is not what the next one reads.
@@ -100,8 +102,10 @@ REAL = Scope(
     dtype=torch.bfloat16,
     ranks=(8, 16, 64),
     steps=(TunedStep(1, 1), TunedStep(64, 8), TunedStep(64, 64), TunedStep(4, 4, 512)),
-    shrinks=shrink_candidates((4, 8, 16), (16, 32, 64), (4, 8), (2, 3, 4)),
-    expands=expand_candidates((2, 4, 8), (1, 2, 3), (8, 16, 32), (1, 2, 4)),
+    shrinks=shrink_candidates((8, 16), (16, 32), (1, 2), (2, 4), (2, 3, 4)),
+    expands=expand_candidates(
+        ((2, 4), (4, 4), (4, 8), (8, 8)), (8, 16, 32), ((1, 1), (2, 1), (4, 2), (8, 4))
+    ),
 )
 
 
@@ -118,8 +122,8 @@ class Tuning:
             for index, site in _distinct(scope.shapes, kernel):
                 width = _width(site, kernel)
                 for rank, step, candidate in product(scope.ranks, scope.steps, candidates):
-                    if isinstance(candidate, ExpandSizes) and candidate.decode == "rows" and step.tokens > 1:
-                        continue  # chunks never are rows
+                    if isinstance(candidate, ExpandSizes) and not _takes(step, candidate):
+                        continue
                     key = {"kernel": kernel, "width": width, "rank": rank, **asdict(step)}
                     key["candidate"] = json.dumps(asdict(candidate))
                     yield (
@@ -164,6 +168,13 @@ class Tuning:
                     kernels.expand(out, shrunk, scene.pages, one, lora)
 
         return {"us": time_device(run, device) / len(sites) * 1e6}
+
+
+def _takes(step: TunedStep, candidate: ExpandSizes) -> bool:
+    """Whether the step uses the sizes in which the candidate differs from the default: decode steps use only `rows`, and
+    steps of chunks only `tiles`."""
+    plain = _DEFAULT.expand[-1]
+    return candidate.tiles == plain.tiles if step.tokens == 1 else candidate.rows == plain.rows
 
 
 def _only(candidate: ShrinkSizes | ExpandSizes) -> LoraSizes:
@@ -251,14 +262,9 @@ def _pick_shrink(rows: list[Row]) -> dict[str, Any]:
 
 
 def _pick_expand(rows: list[Row]) -> dict[str, Any]:
-    """Decode rows take the form whose best sizes are better for them."""
-    by_row = [row for row in rows if row["decode"] == "rows"]
-    by_tile = [row for row in rows if row["decode"] == "tiles"]
-    row_sizes, row_score = _least(by_row, lambda row: json.dumps(row["rows"]))
-    _, tile_score = _tiles([row for row in by_tile if row["tokens"] == 1])
-    takes_rows = row_score <= tile_score
-    tiles, _ = _tiles([row for row in by_tile if row["tokens"] > 1] if takes_rows else by_tile)
-    return {"decode": "rows" if takes_rows else "tiles", "rows": json.loads(row_sizes), "tiles": tiles}
+    row_sizes, _ = _least([row for row in rows if row["tokens"] == 1], lambda row: json.dumps(row["rows"]))
+    tiles, _ = _tiles([row for row in rows if row["tokens"] > 1])
+    return {"rows": json.loads(row_sizes), "tiles": tiles}
 
 
 def write_choice(path: Path, architecture: str, entry: dict[str, Any]) -> None:

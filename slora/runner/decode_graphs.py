@@ -1,11 +1,13 @@
 """CUDA graphs of decode steps: each step shape is recorded once and replayed for every step of that shape.
 
 Before a replay, a decode step is padded to a recorded number of rows and copied into static buffers. Padding rows have
-a context length of 0, a KV slot of -1 and LoRA tiles without tokens, so they touch no page.
+a context length of 0 and a KV slot of -1, and padding LoRA tiles have no tokens, so they touch no page.
 
 Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
-step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, changes the
-launches. So graphs differ by rank, and by whether there is LoRA work at all, but not by adapter.
+step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, and the
+number of tiles, rounded up to a quarter, a half or all of the rows, change the launches. A program for a padding tile
+ends at once, but a site has thousands of them: with 64 rows and 8 adapters, padding to all rows doubled the time of
+expand (H200).
 
 Steps with prefill chunks are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """
@@ -28,6 +30,8 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
 _SHORT_CONTEXT = 512
+# The parts of the rows that the number of tiles is rounded up to: 1/4, 1/2, 1.
+_TILE_PARTS = (4, 2, 1)
 # Ranks and tiles below these sizes launch the same programs as these sizes.
 _MIN_RANK = 16
 _MIN_TILE = 16
@@ -40,12 +44,14 @@ class StepShape:
     rows: padded number of sequences. context: upper bound of the longest context, in tokens.
     rank: upper bound of the total rank at one site; 0 without adapters.
     tile_tokens: upper bound of the tokens in a tile; 0 without adapters.
+    num_tiles: padded number of tiles; 0 without adapters.
     """
 
     rows: int
     context: int
     rank: int
     tile_tokens: int
+    num_tiles: int
 
 
 class DecodeGraphs:
@@ -95,12 +101,14 @@ class DecodeGraphs:
         is_short = batch.attention.max_context_len <= _SHORT_CONTEXT
         context = min(_SHORT_CONTEXT, self._max_context) if is_short else self._max_context
         if lora is None:
-            return StepShape(rows, context, 0, 0)
+            return StepShape(rows, context, 0, 0, 0)
+        padded = (-(-rows // part) for part in _TILE_PARTS)
         return StepShape(
             rows,
             context,
             _round_up(lora.max_group_rank, _MIN_RANK),
             _round_up(lora.max_tokens, _MIN_TILE),
+            next(tiles for tiles in padded if tiles >= len(lora.tiles)),
         )
 
 
@@ -182,7 +190,8 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         max_query_len=1,
         max_context_len=shape.context,
     )
-    tiles = LoraTiles(buffers.tiles[:rows], buffers.weights[:rows], shape.rank, shape.tile_tokens, rows)
+    count = shape.num_tiles
+    tiles = LoraTiles(buffers.tiles[:count], buffers.weights[:count], shape.rank, shape.tile_tokens, count)
     return StepBatch(
         token_ids=buffers.token_ids[:rows],
         attention=attention,

@@ -33,8 +33,8 @@ SMALL = Scope(
     dtype=torch.float32,
     ranks=(5,),
     steps=(TunedStep(2, 2), TunedStep(1, 1, 3)),
-    shrinks=shrink_candidates((1, 2), (16,), (4,), (2,)),
-    expands=expand_candidates((4,), (2,), (4,), (1,)),
+    shrinks=shrink_candidates((1, 2), (16,), (1,), (4,), (2,)),
+    expands=expand_candidates(((2, 4),), (4,), ((1, 1),)),
 )
 SHARED_LIMIT = 227 * 1024
 
@@ -43,8 +43,8 @@ def test_each_candidate_is_measured_and_the_choice_is_a_table(tmp_path: Path) ->
     rows = ResumedTable(tmp_path / "rows.jsonl", CPU)
     assert rows.fill(Tuning(SMALL, CPU).cases(), 600)
     measured = rows.rows()
-    # Two inputs' widths, two steps, two candidates; three outputs' widths, rows for the step that decodes alone.
-    assert [sum(row["kernel"] == kernel for row in measured) for kernel in ("shrink", "expand")] == [8, 9]
+    # Two inputs' widths, two steps, two candidates; three outputs' widths, one candidate for each of the two steps.
+    assert [sum(row["kernel"] == kernel for row in measured) for kernel in ("shrink", "expand")] == [8, 6]
     assert all(row["us"] > 0 for row in measured)
     path = tmp_path / "table.json"
     path.write_text(SIZES_FILE.read_text())
@@ -75,8 +75,8 @@ def make_up(us: Callable[[dict[str, Any]], float]) -> list[Row]:
     scope = replace(
         SMALL,
         ranks=(8, 64),
-        shrinks=shrink_candidates((4, 8), (16, 64), (4,), (2,)),
-        expands=expand_candidates((4, 8), (2,), (4, 16), (1,)),
+        shrinks=shrink_candidates((4, 8), (16, 64), (1,), (4,), (2,)),
+        expands=expand_candidates(((2, 4), (2, 8)), (4, 16), ((1, 1),)),
     )
     keys = [key for key, _ in Tuning(scope, CPU).cases()]
     return [key | {"us": us(key | json.loads(key["candidate"]))} for key in keys]
@@ -100,21 +100,17 @@ def test_splits_go_by_width_and_tiles_by_rank() -> None:
         assert [(tile["max_rank"], tile["block_rank"]) for tile in entry["tiles"]] == [(24, 16), (None, 64)]
 
 
-@pytest.mark.parametrize("row_us", (1.0, 9.0))
-def test_decode_rows_take_the_form_that_is_faster_for_them(row_us: float) -> None:
-    """Whatever chunks take: those are tiles in any case, and choose their own sizes if rows do not."""
-
+def test_decode_steps_choose_the_sizes_of_rows_and_chunks_those_of_tiles() -> None:
     def us(row: dict[str, Any]) -> float:
         if row["kernel"] == "shrink":
             return 1.0
-        if row["decode"] == "rows":
-            return row_us if row["rows"]["block_rank"] == 16 else 2 * row_us
-        return 4.0 if row["tiles"][0]["num_warps"] == (8 if row["tokens"] > 1 else 4) else 4.5
+        if row["tokens"] == 1:
+            return 1.0 if row["rows"]["block_rank"] == 16 else 2.0
+        return 4.0 if row["tiles"][0]["num_warps"] == 8 else 4.5
 
     for entry in choose(make_up(us))["expand"]:
-        assert entry["decode"] == ("rows" if row_us < 4 else "tiles") and entry["rows"]["block_rank"] == 16
-        if row_us < 4:
-            assert [tile["num_warps"] for tile in entry["tiles"]] == [8, 8]
+        assert entry["rows"]["block_rank"] == 16
+        assert [tile["num_warps"] for tile in entry["tiles"]] == [8, 8]
 
 
 @pytest.mark.soak

@@ -1,4 +1,8 @@
-"""Finds the output columns of an expand program. The columns of all modules are cut into blocks of one segment each."""
+"""Finds what a LoRA program reads and writes: its output columns, and the pages that hold its part of an adapter.
+
+Most programs read a part of an adapter that lies in one page or in two adjacent ones. They look up both page ids once.
+Only models with small pages need a lookup for each segment.
+"""
 
 import triton
 import triton.language as tl
@@ -10,17 +14,48 @@ def find_columns(
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Finds the module of a block, and the block's place in it.
+    """Finds the module of a block of BLOCK_N columns, and the block's place in it.
 
-    Returns the module's index in the group, its width, its first column in out, and the index of the block's segment
-    among the module's segments.
+    Returns the module's index in the group, its width, its first column in out, and the index of the block among the
+    module's blocks.
     """
-    BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT
+    BLOCKS_0: tl.constexpr = (WIDTH_0 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + BLOCK_N - 1) // BLOCK_N
     member = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
     width = tl.where(member == 0, WIDTH_0, tl.where(member == 1, WIDTH_1, WIDTH_2))
     column_start = tl.where(member == 0, 0, tl.where(member == 1, WIDTH_0, WIDTH_0 + WIDTH_1))
-    segment = block - tl.where(member == 0, 0, tl.where(member == 1, BLOCKS_0, BLOCKS_1))
-    return member, width, column_start, segment
+    index = block - tl.where(member == 0, 0, tl.where(member == 1, BLOCKS_0, BLOCKS_1))
+    return member, width, column_start, index
+
+
+@triton.jit
+def find_rows(
+    table,
+    row_starts,
+    columns,
+    first,
+    last,
+    page_stride,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    TWO_PAGES: tl.constexpr,
+):
+    """Places [R, N] of `columns` [N] of an adapter's rows, in elements from the start of the pool.
+
+    table: the adapter's page ids. row_starts: int32 [R], the first segment of each row.
+    first, last: all segments that are read are between these. With TWO_PAGES they are in one page or in two adjacent
+    ones.
+    """
+    segments = row_starts[:, None] + (columns // SEGMENT)[None, :]
+    if TWO_PAGES:
+        near, far = first // PAGE_SEGMENTS, last // PAGE_SEGMENTS
+        near_start = tl.load(table + near).to(tl.int64) * page_stride - near * (PAGE_SEGMENTS * SEGMENT)
+        far_start = tl.load(table + far).to(tl.int64) * page_stride - far * (PAGE_SEGMENTS * SEGMENT)
+        page_starts = tl.where(segments < far * PAGE_SEGMENTS, near_start, far_start)
+    else:
+        index = segments // PAGE_SEGMENTS
+        pages = tl.load(table + index, mask=segments <= last, other=0).to(tl.int64)
+        page_starts = pages * page_stride - index * (PAGE_SEGMENTS * SEGMENT)
+    return page_starts + row_starts[:, None] * SEGMENT + columns[None, :]

@@ -1,7 +1,7 @@
 """Expand: adds scale * shrunk * B to the base GEMM's output, for all modules of a linear group in one launch.
 
-A program handles one tile of tokens and one segment of output columns. It sums the planes of the shrink output in
-order. It reads transposed B from the adapter's pages: one segment of each row.
+A program handles one tile of tokens and one block of output columns. It sums the planes of the shrink output in order,
+and reads the block's columns of transposed B from the adapter's pages.
 """
 
 import math
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
-from slora_kernels.gpu.lora_columns import find_columns
+from slora_kernels.gpu.lora_columns import find_columns, find_rows
 from slora_kernels.gpu.lora_expand_rows import _lora_expand_rows_kernel
 from slora_kernels.gpu.lora_shrink import choose_block_tokens
 from slora_kernels.gpu.lora_sizes import LoraSizes
@@ -48,12 +48,14 @@ def _lora_expand_kernel(
     PAGE_SEGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
     PLANES: tl.constexpr,
+    TWO_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     tile, block = first_tile + tl.program_id(0), tl.program_id(1)
-    member, width, column_start, segment = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, SEGMENT)
+    member, width, column_start, index = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, BLOCK_N)
     slot = tl.load(tiles + tile * 3)
     place = slot * NUM_MODULES + first_module + member
     rank = tl.load(modules + place * 3)
@@ -62,15 +64,15 @@ def _lora_expand_kernel(
     if (rank == 0) | (size == 0):
         return
     first_row = tl.load(modules + place * 3 + 1)
-    first_segment = tl.load(modules + place * 3 + 2) + segment
+    first_segment = tl.load(modules + place * 3 + 2)
     row_segments = (width + SEGMENT - 1) // SEGMENT
     tokens = tl.arange(0, BLOCK_M)
-    lanes = tl.arange(0, SEGMENT)
-    inside = segment * SEGMENT + lanes[None, :] < width
+    columns = index * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns[None, :] < width
     scale = tl.load(weights + tile) * tl.load(scales + place)
-    columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
     # int64, because the head's output rows are as long as the vocabulary. A few thousand of them exceed an int32 index.
-    target = out + (first + tokens).to(tl.int64)[:, None] * out_stride + columns[None, :]
+    target = out + (first + tokens).to(tl.int64)[:, None] * out_stride
+    target += tl.multiple_of(column_start, ALIGNMENT) + columns[None, :]
     mask = (tokens[:, None] < size) & inside
     # Loaded early to overlap with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
@@ -78,7 +80,7 @@ def _lora_expand_kernel(
     # converted the register layout of each plane separately.
     planes = tl.arange(0, PLANES)[:, None, None]
     plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
-    acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, rank, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         taken = (tokens[:, None] < size) & (rows[None, :] < rank)
@@ -87,10 +89,18 @@ def _lora_expand_kernel(
         )
         shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
         y = tl.sum(shares.to(tl.float32), axis=0)
-        at = first_segment + rows * row_segments
-        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
-        base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
-        b = tl.load(pages + base[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        at = find_rows(
+            page_table + slot * table_stride,
+            first_segment + rows * row_segments,
+            columns,
+            first_segment + start * row_segments,
+            first_segment + tl.minimum(start + BLOCK_R, rank) * row_segments - 1,
+            page_stride,
+            SEGMENT,
+            PAGE_SEGMENTS,
+            TWO_PAGES,
+        )
+        b = tl.load(pages + at, mask=(rows[:, None] < rank) & inside, other=0.0)
         acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
     tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=mask)
 
@@ -106,13 +116,13 @@ def bind_lora_expand(
 ) -> list[Launch]:
     """Adds to out [T, sum(site.widths)] of the model dtype, in place. shrunk: [splits, T, columns], from shrink.
 
-    Returns one launch for decode rows if they have a kernel of their own, and one launch for all other tiles. A launch
-    without tiles is left out.
+    Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
+    out.
     """
     widths = site.widths
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
     segment = SEGMENT_BYTES // out.element_size()
-    num_blocks = sum(triton.cdiv(width, segment) for width in widths)
+    page_segments = pages.shape[1] // SEGMENT_BYTES
     elements = pages.view(out.dtype)
     arguments = {
         "out": out,
@@ -137,35 +147,44 @@ def bind_lora_expand(
         "ALIGNMENT": math.gcd(16, *widths),
         "NUM_MODULES": tables.modules.shape[1],
         "SEGMENT": segment,
-        "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+        "PAGE_SEGMENTS": page_segments,
         "SPLITS": shrunk.shape[0],
         "PLANES": triton.next_power_of_2(shrunk.shape[0]),
     }
     of_width = sizes.select_expand(sum(widths))
-    num_rows = tiles.num_decodes if of_width.decode == "rows" else 0
+    num_rows = tiles.num_decodes
     launches = []
     if num_rows:
         rows = of_width.rows
+        block = rows.block_segments * segment
         launches.append(
             Launch(
                 _lora_expand_rows_kernel,
-                (num_rows, num_blocks),
+                (num_rows, sum(triton.cdiv(width, block) for width in widths)),
                 arguments,
-                constants | {"BLOCK_R": rows.block_rank},
+                constants
+                | {
+                    "TWO_PAGES": rows.block_rank * triton.cdiv(max(widths), segment) <= page_segments,
+                    "BLOCK_R": rows.block_rank,
+                    "BLOCK_N": block,
+                },
                 rows.num_warps,
             )
         )
     if num_others := tiles.tiles.shape[0] - num_rows:
         tile = of_width.tile(tiles.max_group_rank)
+        block = tile.block_segments * segment
         products = {
+            "TWO_PAGES": BLOCK_RANK * triton.cdiv(max(widths), segment) <= page_segments,
             "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
+            "BLOCK_N": block,
             "DOT_DTYPE": dot_dtype(out.dtype),
         }
         launches.append(
             Launch(
                 _lora_expand_kernel,
-                (num_others, num_blocks),
+                (num_others, sum(triton.cdiv(width, block) for width in widths)),
                 arguments | {"first_tile": num_rows},
                 constants | products,
                 tile.num_warps,

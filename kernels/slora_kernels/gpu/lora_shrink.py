@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.gpu.lora_columns import find_rows
 from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
@@ -44,9 +45,11 @@ def _lora_shrink_kernel(
     NUM_SITES: tl.constexpr,
     SEGMENT: tl.constexpr,
     PAGE_SEGMENTS: tl.constexpr,
+    TWO_PAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -60,19 +63,30 @@ def _lora_shrink_kernel(
     ROW_SEGMENTS: tl.constexpr = (WIDTH + SEGMENT - 1) // SEGMENT
     SHARE: tl.constexpr = (ROW_SEGMENTS + SPLITS - 1) // SPLITS
     tokens = tl.arange(0, BLOCK_M)
-    lanes = tl.arange(0, SEGMENT)
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_starts = tl.load(entry + 1) + rows * ROW_SEGMENTS
+    first_segment = tl.load(entry + 1)
+    row_starts = first_segment + rows * ROW_SEGMENTS
+    lowest = first_segment + block * BLOCK_R * ROW_SEGMENTS
+    highest = first_segment + tl.minimum(block * BLOCK_R + BLOCK_R, rank) * ROW_SEGMENTS - 1
     x_rows = x + (first + tokens)[:, None] * x_stride
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for segment in range(split * SHARE, tl.minimum(split * SHARE + SHARE, ROW_SEGMENTS)):
-        columns = segment * SEGMENT + lanes
-        inside = columns[None, :] < WIDTH
+    end = tl.minimum((split + 1) * SHARE * SEGMENT, WIDTH)
+    for start in range(split * SHARE * SEGMENT, end, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
+        inside = columns[None, :] < end
         values = tl.load(x_rows + columns[None, :], mask=(tokens[:, None] < size) & inside, other=0.0)
-        at = row_starts + segment
-        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
-        start = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
-        a = tl.load(pages + start[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        place = find_rows(
+            page_table + slot * table_stride,
+            row_starts,
+            columns,
+            lowest,
+            highest,
+            page_stride,
+            SEGMENT,
+            PAGE_SEGMENTS,
+            TWO_PAGES,
+        )
+        a = tl.load(pages + place, mask=(rows[:, None] < rank) & inside, other=0.0)
         left, right = values.to(tl.float32).to(DOT_DTYPE), a.to(tl.float32).to(DOT_DTYPE)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
     target = shrunk + (split * num_tokens + first + tokens)[:, None] * shrunk_stride + rows[None, :]
@@ -100,6 +114,7 @@ def bind_lora_shrink(
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
     shrunk = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
     elements = pages.view(x.dtype)
+    segment, page_segments = SEGMENT_BYTES // x.element_size(), pages.shape[1] // SEGMENT_BYTES
     return Launch(
         _lora_shrink_kernel,
         (tiles.tiles.shape[0], triton.cdiv(tiles.max_group_rank, tile.block_rank), splits),
@@ -120,11 +135,13 @@ def bind_lora_shrink(
         {
             "WIDTH": width,
             "NUM_SITES": tables.groups.shape[1],
-            "SEGMENT": SEGMENT_BYTES // x.element_size(),
-            "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+            "SEGMENT": segment,
+            "PAGE_SEGMENTS": page_segments,
+            "TWO_PAGES": tile.block_rank * triton.cdiv(width, segment) <= page_segments,
             "SPLITS": splits,
             "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": tile.block_rank,
+            "BLOCK_K": tile.block_segments * segment,
             "DOT_DTYPE": dot_dtype(x.dtype),
         },
         tile.num_warps,

@@ -1,18 +1,18 @@
 """Launch sizes of the LoRA kernels by GPU, width and rank, read from a table in the package.
 
-The splits of shrink, the form of decode rows (see `Form`) and `RowSizes` decide in which order the products of a token
-are added. They depend only on the width, which is a property of the model, so that a token gets the same bits in every
-batch. All other sizes affect only speed, and may also depend on the greatest rank of the step.
+The splits of shrink and `RowSizes` decide in which order the products of a token are added. They depend only on the
+width, which is a property of the model, so that a token gets the same bits in every batch. All other sizes affect only
+speed, and may also depend on the greatest rank of the step.
 
 `bench/gpu/tune.py` measures and writes the table. Nothing is tuned while serving. This module imports no kernel.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ __all__ = [
     "SIZES_FILE",
     "ExpandSizes",
     "ExpandTile",
-    "Form",
     "LoraSizes",
     "RowSizes",
     "ShrinkSizes",
@@ -32,14 +31,12 @@ __all__ = [
 
 SIZES_FILE = Path(__file__).with_name("lora_sizes.json")
 _DEFAULT = "default"
-# The form in which expand computes decode rows. rows: one after the other, without tensor cores. tiles: like the tokens
-# of prefill chunks.
-Form = Literal["rows", "tiles"]
 
 # Values that the table may contain. `tl.dot` needs at least 16 columns, so tile ranks begin at 16.
 _SPLITS = range(1, 65)
 _TILE_RANKS = (16, 32, 64, 128)
 _ROW_RANKS = (1, 2, 4, 8, 16, 32, 64)
+_BLOCK_SEGMENTS = (1, 2, 4, 8)
 _WARPS = (1, 2, 4, 8)
 _STAGES = range(1, 9)
 
@@ -49,10 +46,12 @@ class ShrinkTile:
     """Sizes of a shrink program, for ranks up to max_rank.
 
     max_rank: greatest total rank of a site. None: no limit. block_rank: rows of A per program.
+    block_segments: segments of each row per iteration of the loop.
     """
 
     max_rank: int | None
     block_rank: int
+    block_segments: int
     num_warps: int
     num_stages: int
 
@@ -76,19 +75,24 @@ class ShrinkSizes:
 class ExpandTile:
     """Sizes of an expand program, for ranks up to max_rank.
 
-    max_rank: greatest total rank of a site. None: no limit.
+    max_rank: greatest total rank of a site. None: no limit. block_segments: segments of output columns per program.
     """
 
     max_rank: int | None
+    block_segments: int
     num_warps: int
     num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """Sizes of an expand program that computes decode rows in the form "rows". block_rank: rows of B per iteration."""
+    """Sizes of an expand program for decode rows.
+
+    block_rank: rows of B per iteration. block_segments: segments of output columns per program.
+    """
 
     block_rank: int
+    block_segments: int
     num_warps: int
 
 
@@ -96,11 +100,10 @@ class RowSizes:
 class ExpandSizes:
     """Sizes of expand, for sites whose modules have up to max_width output columns in total.
 
-    max_width: None means no limit. decode: the form in which decode rows are computed.
+    max_width: None means no limit. rows: for decode rows. tiles: for all other tokens.
     """
 
     max_width: int | None
-    decode: Form
     rows: RowSizes
     tiles: tuple[ExpandTile, ...]
 
@@ -114,15 +117,6 @@ class LoraSizes:
 
     shrink: tuple[ShrinkSizes, ...]
     expand: tuple[ExpandSizes, ...]
-
-    def with_decode(self, form: Form) -> "LoraSizes":
-        """A copy in which expand computes decode rows in this form (see `Form`), whatever the output width."""
-        return replace(self, expand=tuple(replace(sizes, decode=form) for sizes in self.expand))
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether expand computes decode rows in the form "rows" for any output width."""
-        return any(sizes.decode == "rows" for sizes in self.expand)
 
     def select_shrink(self, width: int) -> ShrinkSizes:
         return next(sizes for sizes in self.shrink if sizes.max_width is None or width <= sizes.max_width)
@@ -221,6 +215,7 @@ def _read_shrink(place: _JsonFields) -> ShrinkSizes:
         ShrinkTile(
             tile.get("max_rank"),
             tile.one_of("block_rank", _TILE_RANKS),
+            tile.one_of("block_segments", _BLOCK_SEGMENTS),
             tile.one_of("num_warps", _WARPS),
             tile.one_of("num_stages", _STAGES),
         )
@@ -232,12 +227,20 @@ def _read_shrink(place: _JsonFields) -> ShrinkSizes:
 def _read_expand(place: _JsonFields) -> ExpandSizes:
     rows = place.inner("rows")
     tiles = [
-        ExpandTile(tile.get("max_rank"), tile.one_of("num_warps", _WARPS), tile.one_of("num_stages", _STAGES))
+        ExpandTile(
+            tile.get("max_rank"),
+            tile.one_of("block_segments", _BLOCK_SEGMENTS),
+            tile.one_of("num_warps", _WARPS),
+            tile.one_of("num_stages", _STAGES),
+        )
         for tile in place.ascending("tiles", "max_rank")
     ]
     return ExpandSizes(
         place.get("max_width"),
-        place.one_of("decode", ("rows", "tiles")),
-        RowSizes(rows.one_of("block_rank", _ROW_RANKS), rows.one_of("num_warps", _WARPS)),
+        RowSizes(
+            rows.one_of("block_rank", _ROW_RANKS),
+            rows.one_of("block_segments", _BLOCK_SEGMENTS),
+            rows.one_of("num_warps", _WARPS),
+        ),
         tuple(tiles),
     )

@@ -122,7 +122,7 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
 def _bind_llama(dtype: torch.dtype) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
-    sizes = load_sizes().with_decode("rows")
+    sizes = load_sizes()
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
             for tokens in (_TOKENS, TILE_TOKENS):

@@ -36,6 +36,16 @@ def _cap_scores(scores, CAP: tl.constexpr):
 
 
 @triton.jit
+def _widen(scales):
+    """bfloat16 scales as float32, by their bits.
+
+    After a plain conversion, LLVM narrows the product of a scale and an 8-bit number to float16 before it multiplies.
+    It compares only mantissas, and most scales below 2**-14 lose bits (seen on an H200, LLVM of Triton 3.6).
+    """
+    return (scales.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def attend_pages(
     q,
     limits,
@@ -85,10 +95,9 @@ def attend_pages(
         if scales is not None:
             scale_place = scales + page // 2 + scale_start + tokens % BLOCK_TOKENS
             k_scale = tl.load(scale_place, mask=tokens < end, other=0.0).to(tl.float32)
-            v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0).to(tl.float32)
             scores *= k_scale[None, :]
             if q.dtype == tl.float16:  # weight * scale may underflow float16
-                v *= v_scale[:, None]
+                v *= _widen(tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0))[:, None]
         if CAP is not None:
             scores = _cap_scores(scores, CAP)
         seen = tokens[None, :] < limits[:, None]
@@ -100,6 +109,7 @@ def attend_pages(
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
         if (scales is not None) & (q.dtype != tl.float16):
+            v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0).to(tl.float32)
             weights *= v_scale[None, :]
         acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * decay[:, None], input_precision="ieee")
         peak = new_peak
@@ -117,8 +127,13 @@ def first_visible(end, WINDOW: tl.constexpr):
 
 def count_iteration_tokens(geometry: KVGeometry, most: int) -> int:
     """Context tokens per iteration of the loop, at most `most`. In 16 bits: 64 for head dim 128, 32 for 256."""
-    row_bytes: int = triton.next_power_of_2(geometry.head_dim) * geometry.dtype.itemsize
-    return min(most, ITERATION_BYTES // row_bytes)
+    return min(most, ITERATION_BYTES // (pad_head_dim(geometry) * geometry.dtype.itemsize))
+
+
+def pad_head_dim(geometry: KVGeometry) -> int:
+    """The lanes of a program: the head dim rounded up to a power of two, and at least the 16 that `tl.dot` needs."""
+    lanes: int = triton.next_power_of_2(geometry.head_dim)
+    return max(16, lanes)
 
 
 def view_pages(pages: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor | None]:

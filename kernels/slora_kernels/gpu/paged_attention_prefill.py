@@ -17,6 +17,7 @@ from slora_kernels.gpu.paged_attention_loop import (
     base_two_cap,
     count_iteration_tokens,
     first_visible,
+    pad_head_dim,
     view_pages,
 )
 from slora_kernels.launch import Launch, dot_dtype
@@ -174,7 +175,7 @@ def bind_paged_attention_prefill(
             "TILE_QUERIES": tile_queries,
             "BLOCK_M": rows,
             "BLOCK_N": count_iteration_tokens(geometry, ITERATION_TOKENS),
-            "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+            "BLOCK_D": pad_head_dim(geometry),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },
         num_warps=NUM_WARPS,

@@ -1,8 +1,8 @@
 """The Triton implementation of `Kernels`. It never synchronises with the host and prepares nothing per step.
 
-LoRA usually needs eight launches per layer: one shrink and one expand for each of four linear groups. If the size table
-(`lora_sizes`) selects a separate expand kernel for decode rows, a step that also contains prefill chunks launches
-expand twice per group. Such a step is bound by arithmetic, so the extra launches matter little.
+LoRA needs eight launches per layer: one shrink and one expand for each of four linear groups. Decode rows have an
+expand kernel of their own, so a step that also contains prefill chunks launches expand twice per group. Such a step is
+bound by arithmetic, and the extra launches matter little.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class TritonKernels:
 
     @property
     def tile_limits(self) -> TileLimits:
-        return TileLimits(TILE_TOKENS, ROW_TILE_TOKENS if self._sizes.has_rows else None)
+        return TileLimits(TILE_TOKENS, ROW_TILE_TOKENS)
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Returns 0 without compiling: Triton compiles at the first launch, which needs real tensors."""

@@ -29,9 +29,7 @@ def mix(scene: AdapterScene) -> LoraTiles:
 
 def with_rows(block_rank: int, num_warps: int) -> LoraSizes:
     sizes = load_sizes()
-    return replace(
-        sizes, expand=(replace(sizes.expand[0], decode="rows", rows=RowSizes(block_rank, num_warps)),)
-    )
+    return replace(sizes, expand=(replace(sizes.expand[0], rows=RowSizes(block_rank, 2, num_warps)),))
 
 
 @GROUPS
@@ -147,9 +145,8 @@ def test_an_adapter_may_end_anywhere_in_a_page(rank: int, segments: int, num_dec
         (DECODES, 5, with_rows(16, 1), ["shrink", "expand_rows"]),
         (DECODES + CHUNKS, 5, with_rows(16, 1), ["shrink", "expand_rows", "expand"]),
         (CHUNKS, 0, with_rows(16, 1), ["shrink", "expand"]),
-        (DECODES + CHUNKS, 5, load_sizes().with_decode("tiles"), ["shrink", "expand"]),
     ),
-    ids=("decodes", "both", "chunks", "both as tiles"),
+    ids=("decodes", "both", "chunks"),
 )
 def test_a_step_launches_as_many_kernels_as_its_tokens_have_forms(
     runs: list[tuple[int, int, int]], num_decodes: int, sizes: LoraSizes, expected: list[str]
@@ -165,4 +162,3 @@ def test_a_step_launches_as_many_kernels_as_its_tokens_have_forms(
     assert [launch.grid[0] for launch in launches[1:]] == (
         [len(runs)] if len(expected) == 2 else [num_decodes, len(runs) - num_decodes]
     )
-    assert kernels.tile_limits.decode_tokens == (None if sizes == load_sizes().with_decode("tiles") else 16)

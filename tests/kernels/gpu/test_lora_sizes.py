@@ -22,15 +22,15 @@ def test_an_architecture_that_is_not_in_the_table_takes_the_default() -> None:
 
 def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
     def tile(bound: int | None, rank: int) -> dict[str, Any]:
-        return {"max_rank": bound, "block_rank": rank, "num_warps": 4, "num_stages": 2}
+        return {"max_rank": bound, "block_rank": rank, "block_segments": 1, "num_warps": 4, "num_stages": 2}
 
     table = json.loads(SIZES_FILE.read_text())
     narrow = {"max_width": 4096, "splits": 4, "tiles": [tile(24, 16), tile(48, 32), tile(None, 64)]}
-    table["sm_90"] = table["default"] | {"shrink": [narrow, *table["default"]["shrink"]]}
+    table["sm_90"] = table["default"] | {"shrink": [narrow, table["default"]["shrink"][-1]]}
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
     sizes = read_sizes(path)["sm_90"]
-    assert [sizes.select_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 8]
+    assert [sizes.select_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 16]
     ranks = (1, 24, 25, 48, 49, 999)
     assert [sizes.select_shrink(64).tile(rank).block_rank for rank in ranks] == [16, 16, 32, 32, 64, 64]
 
@@ -47,11 +47,11 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
             r"shrink\[0\].tiles\[0\].num_warps is 3; it must be one of 1, 2, 4, 8",
         ),
         (lambda t: t["default"]["shrink"][0].update(splits=True), "splits is True; it must be one of 1, 2"),
-        (lambda t: t["default"]["expand"][0].update(decode="gemv"), "decode is 'gemv'.* rows, tiles"),
+        (lambda t: t["default"]["expand"][0].pop("rows"), r"expand\[0\] has .*; it needs 'rows'"),
         (lambda t: t["default"]["expand"][0]["rows"].update(block_rank=3), "rows.block_rank is 3"),
         (lambda t: t["default"]["expand"][0].update(max_width=9), r"max_width \[9\]; .* null at the end"),
         (
-            lambda t: t["default"]["shrink"].insert(0, t["default"]["shrink"][0]),
+            lambda t: t["default"]["expand"].insert(0, t["default"]["expand"][0]),
             r"max_width \[None, None\]; they must be ascending numbers",
         ),
     ),

@@ -34,7 +34,9 @@ def test_adapters_loaded_and_evicted_between_steps_answer_as_peft_does(
 ) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=20 if soak else 3, seed=3)
-    llm, answers = serve(kit, work, 40, "float32", cuda_graphs=cuda_graphs)
+    # The pages of this model are small, and its largest adapter takes 56 of them.
+    num_pages = 100 if model == "qwen2_tied" else 40
+    llm, answers = serve(kit, work, num_pages, "float32", cuda_graphs=cuda_graphs)
     verdict = judge(kit.oracle, work, answers)
     stats = llm.stats()
     report(f"{model} on a GPU, {'recorded' if cuda_graphs else 'launched'} steps: {verdict}")

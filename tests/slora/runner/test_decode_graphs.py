@@ -13,7 +13,6 @@ from slora.request import EngineRequest
 from slora.runner.decode_graphs import DecodeGraphs, Work
 from slora.sampling_params import SamplingParams
 from slora_kernels.batch import TileLimits
-from slora_kernels.gpu.lora_sizes import load_sizes
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.launch import Launch
 from tests.support.driving import make_engine, make_source
@@ -28,10 +27,9 @@ pytestmark = [
 
 Kits = Callable[[str], ModelKit]
 MAX_CONTEXT = 64
-# The largest LoRA sites of these adapters have 15, 12 and 16 rows, which round up to the same power of two. SOME needs
-# two tiles, OTHERS one.
-SOME = [None, "odd_rank", "some_layers"]
-OTHERS = ["r8_on_q_and_v", None, None, None]
+# Both steps have three tiles, which are padded to four, and "patterns" has the greatest rank of a site in both.
+SOME = ["patterns", "odd_rank", "some_layers"]
+OTHERS = ["patterns", "some_layers", "r8_on_q_and_v", None]
 
 
 class Bench:
@@ -43,8 +41,7 @@ class Bench:
         poison(self.engine)
         self.runner = self.engine._runner
         self.launches: list[Launch] = []
-        # Use the kernels' decode form, because all rows of a graph are decode rows.
-        self.kernels = TritonKernels(self._launch, load_sizes().with_decode("rows"))
+        self.kernels = TritonKernels(self._launch)
         self.num_captures = 0
         self.graphs = DecodeGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
 
@@ -95,7 +92,7 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(bench: Bench) -> Non
     expected_pages = pages.clone()
     # When the graph was recorded, other tokens and tiles were in the buffers.
     assert batch.lora is not None
-    other_tiles = replace(batch.lora, tiles=batch.lora.tiles[1:], weights=batch.lora.weights[1:] * 0.5)
+    other_tiles = replace(batch.lora, tiles=batch.lora.tiles.flip(0), weights=batch.lora.weights * 0.5)
     assert not torch.equal(bench.graphs.run(replace(batch, lora=other_tiles)), expected)
     pages.copy_(before)
     hidden = bench.graphs.run(batch)
