@@ -147,7 +147,9 @@ class Supervisor:
                 await asyncio.gather(watching, return_exceptions=True)
                 is_stalled = self._stalls.pop(child.name, None) is not None
                 del self.pids[child.name]
-                await _stop(process, 0 if is_stalled else _STOP_S)
+                # A child that still starts has nothing to finish, and would notice the end of its input only later.
+                can_finish = page.read().is_serving and not is_stalled
+                await _stop(process, _STOP_S if can_finish else 0)
         finally:
             page.close()
 

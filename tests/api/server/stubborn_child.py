@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -45,6 +46,9 @@ def main() -> None:
     )
     parser.add_argument("--heartbeat", type=int)
     arguments = parser.parse_args()
+    if arguments.behaviour == "starts":
+        arguments.told.touch()
+        signal.pause()  # as a child whose imports take long, it does not yet read its standard input
     end_with_stdin()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
     if arguments.behaviour == "computes":

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slora_api.server import supervisor, watchdog
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.supervisor import Child, ChildRefused, Supervisor
-from tests.support.engine_stack import wait_until
+from tests.support.engine_stack import WAIT_S, wait_until
 
 ENVIRONMENT = pass_on(os.environ, ENGINE_VARIABLES)
 
@@ -46,6 +47,11 @@ class SupervisedChild:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         assert self.pid is None
+
+
+@pytest.fixture
+def short_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "STALLED_AFTER_S", 1.5)
 
 
 @pytest.fixture(autouse=True)
@@ -101,15 +107,27 @@ def test_a_child_that_was_ready_once_is_always_restarted(tmp_path: Path) -> None
     asyncio.run(main())
 
 
+def test_a_child_that_still_starts_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_STOP_S", 3600.0)
+    watched = SupervisedChild("starts", tmp_path)
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT_S), watched.running():
+            await watched.wait_until_ready()
+
+    asyncio.run(main())
+
+
 def _is_stalled(watched: SupervisedChild) -> Callable[[], bool]:
     return lambda: "child" in watched.stalls
 
 
+@pytest.mark.usefixtures("short_stall")
 @pytest.mark.parametrize("hang", ["stopped", "hangs"])
 def test_a_hung_child_is_reported_then_killed_and_restarted(hang: str, tmp_path: Path) -> None:
     """Either the whole process is stopped, as by a hung device, or only its worker thread hangs and its socket
     thread answers."""
-    watched = SupervisedChild("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=4.0)
+    watched = SupervisedChild("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=2.0)
 
     async def main() -> None:
         async with watched.running():
@@ -125,18 +143,20 @@ def test_a_hung_child_is_reported_then_killed_and_restarted(hang: str, tmp_path:
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("short_stall")
 def test_a_child_that_computes_a_slow_step_is_not_stalled(tmp_path: Path) -> None:
-    watched = SupervisedChild("computes", tmp_path, restart_after_s=4.0)
+    watched = SupervisedChild("computes", tmp_path, restart_after_s=2.0)
 
     async def main() -> None:
         async with watched.running():
             pid = await watched.wait_until_ready()
-            await asyncio.sleep(6.0)
+            await asyncio.sleep(3.0)
             assert not watched.stalls and not watched.restarts and watched.pid == pid
 
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("short_stall")
 def test_a_child_that_pauses_briefly_is_reported_and_not_killed(tmp_path: Path) -> None:
     watched = SupervisedChild("idle", tmp_path)
 
