@@ -1,5 +1,10 @@
-"""The whole API over a scripted engine. Routes, database, store and sockets are real; only the tokens are scripted."""
+"""The whole API over a scripted engine. Routes, database, store and sockets are real; only the tokens are scripted.
 
+Uploads are inspected in this process, unless a test asks for the inspector of a server. That one starts a process for
+each upload.
+"""
+
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +17,8 @@ from slora.engine_config import EngineConfig
 from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry_url import open_registry
@@ -102,6 +109,16 @@ def post(platform: Platform, key: str, path: str, body: Any) -> httpx.Response:
         return client.post(path, json=body)
 
 
+@dataclass(frozen=True)
+class InspectorInProcess:
+    """Inspects uploads on a thread of this process. A process for each upload takes 0.3 s to start."""
+
+    limits: AdapterLimits
+
+    async def inspect(self, tenant: str, source: Path, scratch: Path) -> CheckedAdapter:
+        return await asyncio.to_thread(inspect, source, scratch, SHAPE, self.limits)
+
+
 @contextmanager
 def running_platform(
     directory: Path,
@@ -115,11 +132,11 @@ def running_platform(
 ) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`.
 
+    bounds: limits of the inspection. Each upload is then inspected in a process of its own, as in a server.
     follows: whether the engine is told about changes of other processes.
     max_lora_rank: limit of the engine.
     settings: fields of `Settings`.
     """
-    bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(EngineConfig(Path("base"), max_lora_rank=max_lora_rank)), **settings)
     reserve = DiskReserve(directory / "reserve", RESERVE_BYTES)
@@ -130,7 +147,7 @@ def running_platform(
         max_lora_rank=chosen.engine.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )
     quarantine = Quarantine(directory / "quarantine", reserve)
-    inspector = Inspector(SHAPE, limits, bounds)
+    inspector = InspectorInProcess(limits) if bounds is None else Inspector(SHAPE, limits, bounds)
     base = BaseModelInfo(
         "base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1
     )

@@ -153,7 +153,7 @@ def killer() -> Iterator[None]:
 
 @pytest.mark.usefixtures("killer")
 def test_an_inspection_that_crashes_is_a_503_and_the_next_upload_succeeds(tmp_path: Path) -> None:
-    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), InspectionBounds()) as platform:
         key = platform.key("crash")
         crashed = platform.upload(key, "a")
         error = crashed.json()["error"]

@@ -20,6 +20,7 @@ from slora.request import EngineRequest, TokenDelta
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
+from slora_api.adapters.inspector import InspectionBounds
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.server import app
 from slora_api.server.body_limit import BodyLimits
@@ -518,9 +519,8 @@ def test_a_full_disk_is_a_507_that_names_the_operator(tmp_path: Path) -> None:
     (tmp_path / "lora").mkdir()
     large = make_members() | {"adapter_model.safetensors": bytes(3 << 20)}
     write_directory(tmp_path / "lora" / "large", large)
-    with running_platform(
-        tmp_path, ScriptedEngine([deltas_of(b"ok")]), lora_root=str(tmp_path / "lora")
-    ) as platform:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, InspectionBounds(), lora_root=str(tmp_path / "lora")) as platform:
         key = platform.key("t")
         files = {"archive": ("x.tar.gz", gzip.compress(make_tar(list(large.items()))))}
         assert len(files["archive"][1]) < 1 << 20, "it is to be received, and not to be unpacked"
