@@ -2,12 +2,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import certifi
 import pytest
 
 from tests.api.served import Served, serving, write_adapter, write_base
 from tests.redis_server import make_redis, redis_server
 
-__all__ = ["Kit", "kit", "make_redis", "redis_server", "server"]
+__all__ = ["Kit", "kit", "make_redis", "mortal", "redis_server", "server"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,16 @@ class Kit:
     base: Path
     small: Path
     wide: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ca_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clients trust one CA instead of all. Loading all takes 30 ms for each client, and these tests use no TLS."""
+    path = tmp_path_factory.mktemp("ca") / "one.pem"
+    path.write_text("".join(Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")[:2]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(path))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -33,5 +44,13 @@ def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
     """A server that tests share, with the default kernels. Each test creates its own tenants, and no test kills a
     process."""
     with serving(kit.base, tmp_path_factory.mktemp("server") / "data", kernels="auto") as served:
+        served.wait_until_ready()
+        yield served
+
+
+@pytest.fixture(scope="session")
+def mortal(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose processes tests may kill or stop. Each test leaves it ready."""
+    with serving(kit.base, tmp_path_factory.mktemp("mortal") / "data", "--stall-seconds", "5") as served:
         served.wait_until_ready()
         yield served

@@ -35,26 +35,33 @@ from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.server.test_server import upload
 
-# A process that dies before the DIE_AT-th step after the file ARMED appears. If DIE_ON is a word, only steps of that
-# name count. It writes a line to the file STEPS for each step before.
+# A process that dies as the file ARMED says. Its first line is the number of steps to live on. If its second line is a
+# word, only steps of that name count. While the file exists, each step is written to the file STEPS.
 MORTAL = """
 import os, signal, sqlite3, sys
 from redis import Redis
 from redis.commands.core import Script
 from slora_adapters.registry.redis_scripts import READ
 
-armed, left, counted = os.environ["ARMED"], int(os.environ["DIE_AT"]), os.environ["DIE_ON"]
+left, armed_with = 0, ""
 log = os.open(os.environ["STEPS"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate", "subprocess.Popen"}
 
 def step(what):
-    global left
-    if os.path.exists(armed):
-        left -= not counted or what == counted
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.write(log, (what + "\\n").encode())
+    global left, armed_with
+    try:
+        with open(os.environ["ARMED"]) as file:
+            death = file.read()
+    except FileNotFoundError:
+        return
+    number, counted = death.split("\\n")
+    if death != armed_with:
+        left, armed_with = int(number), death
+    left -= not counted or what == counted
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.write(log, (what + "\\n").encode())
 
 class Connection(sqlite3.Connection):
     def execute(self, statement, *arguments):
@@ -110,15 +117,12 @@ class Crashes:
         return self.folder / "data"
 
     @contextmanager
-    def life(self, death: "PlannedKill | None" = None) -> Iterator[Served]:
-        """A server that dies as `death` says during the change that `ask` sends."""
-        (self.folder / "armed").unlink(missing_ok=True)
+    def life(self) -> Iterator[Served]:
+        """A server that can die during a change that `ask` sends."""
         env = environment(
             SLORA_ADMIN_KEY=ADMIN_KEY,
             ARMED=str(self.folder / "armed"),
             STEPS=str(self.folder / "steps"),
-            DIE_AT=str(death.die_at if death else NEVER),
-            DIE_ON=death.die_on if death else "",
         )
         shared = ("--registry", self.registry, "--store", str(self.data / "adapters"))
         flags = shared if self.registry else ()
@@ -126,18 +130,21 @@ class Crashes:
             served.wait_for_line("listening on")
             yield served
 
-    def ask(
-        self, served: Served, client: httpx.Client, change: "Change", number: int
-    ) -> httpx.Response | None:
-        """The response to a change, or None if the server died during it."""
-        (self.folder / "armed").touch()
+    def ask(self, client: httpx.Client, change: "Change", death: "PlannedKill") -> httpx.Response:
+        """The response to a change. Raises httpx.TransportError if the server died during it, as `death` says."""
+        assert change.look(client, death.number) == change.before
+        part = self.folder / "armed.part"
+        part.write_text(f"{death.die_at}\n{death.die_on}")
+        part.rename(self.folder / "armed")
         try:
-            return change.do(client, number)
-        except httpx.TransportError:
-            served.process.wait(60)
-            return None
+            return change.do(client, death.number)
         finally:
             (self.folder / "armed").unlink()
+
+    def kill(self, served: Served, client: httpx.Client, change: "Change", death: "PlannedKill") -> None:
+        with pytest.raises(httpx.TransportError):
+            self.ask(client, change, death)
+        served.process.wait(60)
 
     def steps(self) -> list[str]:
         """The steps of the last server."""
@@ -287,8 +294,8 @@ class PlannedKill:
 
 
 def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[PlannedKill]:
-    """One death at every step in soak, otherwise one in the middle of each kind, and a push dies on both sides of the
-    commit that counts.
+    """One death at every step in soak. Otherwise, a push dies on both sides of the commit that counts, and the
+    deletion of a name in its middle.
 
     A push commits its reservation first, then the adapter.
     """
@@ -298,8 +305,11 @@ def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[PlannedKill]:
             for kind, count in num_steps.items()
             for number in range(count)
         ]
-    middle = [PlannedKill(kind, 1, count // 2) for kind, count in num_steps.items() if kind != "push"]
-    return [PlannedKill("push", 1, 1, "COMMIT"), PlannedKill("push", 2, 1, "committed"), *middle]
+    return [
+        PlannedKill("push", 1, 1, "COMMIT"),
+        PlannedKill("push", 2, 1, "committed"),
+        PlannedKill("delete a name", 1, num_steps["delete a name"] // 2),
+    ]
 
 
 def check_after(client: httpx.Client, death: PlannedKill, change: Change, new: tuple[str, str]) -> bool:
@@ -335,29 +345,30 @@ def test_a_change_killed_at_any_step_is_atomic(
         prepare(served, key, kit, tmp_path, count=24 if soak else 2)
         with served.client(key) as client:
             for kind, change in kinds.items():
-                assert change.look(client, 0) == change.before
-                answer = crashes.ask(served, client, change, 0)
-                assert answer is not None and answer.status_code == change.status[0]
+                answer = crashes.ask(client, change, PlannedKill(kind, 0, NEVER))
+                assert answer.status_code == change.status[0]
                 assert change.look(client, 0) == change.after
                 num_steps[kind] = len(crashes.steps()) - sum(num_steps.values())
             new, old = answer_of(client, "new-0"), answer_of(client, "voice@1")
             client.delete("/v1/adapters/new-0").raise_for_status()
-    # A lower number would mean that some steps are not recorded.
-    assert num_steps["push"] > (18 if url else 25) and num_steps["move"] == (2 if url else 6), num_steps
-    assert min(num_steps["delete a version"], num_steps["delete a name"]) > (8 if url else 12), num_steps
-    deaths = plan(num_steps, soak=soak)
+            # A lower number would mean that some steps are not recorded.
+            assert num_steps["push"] > (18 if url else 25) and num_steps["move"] == (2 if url else 6), (
+                num_steps
+            )
+            assert min(num_steps["delete a version"], num_steps["delete a name"]) > (8 if url else 12), (
+                num_steps
+            )
+            deaths = plan(num_steps, soak=soak)
+            crashes.kill(served, client, kinds[deaths[0].kind], deaths[0])
     was_made: dict[str, set[bool]] = {kind: set() for kind in kinds}
-    for before, death in zip([None, *deaths], [*deaths, None], strict=True):
-        with crashes.life(death) as served, served.client(key) as client:
+    for before, death in zip(deaths, [*deaths[1:], None], strict=True):
+        with crashes.life() as served, served.client(key) as client:
             crashes.check_nothing_is_left(served)
             if any(one and one.kind == "push" for one in (before, death)):
                 served.wait_until_ready()
                 assert answer_of(client, "voice@1") == old
-            if before:
-                was_made[before.kind].add(check_after(client, before, kinds[before.kind], new))
+            was_made[before.kind].add(check_after(client, before, kinds[before.kind], new))
             if death:
-                assert kinds[death.kind].look(client, death.number) == kinds[death.kind].before
-                answer = crashes.ask(served, client, kinds[death.kind], death.number)
-                assert answer is None, f"it lived through {crashes.steps()}"
+                crashes.kill(served, client, kinds[death.kind], death)
     assert was_made["push"] == {False, True}, "nothing was killed on one side of the step that counts"
     assert not soak or all(seen == {False, True} for seen in was_made.values()), was_made

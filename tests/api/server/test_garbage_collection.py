@@ -15,7 +15,7 @@ raise SystemExit(main())
 def test_full_garbage_collections_skip_long_lived_objects(kit: Kit, tmp_path: Path) -> None:
     """Born from a bug: a full collection of 75 MiB of modules and routes blocked the event loop for 50 ms."""
     with serving(kit.base, tmp_path / "data", command=(sys.executable, "-P", "-c", _CODE)) as served:
-        served.wait_until_ready()
+        served.wait_for_line("listening on")
         served.process.terminate()
         served.process.wait(60)
     frozen = next(line for line in served.lines if line.startswith("frozen "))

@@ -229,8 +229,6 @@ def test_the_next_version_of_an_adapter_changes_the_next_answer(server: Served, 
 def test_the_api_process_has_no_torch(server: Served) -> None:
     maps = Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "tokenizers" in maps and "libtorch" not in maps
-    probe = "import sys, slora_api.server.serve; sys.exit(bool({'torch', 'transformers', 'triton'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-P", "-c", probe], env=environment(), check=False).returncode == 0
 
 
 def test_the_help_imports_no_server(server: Served) -> None:
