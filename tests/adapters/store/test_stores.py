@@ -148,18 +148,20 @@ def _tiered_objects(tmp_path: Path, make_redis) -> StoreUnderTest:
 KINDS = [
     _file,
     _redis,
-    _redis_tcp,
     _warm_redis,
     _objects,
-    _memory_objects,
     _asynchronous_objects,
     _tiered_file,
     _tiered_without_its_warm_tier,
-    _tiered_objects,
 ]
+# The quick run has each part of these in another kind.
+SOAK_KINDS = [_redis_tcp, _memory_objects, _tiered_objects]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.strip("_"))
+@pytest.fixture(
+    params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAK_KINDS)],
+    ids=lambda kind: kind.__name__.strip("_"),
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path, make_redis: Callable) -> StoreUnderTest:
     return request.param(tmp_path, make_redis)
 
@@ -233,7 +235,7 @@ def test_a_deleted_blob_is_not_found(store: Store) -> None:
     assert _content(store, OTHER) == {"a": b"2"}
 
 
-@pytest.mark.parametrize("read_before", [0, 1000, CHUNK_BYTES + 5])
+@pytest.mark.parametrize("read_before", [0, pytest.param(1000, marks=pytest.mark.soak), CHUNK_BYTES + 5])
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
 def test_a_blob_deleted_during_a_read_is_read_unchanged_or_not_found(
     store: Store, read_before: int, replaced: bool

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.api.served import serving, write_adapter, write_base
 from tests.api.server.test_server import connect, greedy_tokens, ids, upload
 from tests.support.oracle import Oracle
 
 
+@pytest.mark.soak
 def test_adapters_of_a_transformers_model_are_pushed_and_answer_as_peft_does(tmp_path: Path) -> None:
     write_base(tmp_path / "base", "opt")
     adapter = write_adapter(tmp_path / "own", seed=3, model="opt", r=8)
