@@ -128,7 +128,7 @@ class EngineConfig:
         metavar="SIZE",
     )
     cuda_graphs: bool = setting(
-        True, "whether decode steps on a GPU are recorded once and replayed: on or off", OnOff()
+        True, "whether steps on a GPU are recorded once and replayed: on or off", OnOff()
     )
     max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
 

@@ -1,6 +1,6 @@
 """Tokens and requests per second of the whole engine on this GPU, beside its floors and transformers + peft.
 
-    python -m bench.gpu.end_to_end FILE [--seconds 300] [--kinds copy decode serving contest] [--tiny]
+    python -m bench.gpu.end_to_end FILE [--seconds 300] [--kinds copy decode serving popular contest] [--tiny]
 
 FILE gets a row for each case as it is measured; run again, it goes on behind the last one: three or four runs fill it.
 The model has Llama-3.1-8B's shape and random weights, adapters are random, and requests go straight to the engine.
@@ -329,9 +329,12 @@ def main() -> None:
     parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
     parser.add_argument("--seconds", type=float, default=300.0, help="start no case after this time")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--first-rate", type=float, help="requests per second of the first case of `serving`")
     parser.add_argument("--tiny", action="store_true", help="a quick run on a CPU, to check that it works")
     options = parser.parse_args()
     scale = SMALL if options.tiny else WHOLE
+    if options.first_rate is not None:
+        scale = replace(scale, first_rate=options.first_rate)
     table = ResumedTable(options.table, torch.device(scale.size.device))
     is_whole = table.fill(EndToEnd(scale, table.rows).cases(options.kinds), options.seconds)
     rows = compare(table.rows())

@@ -26,9 +26,9 @@ from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
-from slora.runner.decode_graphs import DecodeGraphs, capture_cuda
 from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
+from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_logprobs import compute_prompt_logprobs
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
@@ -83,7 +83,7 @@ class Runner:
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._load_stream: LoadStream | None = (
             CudaLoadStream(self.device) if self.device.type == "cuda" else None
         )
@@ -204,15 +204,16 @@ class Runner:
             self._load_stream.copy(copy)
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        if self._graphs is not None and self._graphs.fits(batch):
-            return self._graphs.run(batch)
+        shape = self._graphs.find_shape(batch) if self._graphs is not None else None
+        if self._graphs is not None and shape is not None:
+            return self._graphs.run(batch, shape)
         return self._model.forward(batch, self.memory, self.kernels)
 
-    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+    def _make_graphs(self, config: EngineConfig) -> StepGraphs | None:
         """Makes CUDA graphs for our own decoder on a GPU. Its forward pass never waits for a value from the device."""
         if self.device.type != "cuda" or not config.cuda_graphs or not isinstance(self._model, Decoder):
             return None
-        return DecodeGraphs(
+        return StepGraphs(
             lambda batch: self._model.forward(batch, self.memory, self.kernels),
             config.max_num_seqs,
             self.max_model_len,

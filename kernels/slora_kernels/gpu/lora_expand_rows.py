@@ -36,7 +36,7 @@ def _load_rows(
     TWO_PAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """`columns` [N] of the BLOCK_R rows of transposed B from row `start` on. Values past the rank and the width are 0."""
+    """`columns` [N] of BLOCK_R rows of transposed B, from row `start` on. Values past the rank and the width are 0."""
     rows = start + tl.arange(0, BLOCK_R)
     place = find_rows(
         table,

@@ -10,9 +10,8 @@ from torch import Tensor
 from slora.device.step_batch import StepBatch
 from slora.engine.engine import Engine
 from slora.request import EngineRequest
-from slora.runner.decode_graphs import DecodeGraphs, Work
+from slora.runner.step_graphs import StepGraphs, Work
 from slora.sampling_params import SamplingParams
-from slora_kernels.batch import TileLimits
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.launch import Launch
 from tests.support.driving import make_engine, make_source
@@ -43,10 +42,15 @@ class Bench:
         self.launches: list[Launch] = []
         self.kernels = TritonKernels(self._launch)
         self.num_captures = 0
-        self.graphs = DecodeGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
+        self.graphs = StepGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
 
     def forward(self, batch: StepBatch) -> Tensor:
         return self.runner._model.forward(batch, self.runner.memory, self.kernels)
+
+    def replay(self, batch: StepBatch) -> Tensor:
+        shape = self.graphs.find_shape(batch)
+        assert shape is not None
+        return self.graphs.run(batch, shape)
 
     def decode(self, adapters: list[str | None], first_length: int) -> StepBatch:
         """A step in which one request for each entry of `adapters` decodes. Request i has `first_length` + 8 i
@@ -93,10 +97,15 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(bench: Bench) -> Non
     # When the graph was recorded, other tokens and tiles were in the buffers.
     assert batch.lora is not None
     other_tiles = replace(batch.lora, tiles=batch.lora.tiles.flip(0), weights=batch.lora.weights * 0.5)
-    assert not torch.equal(bench.graphs.run(replace(batch, lora=other_tiles)), expected)
+    assert not torch.equal(bench.replay(replace(batch, lora=other_tiles)), expected)
     pages.copy_(before)
-    hidden = bench.graphs.run(batch)
+    hidden = bench.replay(batch)
     assert bench.num_captures == 1
+    check_equal_step(bench, hidden, expected, expected_pages)
+
+
+def check_equal_step(bench: Bench, hidden: Tensor, expected: Tensor, expected_pages: Tensor) -> None:
+    pages = bench.runner.memory.pages
     assert hidden.shape == expected.shape and not expected.isnan().any()
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     numbers, expected_numbers = (x.view(torch.float32) for x in (pages, expected_pages))
@@ -152,7 +161,7 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
         return describe(bench.launches, lasting)
 
     first = bench.decode(SOME, 15)
-    replayed = look(first, bench.graphs.run)
+    replayed = look(first, bench.replay)
     kernels = [launch.kernel.__name__ for launch in bench.launches if "lora" in launch.kernel.__name__]
     assert {*kernels} == {"_lora_shrink_kernel", "_lora_expand_rows_kernel"}, (
         "these are decode rows, all of them"
@@ -167,7 +176,7 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
     bench.end("odd_rank")
     second = bench.decode(OTHERS, 6)
     assert memory.tables.groups[slots].tolist() != held, "no slot has another adapter now"
-    assert look(second, bench.graphs.run) == replayed and bench.num_captures == 1
+    assert look(second, bench.replay) == replayed and bench.num_captures == 1
     assert look(second, bench.forward) != unpadded
     used = {
         name for launch in bench.launches for name in launch.arguments if "lora" in launch.kernel.__name__
@@ -178,13 +187,49 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
 @torch.inference_mode()
 def test_steps_without_adapters_launch_nothing_for_them(bench: Bench) -> None:
     batch = bench.decode([None, None], 9)
-    bench.graphs.run(batch)
+    bench.replay(batch)
     assert bench.launches and not any("lora" in launch.kernel.__name__ for launch in bench.launches)
 
 
-def test_a_step_with_a_prompt_chunk_uses_no_graph(bench: Bench) -> None:
-    params = SamplingParams(max_tokens=3)
-    bench.engine.add(EngineRequest("a", "t", [1, 2, 3], None, params))
+def mix(bench: Bench, adapters: list[str | None], length: int) -> StepBatch:
+    """The next step when requests of `adapters` with prompts of `length` tokens join those that decode."""
+    for number, adapter in enumerate(adapters):
+        version = bench._versions[adapter] if adapter is not None else None
+        prompt = list(range(5, 5 + length + number))
+        bench.engine.add(EngineRequest(f"new-{number}", "t", prompt, version, SamplingParams(max_tokens=3)))
     plan = bench.engine._scheduler.schedule()
-    batch = StepBatch.build(plan, bench.runner.memory, TileLimits(16))
-    assert not bench.graphs.fits(batch)
+    for load in plan.loads:
+        bench.runner.memory.load(load)
+    return StepBatch.build(plan, bench.runner.memory, bench.kernels.tile_limits)
+
+
+@torch.inference_mode()
+def test_a_padded_step_with_prompt_chunks_computes_the_same(bench: Bench) -> None:
+    bench.decode(["patterns", None], 15)
+    batch = mix(bench, ["some_layers", "patterns"], 18)
+    assert len(batch.token_ids) == 2 + 18 + 19 and batch.lora is not None and batch.lora.num_decodes == 1
+    pages = bench.runner.memory.pages
+    before = pages.clone()
+    expected = bench.forward(batch)
+    expected_pages = pages.clone()
+    # When the graph was recorded, other tokens, sequences and tiles were in the buffers.
+    other_tiles = replace(batch.lora, tiles=batch.lora.tiles.flip(0), num_decodes=2)
+    others = replace(batch, token_ids=batch.token_ids.flip(0), lora=other_tiles)
+    assert not torch.equal(bench.replay(others), expected)
+    pages.copy_(before)
+    hidden = bench.replay(batch)
+    assert bench.num_captures == 1
+    check_equal_step(bench, hidden, expected, expected_pages)
+
+
+def test_a_step_that_the_graphs_do_not_contain_is_not_replayed(bench: Bench) -> None:
+    batch = mix(bench, ["r8_on_q_and_v", None, None], 9)
+    find = bench.graphs.find_shape
+    shape = find(batch)
+    assert shape is not None and shape.tokens == 64 and not shape.only_decodes
+    assert find(replace(batch, adapts_embedding=True)) is None
+    assert batch.lora is not None
+    many = replace(batch.lora, tiles=batch.lora.tiles.repeat(5, 1), weights=batch.lora.weights.repeat(5))
+    assert len(many.tiles) > shape.other_tiles and find(replace(batch, lora=many)) is None
+    assert find(replace(batch, token_ids=torch.zeros(2000, dtype=torch.int64))) is None
+    assert find(replace(batch, sample_rows=torch.zeros(5, dtype=torch.int64))) is None

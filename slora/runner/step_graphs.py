@@ -1,0 +1,275 @@
+"""CUDA graphs of steps: each step shape is recorded once and replayed for every step of that shape.
+
+A step launches hundreds of kernels, which takes the host longer than it takes the GPU to run them: on an H200, a decode
+step of a Llama-3.1-8B with adapters takes 37 ms without graphs, and 9 ms with them.
+
+Before a replay, a step is padded to a recorded number of tokens and sequences and copied into static buffers. Padding
+tokens have a KV slot of -1, padding sequences have no tokens, and padding LoRA tiles have none either. So they touch no
+page, and no other token reads their results.
+
+Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
+step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, and the
+padded numbers of tiles change the launches. So graphs differ by these, and by whether there is LoRA work at all, but
+not by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows: a program for a padding
+tile ends at once, but a site has thousands of them, and with 64 rows and 8 adapters, padding to all rows doubled the
+time of expand (H200).
+
+Steps of many tokens are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slora.device.step_batch import StepBatch
+from slora_kernels.batch import AttentionBatch, LoraTiles
+
+__all__ = ["StepGraphs", "capture_cuda"]
+
+Work = Callable[[], Tensor]
+
+# Padding rows cost little in a decode step, because all rows share the read of the weights.
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Padded tokens and sequences of steps with prefill chunks. Of more tokens, a GPU takes longer than the host takes to
+# launch their kernels.
+_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
+_SEQUENCES = (16, 64)
+# The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
+# constant.
+_SHORT_CONTEXT = 512
+# The parts of the rows that the number of a decode step's tiles is rounded up to: 1/4, 1/2, 1.
+_TILE_PARTS = (4, 2, 1)
+# The tokens per padded tile of prefill chunks. Tiles have up to twice as many, but each chunk ends with a shorter one.
+_TOKENS_PER_TILE = 16
+# Ranks and tiles below these sizes launch the same programs as these sizes.
+_MIN_RANK = 16
+_MIN_DECODE_TILE, _MIN_CHUNK_TILE = 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The properties of a step that decide its launches.
+
+    tokens, sequences: padded numbers; equal if all sequences decode.
+    context: upper bound of the longest context, in tokens.
+    rank: upper bound of the total rank at one site; 0 without adapters.
+    tile_tokens: upper bound of the tokens in a tile; 0 without adapters.
+    decode_tiles, other_tiles: padded numbers of tiles; 0 without adapters.
+    """
+
+    tokens: int
+    sequences: int
+    only_decodes: bool
+    context: int
+    rank: int = 0
+    tile_tokens: int = 0
+    decode_tiles: int = 0
+    other_tiles: int = 0
+
+
+class StepGraphs:
+    """Captures a graph for each step shape on first use, and replays it afterwards.
+
+    forward: the model's forward pass, which returns hidden states [B', H].
+    capture: runs a function once, and returns a function that replays its work on the same tensors.
+    max_rows: the most sequences of a step.
+    max_context_len: the most tokens of one sequence. It sets the width of the block tables.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StepBatch], Tensor],
+        max_rows: int,
+        max_context_len: int,
+        block_tokens: int,
+        device: torch.device,
+        capture: Callable[[Work], Work],
+    ) -> None:
+        self._forward = forward
+        self._capture = capture
+        self._row_counts = [*(rows for rows in _ROWS if rows < max_rows), max_rows]
+        self._sequence_counts = [*(count for count in _SEQUENCES if count < max_rows), max_rows]
+        self._max_context = max_context_len
+        self._buffers = _make_buffers(max_rows, -(-max_context_len // block_tokens), device)
+        self._replays: dict[StepShape, Work] = {}
+
+    def find_shape(self, batch: StepBatch) -> StepShape | None:
+        """The shape of a step that can be replayed.
+
+        None if the step has too many tokens or tiles, if an adapter changes the embedding, or if logits of prompt
+        tokens are wanted: the graphs contain neither.
+        """
+        count, num_sequences = len(batch.token_ids), len(batch.attention.context_lens)
+        only_decodes = batch.attention.max_query_len == 1
+        tokens = _least(self._row_counts if only_decodes else _TOKENS, count)
+        sequences = tokens if only_decodes else _least(self._sequence_counts, num_sequences)
+        if tokens is None or sequences is None or len(batch.sample_rows) > sequences:
+            return None
+        if batch.adapts_embedding or batch.prompts:
+            return None
+        is_short = batch.attention.max_context_len <= _SHORT_CONTEXT
+        context = min(_SHORT_CONTEXT, self._max_context) if is_short else self._max_context
+        lora = batch.lora
+        if lora is None:
+            return StepShape(tokens, sequences, only_decodes, context)
+        num_others = len(lora.tiles) - lora.num_decodes
+        if only_decodes:
+            parts = [-(-sequences // part) for part in _TILE_PARTS]
+            decode_tiles = _least(parts, lora.num_decodes) if lora.num_decodes else 0
+            other_tiles = _least(parts, num_others) if num_others else 0
+        else:
+            decode_tiles, other_tiles = sequences, max(_TILE_PARTS[0], tokens // _TOKENS_PER_TILE)
+        if decode_tiles is None or other_tiles is None:
+            return None
+        if lora.num_decodes > decode_tiles or num_others > other_tiles:
+            return None
+        least_tile = _MIN_DECODE_TILE if only_decodes else _MIN_CHUNK_TILE
+        return StepShape(
+            tokens,
+            sequences,
+            only_decodes,
+            context,
+            _round_up(lora.max_group_rank, _MIN_RANK),
+            _round_up(lora.max_tokens, least_tile),
+            decode_tiles,
+            other_tiles,
+        )
+
+    def run(self, batch: StepBatch, shape: StepShape) -> Tensor:
+        """Runs a step of this shape: writes its KV and returns hidden states [B', H] of the rows in `sample_rows`."""
+        static = _cut(self._buffers, shape)
+        _fill(static, batch, shape)
+        if shape not in self._replays:
+            self._replays[shape] = self._capture(lambda: self._forward(static))
+        return self._replays[shape]()[: len(batch.sample_rows)]
+
+
+def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
+    """Returns a capture function whose graphs share one memory pool. A replay overwrites earlier results."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Work) -> Work:
+        # The warm-up run compiles kernels and initializes libraries, which can't be captured. The first replay
+        # overwrites what the warm-up wrote.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads page-lock memory during the capture. With this mode, their calls do not invalidate the capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture
+
+
+def _least(sizes: Sequence[int], count: int) -> int | None:
+    """The first of the ascending sizes that is at least `count`, or None."""
+    return next((size for size in sizes if size >= count), None)
+
+
+def _round_up(count: int, least: int) -> int:
+    """Rounds up to a power of two, and at least to `least`."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """The static inputs of the graphs, as large as the largest step. The fields are those of StepBatch."""
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    sample_rows: Tensor
+    tiles: Tensor
+    weights: Tensor
+
+
+def _make_buffers(rows: int, max_blocks: int, device: torch.device) -> _Buffers:
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    tokens = max(rows, _TOKENS[-1])
+    tiles = rows + tokens // _TOKENS_PER_TILE + _TILE_PARTS[0]
+    return _Buffers(
+        token_ids=zeros(tokens, dtype=torch.int64),
+        positions=zeros(tokens, dtype=torch.int64),
+        kv_slots=zeros(tokens, dtype=torch.int64),
+        query_starts=zeros(rows + 1, dtype=torch.int32),
+        context_lens=zeros(rows, dtype=torch.int32),
+        block_tables=zeros(rows, max_blocks, dtype=torch.int32),
+        sample_rows=zeros(rows, dtype=torch.int64),
+        tiles=zeros(tiles, 3, dtype=torch.int32),
+        weights=zeros(tiles, dtype=torch.float32),
+    )
+
+
+def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
+    """The first parts of the buffers as a StepBatch. The memory addresses are the same for every step of this shape."""
+    tokens, sequences = shape.tokens, shape.sequences
+    attention = AttentionBatch(
+        query_starts=buffers.query_starts[: sequences + 1],
+        context_lens=buffers.context_lens[:sequences],
+        block_tables=buffers.block_tables[:sequences],
+        positions=buffers.positions[:tokens],
+        kv_slots=buffers.kv_slots[:tokens],
+        max_query_len=1 if shape.only_decodes else tokens,
+        max_context_len=shape.context,
+    )
+    count = shape.decode_tiles + shape.other_tiles
+    tiles = LoraTiles(
+        buffers.tiles[:count], buffers.weights[:count], shape.rank, shape.tile_tokens, shape.decode_tiles
+    )
+    return StepBatch(
+        token_ids=buffers.token_ids[:tokens],
+        attention=attention,
+        lora=tiles if shape.rank else None,
+        adapts_embedding=False,
+        head_lora=None,
+        sample_rows=buffers.sample_rows[:sequences],
+        sampling=[],
+        prompts=[],
+    )
+
+
+def _fill(static: StepBatch, batch: StepBatch, shape: StepShape) -> None:
+    """Copies a step into the buffers. Padding keeps old token ids, positions and pages, which no result depends on."""
+    source, target = batch.attention, static.attention
+    count, num_sequences = len(batch.token_ids), len(source.context_lens)
+    static.token_ids[:count] = batch.token_ids
+    target.positions[:count] = source.positions
+    target.kv_slots[:count] = source.kv_slots
+    target.kv_slots[count:] = -1
+    target.query_starts[: num_sequences + 1] = source.query_starts
+    target.query_starts[num_sequences + 1 :] = count
+    target.context_lens[:num_sequences] = source.context_lens
+    target.context_lens[num_sequences:] = 0
+    # Pages beyond this width hold no tokens yet.
+    width = min(source.block_tables.shape[1], target.block_tables.shape[1])
+    target.block_tables[:num_sequences, :width] = source.block_tables[:, :width]
+    static.sample_rows[: len(batch.sample_rows)] = batch.sample_rows
+    static.sample_rows[len(batch.sample_rows) :] = 0
+    if static.lora is not None and batch.lora is not None:
+        _fill_tiles(static.lora, batch.lora)
+
+
+def _fill_tiles(static: LoraTiles, lora: LoraTiles) -> None:
+    """Copies the tiles of decode rows and the other tiles, each to the start of their part."""
+    static.tiles.zero_()
+    parts = ((0, 0, lora.num_decodes), (static.num_decodes, lora.num_decodes, len(lora.tiles)))
+    for start, first, end in parts:
+        if end > first:
+            static.tiles[start : start + end - first] = lora.tiles[first:end]
+            static.weights[start : start + end - first] = lora.weights[first:end]
