@@ -37,7 +37,7 @@ class Scale:
     rounds: int
 
 
-WHOLE = Scale(LLAMA_8B, decoding=32, warm=4, output_tokens=1000, every_s=0.05, rounds=3)
+WHOLE = Scale(LLAMA_8B, decoding=32, warm=4, output_tokens=500, every_s=0.05, rounds=3)
 SMALL = Scale(TINY, decoding=3, warm=2, output_tokens=20, every_s=0.005, rounds=1)
 
 

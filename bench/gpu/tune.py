@@ -171,8 +171,10 @@ class Tuning:
 
 
 def _takes(step: TunedStep, candidate: ExpandSizes) -> bool:
-    """Whether the step uses the sizes in which the candidate differs from the default: decode steps use only `rows`, and
-    steps of chunks only `tiles`."""
+    """Whether the step uses the sizes in which the candidate differs from the default.
+
+    Decode steps use only `rows`, and steps of chunks only `tiles`.
+    """
     plain = _DEFAULT.expand[-1]
     return candidate.tiles == plain.tiles if step.tokens == 1 else candidate.rows == plain.rows
 
