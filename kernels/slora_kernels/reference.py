@@ -287,9 +287,10 @@ def gumbel_sample(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int)
 
 
 def _sample_index(weights: list[int], key: int, first: int) -> int:
-    """The index of the greatest score of `weights`.
+    """Samples an index of `weights` by the Gumbel-max trick: the probability of an index is proportional to its weight.
 
-    Entry i is scored with output first + i of the hash. Of equal scores, the first wins.
+    The score of index i is weights[i] / -log(u), where u is `_uniform(key, first + i)`. The index with the greatest
+    score is sampled, and the first of them if several have that score.
     """
     scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
     return scores.index(max(scores))

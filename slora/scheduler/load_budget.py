@@ -1,9 +1,11 @@
-"""How many adapter pages a step loads into the pool beside decoding sequences.
+"""The number of adapter pages that a step may load into the pool while sequences decode.
 
-A step that loads for t seconds delays every decoding sequence by t, and brings the waiting requests closer to their
-adapter. So a step may grow by its own length times the number of waiting requests per decoding sequence. It may always
-grow by a tenth: a request that waits alone gets its adapter soon, and the delay is not noticeable. A step without
-decoding sequences has no limit.
+If a step spends t seconds on loads, every decoding sequence is delayed by t, and the requests that wait for these
+adapters can start sooner. The limit weighs the two. With W waiting requests and D decoding sequences, loads may
+lengthen the step by the fraction (W - 1) / D of its duration.
+
+At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
+is not noticeable. A step without decoding sequences has no limit.
 """
 
 from slora.cost_model import Costs
@@ -15,8 +17,8 @@ class LoadBudget:
     """The load budget of the step that is being planned.
 
     num_pages: adapter pages that the step may still load.
-    pool_pages: pages of the pool; a step without decoding sequences may load all of them.
-    fixed: pages per step beside decoding sequences; None derives them from `costs` and the numbers of sequences.
+    pool_pages: number of pages in the pool, the limit of a step without decoding sequences.
+    fixed: the limit of a step with decoding sequences. None derives it from `costs` and the numbers of sequences.
     """
 
     def __init__(self, costs: Costs, full_page_bytes: int, pool_pages: int, fixed: int | None) -> None:

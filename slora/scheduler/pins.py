@@ -1,8 +1,8 @@
 """Pinned adapters: they are loaded into the pool before their first request, and stay there.
 
-    missing --fetch-> on the host, for a step --room beside what runs--> loading --> in the pool, pinned
-       ^                       | no room                                                | as a last resort
-       +-----------------------+--------------------------------------------------------+
+    missing --fetch--> on the host for one step --the pool has room--> loading --> in the pool, pinned
+       ^                       | no room                                              | evicted as a last resort
+       +-----------------------+------------------------------------------------------+
 
 A pin never blocks a request for good. It takes only free or idle pages, and never an adapter that the next requests
 need. An idle pinned adapter is evicted when nothing else can be, and is loaded again later.
@@ -114,7 +114,7 @@ class Pins:
         self.replace([one for one in self._pins if one != version])
 
     def load_missing(self, plan: StepPlan, now: float, fetched: Iterable[Fetched | FetchFailed]) -> None:
-        """Loads missing adapters that are on the host and fit, as far as the step's load budget allows.
+        """Loads missing adapters that are on the host and have room in the pool, within the step's load budget.
 
         fetched: the prefetches that ended since the last step, for pins or for prewarming.
         """
@@ -125,7 +125,7 @@ class Pins:
             self._load_from_host(plan)
 
     def prefetch_missing(self) -> None:
-        """Fetches the adapters that fit but were not on the host."""
+        """Fetches the adapters for which `load_missing` found room in the pool, but no copy on the host."""
         for version in self._to_fetch:
             self._adapters.prefetch(version)
 
@@ -182,7 +182,7 @@ class Pins:
         return self._residency.find(version) is None
 
     def _load_from_host(self, plan: StepPlan) -> None:
-        """Starts loading adapters that are on the host and fit. Those that fit but are not there go to `_to_fetch`."""
+        """Starts loading the missing adapters that have room in the pool. Those not on the host go to `_to_fetch`."""
         budget, may_load = self._adapters.budget, not self._preemption.has_starving
         protected, num_needed_soon = self._protected(), self._batch.num_pages_needed_soon
         for version, state in self._pins.items():

@@ -124,7 +124,7 @@ class Tokenizer:
         return self._decoder_chain.start()
 
     def start_measuring(self) -> TokenWidths:
-        """Returns an object that divides the text of arriving tokens among them."""
+        """Returns an object that takes tokens as they arrive, and counts the characters that belong to each token."""
         return TokenWidths(self._decoder_chain)
 
     def measure(self, token_ids: Sequence[int]) -> list[int]:

@@ -55,9 +55,12 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Connection:
-    """One connection to one loader process. It exists until the connection has ended and no copy from it is held.
+    """The socket to one loader process, and the arena of that process.
 
-    kept: the return value of `on_arena`.
+    Each held copy refers to the connection that it came from. The arena thus stays mapped after the socket is closed,
+    until the last copy is released.
+
+    kept: the object that `on_arena` returned for this arena. It is stored here only to live as long as the arena.
     """
 
     socket: socket.socket

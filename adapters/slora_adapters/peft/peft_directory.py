@@ -49,7 +49,10 @@ def read_adapter(directory: Path | str, shape: ModelShape, limits: AdapterLimits
 
 
 def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: AdapterLimits) -> Adapter:
-    """Reads the adapter in a set of files, by name. Raises AdapterInvalid with every reason to refuse it."""
+    """Reads an adapter from the contents of its files. Raises AdapterInvalid with every reason to refuse the adapter.
+
+    members: the content of each file, by file name.
+    """
     reasons: list[Reason] = []
     config = _parse_config(members.get(CONFIG_NAME), reasons)
     tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)

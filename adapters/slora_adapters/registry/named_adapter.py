@@ -109,8 +109,9 @@ class NamedAdapter:
     def remove(self, number: int | None, now: float, *, force: bool) -> tuple[AdapterRecord, ...]:
         """Deletes one version, or all versions if `number` is None, and returns the deleted records.
 
-        Deleting all versions requires that `records` contains all of them. Raises AdapterNotFound. Raises AdapterInUse
-        while an alias points at a version, unless `force` is set. See `Registry.delete`.
+        Deleting all versions requires that `self.records` contains all of them. Raises AdapterNotFound if there is no
+        such version. Raises AdapterInUse while an alias points at a version, unless `force` is set. See
+        `Registry.delete`.
         """
         reference = self.name if number is None else f"{self.name}@{number}"
         removed = frozenset(self.records) if number is None else frozenset({number})
@@ -129,7 +130,10 @@ class NamedAdapter:
     def move(
         self, alias: str, targets: Targets, expected: Targets | None, now: float, *, follows_pushes: bool
     ) -> Rollout:
-        """Points an alias at versions. `records` must contain every target that exists. See `Registry.move`."""
+        """Makes an alias point at the versions in `targets`. See `Registry.move`.
+
+        `self.records` must contain every target that exists. Raises AdapterNotFound for a target that is not in it.
+        """
         check_alias_name(alias)
         check_targets(targets)
         if missing := sorted(targets.keys() - self.records.keys()):

@@ -17,7 +17,9 @@ def _read_targets(words: Sequence[str]) -> dict[str, int]:
     for word in words:
         number, equals, weight = word.partition("=")
         if not number.isdecimal() or (equals and not weight.isdecimal()) or number in targets:
-            raise CommandFailed(f"{word!r} is not VERSION=PERCENT, such as 4=10, or repeats a version")
+            raise CommandFailed(
+                f"the target {word!r} is not valid: write VERSION=PERCENT, such as 4=10, each version only once"
+            )
         if not equals and len(words) > 1:
             raise CommandFailed(
                 f"{word!r} has no percentage; several versions each need one, such as {word}=10"

@@ -93,7 +93,8 @@ class EventStream(Response):
                 # uvicorn cancels the remaining requests when the drain time is over. The client gets an event that says
                 # so.
                 end = encode_event(describe_error(Stopping()).body)
-            except Exception as error:  # no caller could still tell the client
+            except Exception as error:
+                # The response has started, so no exception handler could still report the error to the client.
                 if not isinstance(error, SloraError):
                     logger.error(
                         "request %s failed while streaming", scope["state"]["request_id"], exc_info=error

@@ -51,7 +51,7 @@ LOGITS, BEST, TOKENS, WIDTH = range(4)
 
 
 def argmax_worker(job: Job) -> None:
-    """An item is a row."""
+    """Finds the maximum and the argmax of each row of logits. Each item of the job is one row."""
     logits, best, tokens = (
         read_model_matrix(job, LOGITS),
         read_float_matrix(job, BEST)[0],

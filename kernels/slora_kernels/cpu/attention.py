@@ -303,7 +303,7 @@ def attend_tile(
 
 
 def attend_worker(job: Job) -> None:
-    """An item is a tile and ITEM_HEADS consecutive KV heads."""
+    """Computes attention for tiles of queries. Each item of the job is one tile and ITEM_HEADS consecutive KV heads."""
     attend_items(job, read_model_matrix(job, PAGES), None, 0)
 
 

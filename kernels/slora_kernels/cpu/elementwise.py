@@ -69,7 +69,7 @@ X, RESIDUAL, WEIGHT, OUT, EPS, ADDS, WIDE = range(7)
 
 
 def rms_norm_worker(job: Job) -> None:
-    """An item is a row."""
+    """RMS norm of each row, after an optional residual add. Each item of the job is one row."""
     x, residual, out = (
         read_model_matrix(job, X),
         read_model_matrix(job, RESIDUAL),
@@ -138,7 +138,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 
 
 def act_mul_worker(job: Job) -> None:
-    """An item is a row."""
+    """Multiplies act(gate) by up in each row. Each item of the job is one row."""
     gate_up, out = read_model_matrix(job, GATE_UP), read_model_matrix(job, ACTIVATED)
     width, activation = out.shape[1], read_int(job, ACTIVATION)
     row = take_item(job)
@@ -244,7 +244,10 @@ def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float
 
 
 def rotate_and_write_kv_worker(job: Job) -> None:
-    """An item is a token."""
+    """Rotates the query and key heads of each token (after a norm if NORMED), and writes its K and V to its page.
+
+    Each item of the job is one token.
+    """
     rotate_and_write_items(job, read_model_matrix(job, KV_PAGES), None)
 
 

@@ -60,7 +60,7 @@ def pack_fields(*fields: Field) -> JobWords:
 
 
 def begin_job(items: int, *words: int) -> JobWords:
-    """The first words of a job with `items` items. No item is taken yet."""
+    """A new job with `items` items, none of which is taken. words: the words of its first fields."""
     return array("q", (0, 0, items, *words))
 
 

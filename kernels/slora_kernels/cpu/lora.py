@@ -209,8 +209,9 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 
 
 def lora_worker(job: Job) -> None:
-    """An item is a whole tile, or a part of one: a block of rows of A (shrink) or of output columns (expand).
+    """Shrinks and expands the tiles of one site.
 
+    Each item of the job is a whole tile, or a part of one: a block of rows of A (shrink) or of output columns (expand).
     A block of columns waits until all blocks of rows of the same tile are done.
     """
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)

@@ -184,10 +184,10 @@ def update_softmax_of_tile(
     window: Int,
     cap: Float,
 ) -> None:
-    """Turns the scores of the first `count` keys of a block into weights. Both are [M, BLOCK_KEYS].
+    """Turns the scores of the first `count` keys of a block into weights. Scores and weights are [M, BLOCK_KEYS].
 
-    Row m sees `window` keys. The last of them is key before + m // group. The weight of a key that a row does not see
-    is 0.
+    Positions count from the first key of the block. Row m belongs to the token at position `before + m // group`. It
+    attends to that token and the `window - 1` tokens before it. Keys that it does not attend to get weight 0.
     """
     # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
     is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS

@@ -306,8 +306,8 @@ def test_a_rollout_by_command_line(
     assert "several versions each need one, such as 1=10" in run(
         "alias", "voice", "prod", "1", "2=10", code=1
     )
-    assert "'4=' is not VERSION=PERCENT" in run("alias", "voice", "prod", "4=", code=1)
-    assert "repeats a version" in run("alias", "voice", "prod", "1=50", "1=50", code=1)
+    assert "'4=' is not valid: write VERSION=PERCENT" in run("alias", "voice", "prod", "4=", code=1)
+    assert "each version only once" in run("alias", "voice", "prod", "1=50", "1=50", code=1)
     assert "give the VERSION" in run("alias", "voice", "prod", "--follow", code=1)
     assert "omit the versions" in run("alias", "voice", "prod", "1", "--delete", code=1)
     assert "use --force" in run("rm", "voice@1", code=1)
