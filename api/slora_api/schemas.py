@@ -87,7 +87,11 @@ def _equal(value: Any, allowed: Any) -> bool:
 
 
 def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Returns the body without the unsupported fields. Raises if one of them has a value that asks for something."""
+    """Returns the body without the unsupported fields.
+
+    unsupported: for each field, the values that are accepted because the field then has no effect. Any other value
+    except null raises PydanticCustomError.
+    """
     if not isinstance(body, dict):
         return body
     for name, neutral in unsupported.items():

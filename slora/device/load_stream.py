@@ -29,7 +29,7 @@ class LoadStream(Protocol):
 
 
 class CudaLoadStream:
-    """A `LoadStream` for work on the device's current stream."""
+    """A `LoadStream` that copies on a CUDA stream of its own, while steps run on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

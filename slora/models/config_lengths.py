@@ -18,7 +18,7 @@ _NOT_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
 
 
 def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
-    """The lengths of the text model's config, by field name."""
+    """The windows, chunks and floors that the config of the text model contains, in tokens, by field name."""
     return dict(_lengths(config.get_text_config()))
 
 

@@ -105,9 +105,11 @@ class Resident:
 
 
 class Residency:
-    """The adapters in `pool`, at most `num_slots`. Idle adapters are evicted by `evictor`, or to free a slot.
+    """The adapters in `pool`, at most `num_slots`.
 
-    num_pinned, num_pinned_pages: adapters that are pinned and their pages, idle or held.
+    `evictor` evicts idle adapters to free pages. `ensure_free_slot` evicts them to free a slot.
+
+    num_pinned: number of pinned adapters, idle or in use. num_pinned_pages: number of their pages.
     """
 
     def __init__(self, pool: PagePool, evictor: Evictor, tenants: TenantAccounts, num_slots: int) -> None:
