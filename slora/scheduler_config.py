@@ -21,7 +21,7 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of a step.
     rope_switch: all tokens of a sequence with more tokens than this are rotated with longrope's long factors; None: the
         model does not switch.
-    load_pages: the most adapter pages that a step loads beside decoding; None: `LoadBudget` decides.
+    load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
     """

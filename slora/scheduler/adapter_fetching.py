@@ -1,8 +1,8 @@
 """Fetches the adapters that requests wait for to the host, in order of arrival, and holds the copies while needed.
 
 The host cache is limited, and a fetch that finds no room there fails after a while. So only as many adapters are
-fetched at a time as fit beside the held copies. The next fetch is requested when an earlier copy has been loaded or
-released. Prefetches, which no request waits for, come last.
+fetched at a time as fit into the host cache together with the held copies. The next fetch is requested when an earlier
+copy has been loaded or released. Prefetches, which no request waits for, come last.
 
 This module depends on the adapter source and on sequences, but not on the pool or on pages.
 """
@@ -64,7 +64,7 @@ class AdapterFetching:
         return True
 
     def prefetch(self, version: AdapterVersion) -> None:
-        """Fetches an adapter that no request waits for, if there is room beside the adapters that requests wait for."""
+        """Fetches an adapter that no request waits for, if the adapters that requests wait for leave room for it."""
         if version not in self._requested:
             # There is no room while the fetch of a waiting sequence is still to be requested.
             if not self._has_room():

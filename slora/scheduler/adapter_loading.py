@@ -1,4 +1,4 @@
-"""Loads adapters from the host into the pool, one slice per step beside the decoding sequences.
+"""Loads adapters from the host into the pool, one slice per step while sequences decode.
 
 A load allocates all pages and the slot at once, and copies the bytes over as many steps as needed. A request that was
 admitted during the load computes nothing before the last slice. Requests whose adapter is not on the host wait for it
@@ -31,7 +31,7 @@ class AdapterLoading:
     held.
 
     budget: how many pages the step that is being planned may still load.
-    load_pages: pages per step beside decoding sequences; None: `LoadBudget` derives them from `costs`.
+    load_pages: the most pages that a step with decoding sequences loads; None: `LoadBudget` derives it from `costs`.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class AdapterLoading:
         self._host.release(version)
 
     def prefetch(self, version: AdapterVersion) -> None:
-        """Fetches an adapter to the host that no request waits for.
+        """Fetches an adapter to the host although no request waits for it.
 
-        Does nothing if the host cache has no room beside the adapters that requests need.
+        Does nothing if the adapters that requests need leave no room in the host cache.
         """
         self._host.prefetch(version)
 
@@ -116,9 +116,7 @@ class AdapterLoading:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan, batch: RunningBatch) -> None:
-        """Continues the loads under way: one slice per step beside decoding sequences, or all at once if no sequence
-        decodes.
-        """
+        """Plans the next slice of the loads in progress. If no sequence decodes, plans all of their slices."""
         num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in batch)
         self.budget.begin_step(len(batch) - num_waiting, num_waiting)
         self.plan_slices(plan)

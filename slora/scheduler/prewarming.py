@@ -55,8 +55,8 @@ class Prewarming:
         self._fetched.pop(version, None)
 
     def prefetch_requested(self) -> None:
-        """Fetches the requested adapters, as far as the host cache has room beside the adapters that requests
-        wait for.
+        """Fetches the adapters to prewarm, as far as the adapters that requests wait for leave room in the host
+        cache.
         """
         for version in list(self._requested):
             if self._adapters.num_pages(version) is None:
