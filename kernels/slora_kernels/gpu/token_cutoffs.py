@@ -27,7 +27,7 @@ from slora_kernels.sampling_tensors import SamplingTensors
 # with a latency of 600 cycles to deliver about 64 bytes per cycle.
 _BLOCK = 8192
 _WARPS = 16
-# The most candidate tokens that are copied: two for each thread.
+# Once at most this many candidate tokens remain, they are copied and kept in registers: two for each of 512 threads.
 _MAX_CANDIDATES = 1024
 
 
