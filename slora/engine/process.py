@@ -334,7 +334,7 @@ class EngineProcess:
 
 def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
     """Raises ConfigError if the machine does not have the configured device."""
-    if resolve_device(config.engine.device).type == "cuda":
+    if resolve_device(config.engine.device, config.engine.kernels).type == "cuda":
         return LoaderClient(config.loader_socket, notify=notify, on_arena=PageLockedMemory)
     return LoaderClient(config.loader_socket, notify=notify)
 

@@ -59,7 +59,7 @@ class Runner:
     """
 
     def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(config.device, config.kernels)
         self.model = model
         self.dtype_name = model.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -210,8 +210,10 @@ class Runner:
         return self._model.forward(batch, self.memory, self.kernels)
 
     def _make_graphs(self, config: EngineConfig) -> StepGraphs | None:
-        """Makes CUDA graphs for our own decoder on a GPU. Its forward pass never waits for a value from the device."""
-        if self.device.type != "cuda" or not config.cuda_graphs or not isinstance(self._model, Decoder):
+        """Makes CUDA graphs for our own decoder with Triton's kernels, which never wait for a value from the device."""
+        if not config.cuda_graphs or self.kernels.name != "triton" or self.device.type != "cuda":
+            return None
+        if not isinstance(self._model, Decoder):
             return None
         return StepGraphs(
             lambda batch: self._model.forward(batch, self.memory, self.kernels),
@@ -371,11 +373,12 @@ def _page_bytes(shape: ModelShape, config: EngineConfig) -> int:
         raise ConfigError(str(error)) from error
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, kernels: str = "auto") -> torch.device:
+    """auto: a GPU if there is one, unless the kernels run only on a CPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() and kernels != "numba" else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU; choose cpu or auto")
     return torch.device(name)

@@ -117,7 +117,10 @@ def compute_forced_logits(
 def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
     transformers_logging.disable_progress_bar()
     try:
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+        # The default implementation of attention ignores Gemma 2's softcap in transformers 5.17.
+        base = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, local_files_only=True, attn_implementation="eager"
+        )
         # autocast_adapter_dtype would hold 16-bit adapters in float32, which is meant for training.
         return PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
     except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:

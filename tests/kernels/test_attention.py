@@ -144,6 +144,8 @@ def take_alone(scene: AttentionScene, b: int) -> AttentionScene:
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
     kernels: Kernels, device: str, dtype: torch.dtype, window: int | None
 ) -> None:
+    if device == "cuda" and kernels.name == "torch":
+        pytest.skip("the GPU's matrix library chooses its kernels by the size of the batch")
     scene = build(HEADS[1], dtype, MIXED, device, window)
     together = attend(kernels, scene, make_rule(scene, window))
     for b in range(len(MIXED)):

@@ -66,7 +66,9 @@ class Oracle:
     def __init__(
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="eager"
+        ).eval()
         self._rope_switch = find_rope_switch(self._model.config)
         for name, path in adapters.items():
             self._load(name, path)

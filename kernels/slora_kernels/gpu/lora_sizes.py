@@ -198,7 +198,7 @@ class _JsonFields:
         whole = [value for value in bounds[:-1] if type(value) is int]
         if bounds[-1] is not None or len(whole) < len(bounds) - 1 or whole != sorted({*whole}):
             raise ValueError(
-                f"{path} have {bound} {bounds}; they must be ascending numbers, with null at the end"
+                f"{path}: the values of {bound} are {bounds}; they must be ascending integers, with null at the end"
             )
         return places
 

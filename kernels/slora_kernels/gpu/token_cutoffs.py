@@ -76,7 +76,7 @@ def _find_cutoff(
     MAX_CANDIDATES: tl.constexpr,
     UPPER_BITS: tl.constexpr,
 ):
-    """Finds the greatest threshold whose tokens are enough: `required` tokens, or tokens of mass `required` if BY_MASS.
+    """Finds the greatest threshold that `required` tokens reach or, if BY_MASS, tokens of a total mass of `required`.
 
     low: bits of a threshold that is enough, with the count and the mass of its tokens.
     Returns the bits of the cutoff, and the count and the mass of the tokens that reach it.

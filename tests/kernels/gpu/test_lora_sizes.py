@@ -49,10 +49,13 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
         (lambda t: t["default"]["shrink"][0].update(splits=True), "splits is True; it must be one of 1, 2"),
         (lambda t: t["default"]["expand"][0].pop("rows"), r"expand\[0\] has .*; it needs 'rows'"),
         (lambda t: t["default"]["expand"][0]["rows"].update(block_rank=3), "rows.block_rank is 3"),
-        (lambda t: t["default"]["expand"][0].update(max_width=9), r"max_width \[9\]; .* null at the end"),
+        (
+            lambda t: t["default"]["expand"][0].update(max_width=9),
+            r"values of max_width are \[9\]; .* null at the end",
+        ),
         (
             lambda t: t["default"]["expand"].insert(0, t["default"]["expand"][0]),
-            r"max_width \[None, None\]; they must be ascending numbers",
+            r"max_width are \[None, None\]; they must be ascending integers",
         ),
     ),
 )

@@ -19,6 +19,9 @@ from tests.support.driving import make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is here: test_gpu.py forks on real streams"
+)
 Kits = Callable[[str], ModelKit]
 LINEARS = 4
 
