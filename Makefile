@@ -64,12 +64,12 @@ $(VENV)/bin/python:
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) -e ".[serve,redis,cpu]"
+	$(PIP) -e ".[serve,redis,postgresql,cpu]"
 	$(BIN)/python -P -m slora_kernels.cpu.precompile float32
 	@touch $@
 
 $(TEST): $(SERVE)
-	$(PIP) -e ".[serve,redis,cpu,test,lint]"
+	$(PIP) -e ".[serve,redis,postgresql,cpu,test,lint]"
 	@touch $@
 
 # All cores compile what the tests need from numba. Otherwise each process of the tests would compile it by itself.

@@ -1,9 +1,9 @@
 """Whether it matters how many adapters are registered: for a start, for a page of the list, for finding one by name.
 
-Once with the registry of one host (SQLite) and once with that of several (Redis, where each lookup is a round trip; a
-server answers from memory what it was asked before). All belong to one tenant. Their rows were made up and their blobs
-are links to one, since nobody loads them here; each number of them has a server of its own on a tiny model, whose start
-hides nothing.
+Once with the database of one host (SQLite) and once with that of several (PostgreSQL, where each lookup is a round
+trip; a server answers from memory what it was asked before). All belong to one tenant. Their rows were made up and
+their blobs are links to one, since nobody loads them here; each number of them has a server of its own on a tiny model,
+whose start hides nothing.
 
     wanted: with the most adapters, at most 1.25 times what it takes with the fewest
 """
@@ -21,22 +21,20 @@ from pathlib import Path
 
 import torch
 
-from bench.live_platform import running_redis
 from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
 from slora_adapters.database.database import Database
 from slora_adapters.registry.adapter_record import AdapterDetails
-from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
-from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.api.platform import bearer
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer
-from tests.redis_server import DURABLE
+from tests.postgresql_server import running_postgresql
 
-SQLITE, REDIS = "SQLite", "Redis"
+SQLITE, POSTGRESQL = "SQLite", "PostgreSQL"
 COUNTS = (10, 500, 5000)
 FACTOR = 1.25
 _TENANT = "acme"
@@ -51,20 +49,16 @@ _PAGE = min(COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class _Populated:
-    """A data directory with so many adapters. registry: its URL, or empty for the database there."""
+    """A data directory with so many adapters. database: its URL, or empty for the file there."""
 
     data_dir: Path
-    registry: str
+    database: str
     names: list[str]
 
     @contextmanager
     def storage(self) -> Iterator[RegistryStorage]:
-        if self.registry:
-            with closing(open_redis_storage(self.registry)) as storage:
-                yield storage
-        else:
-            with closing(Database(self.data_dir / "slora.db")) as database:
-                yield SqliteStorage(database)
+        with closing(Database(self.database or self.data_dir / "slora.db")) as database:
+            yield RegistryStorage(database)
 
 
 def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[Row]]:
@@ -72,9 +66,11 @@ def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[R
         folder = Path(directory)
         write_model(folder / "model", torch.bfloat16, _TINY)
         write_tokenizer(folder / "model")
-        with running_redis(folder, *DURABLE) as server:
-            # A database of that Redis for each number of adapters.
-            urls = {SQLITE: [""] * len(counts), REDIS: [f"{server.url}?db={at}" for at in range(len(counts))]}
+        with running_postgresql() as server:
+            urls = {
+                SQLITE: [""] * len(counts),
+                POSTGRESQL: [server.make_database() for _ in counts],
+            }
             populated = {
                 (kind, count): _populate(folder / f"{kind}-{count}", count, url)
                 for kind in urls
@@ -91,11 +87,11 @@ def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[R
     }
     return {
         "registered adapters": [
-            {"registry": kind, "adapters": count} | row for (kind, count), row in medians.items()
+            {"database": kind, "adapters": count} | row for (kind, count), row in medians.items()
         ],
         f"{counts[-1]} adapters over {counts[0]}": [
             _compare(kind, name, medians[kind, counts[-1]][name] / medians[kind, counts[0]][name])
-            for kind in (SQLITE, REDIS)
+            for kind in (SQLITE, POSTGRESQL)
             for name in columns
         ],
     }
@@ -103,7 +99,7 @@ def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[R
 
 def _compare(kind: str, name: str, ratio: float) -> Row:
     return {
-        "registry": kind,
+        "database": kind,
         "of": name,
         "times": ratio,
         "wanted": f"<= {FACTOR:g}",
@@ -140,23 +136,22 @@ def _measure(model: Path, place: _Populated) -> Row:
     draw = random.Random(0)
     wanted = [draw.choice(place.names) for _ in range(_LOOKUPS)]
     start = time.perf_counter()
-    shared = ("--registry", place.registry, "--store", str(place.data_dir / "adapters"))
-    flags = shared if place.registry else ()
+    shared = ("--database", place.database, "--store", str(place.data_dir / "adapters"))
+    flags = shared if place.database else ()
     with serving(model, place.data_dir, *flags) as served:
         served.wait_until_ready()
         ready_s = time.perf_counter() - start
         key = served.make_key(_TENANT)
         list_s, get_s = _ask(served, key, wanted[:_REQUESTS])
     with place.storage() as storage:
-        registry = Registry(storage)
         look_up_s = statistics.median(
-            _seconds(lambda name=name: registry.get(_TENANT, name)) for name in wanted
+            _seconds(lambda name=name: storage.find_rollout((_TENANT, name), LATEST)) for name in wanted
         )
     return {
         "ready s": ready_s,
         "a page of the list ms": 1e3 * list_s,
         "one over HTTP ms": 1e3 * get_s,
-        "one in the registry us": 1e6 * look_up_s,
+        "one in the database us": 1e6 * look_up_s,
     }
 
 

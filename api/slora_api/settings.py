@@ -40,11 +40,14 @@ class Settings:
         "noeviction; or s3://BUCKET/FOLDER, gs://, abfs:// and other URLs that fsspec supports "
         "(default: a directory in the data directory)", metavar="URL"
     )  # fmt: skip
-    registry: str = setting(
-        "", "registry of adapter names: redis://HOST:PORT/DB with append-only file and noeviction, for "
-        "several hosts, which then need a --store that all of them can reach (default: the data "
-        "directory's database)",
-        metavar="URL",
+    database: str = setting(
+        "", "database of tenants, keys and adapter names: postgresql://USER:PASSWORD@HOST/NAME for several hosts, "
+        "which then need a --store that all of them can reach. Prefer the environment variable, because other "
+        "users of the machine can see flags (default: a SQLite file in the data directory)", metavar="URL"
+    )  # fmt: skip
+    auth_stale_seconds: float = setting(
+        300.0, "how long API keys that the server has seen stay valid while the database is unavailable",
+        Seconds(), metavar="SECONDS",
     )  # fmt: skip
     store_environment: str = setting(
         "", "names of additional environment variables that the loader may read, separated by commas, "
@@ -137,11 +140,16 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
         engine = {"model": Path(demo) / "model", "model_name": _DEMO_MODEL_NAME, **engine}
     if "model" not in engine:
         raise SettingRefused("--model (SLORA_MODEL) is missing; give the directory of the base model")
-    if server.get("registry") and not server.get("store"):
+    if flags.get("registry") or environment.get("SLORA_REGISTRY"):
         raise SettingRefused(
-            "--registry (SLORA_REGISTRY) is shared by several hosts, but without --store adapters "
+            "adapter names are no longer kept in Redis (--registry, SLORA_REGISTRY): run `slora migrate "
+            "--registry URL` once to copy them to the database (--database, SLORA_DATABASE), then remove the setting"
+        )
+    if server.get("database", "").startswith("postgresql") and not server.get("store"):
+        raise SettingRefused(
+            "--database (SLORA_DATABASE) is shared by several hosts, but without --store adapters "
             "stay in the data directory of this host; give a --store (SLORA_STORE) that all hosts "
-            "can reach, or omit --registry"
+            "can reach, or omit --database"
         )
     return Settings(EngineConfig(**engine), **server)
 

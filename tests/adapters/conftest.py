@@ -1,4 +1,14 @@
-from tests.adapters.registry_places import open_storage
+from tests.adapters.registry_places import database_place, empty_database, open_storage
+from tests.postgresql_server import postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server, shared_redis
 
-__all__ = ["make_redis", "open_storage", "redis_server", "shared_redis"]
+__all__ = [
+    "database_place",
+    "empty_database",
+    "make_redis",
+    "open_storage",
+    "postgresql_server",
+    "redis_server",
+    "shared_postgresql",
+    "shared_redis",
+]

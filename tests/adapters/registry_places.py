@@ -1,4 +1,4 @@
-"""The storages of registries. Every test of the registry's contract runs on each storage."""
+"""The databases of registries. Every test of the registry's contract runs on each database."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -8,40 +8,42 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.registry.redis_storage import open_redis_storage
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
-from slora_adapters.registry.sqlite_storage import SqliteStorage
-from tests.redis_server import RedisServer
 
 
 @dataclass
 class OpenStorage:
-    """Opens a registry's storage. A second call opens the same storage, as another process would.
-
-    url: URL of the Redis server, or empty. Another process needs the database path and the url for `open_registry`.
-    """
+    """Opens a registry's storage. A second call opens the same storage, as another process would. place: the database,
+    as `Database` takes it."""
 
     stack: ExitStack
-    database: Path
-    url: str = ""
+    place: str
 
     def __call__(self) -> RegistryStorage:
-        if self.url:
-            return self.stack.enter_context(closing(open_redis_storage(self.url)))
-        return SqliteStorage(self.stack.enter_context(closing(Database(self.database))))
-
-    @property
-    def arguments(self) -> list[str]:
-        return [str(self.database), self.url]
+        return RegistryStorage(self.stack.enter_context(closing(Database(self.place))))
 
 
-@pytest.fixture(params=["sqlite", "redis"])
-def open_storage(request: pytest.FixtureRequest, tmp_path: Path):
-    """Opens an empty storage."""
-    url = empty(request.getfixturevalue("shared_redis")) if request.param == "redis" else ""
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables: the path of a new file, or the URL of a PostgreSQL database."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("shared_postgresql").empty_database())
+    return str(tmp_path / "slora.db")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database with the schema of this release, or a new file: its path or URL."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("shared_postgresql").migrated_database())
+    return str(tmp_path / "slora.db")
+
+
+@pytest.fixture
+def open_storage(database_place: str) -> Iterator[OpenStorage]:
     with ExitStack() as stack:
-        yield OpenStorage(stack, tmp_path / "slora.db", url)
+        yield OpenStorage(stack, database_place)
 
 
 @contextmanager
@@ -52,10 +54,3 @@ def reserved(registry: Registry, digest: str) -> Iterator[str]:
         yield reservation
     finally:
         registry.release(reservation)
-
-
-def empty(server: RedisServer) -> str:
-    """Empties the server and returns its URL."""
-    with server.client() as client:
-        client.flushall()
-    return server.url

@@ -5,10 +5,22 @@ from pathlib import Path
 import certifi
 import pytest
 
+from tests.adapters.registry_places import database_place
 from tests.api.served import Served, serving, write_adapter, write_base
+from tests.postgresql_server import postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server
 
-__all__ = ["Kit", "kit", "make_redis", "mortal", "redis_server", "server"]
+__all__ = [
+    "Kit",
+    "database_place",
+    "kit",
+    "make_redis",
+    "mortal",
+    "postgresql_server",
+    "redis_server",
+    "server",
+    "shared_postgresql",
+]
 
 
 @dataclass(frozen=True)

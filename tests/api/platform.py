@@ -21,7 +21,8 @@ from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_identity import BaseIdentity
@@ -140,7 +141,7 @@ def running_platform(
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(EngineConfig(Path("base"), max_lora_rank=max_lora_rank)), **settings)
     reserve = DiskReserve(directory / "reserve", RESERVE_BYTES)
-    database = Database(directory / "slora.db", reserve)
+    database = Database(chosen.database or directory / "slora.db", reserve)
     pepper = Pepper.from_file(directory / "pepper")
     templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
     limits = AdapterLimits(
@@ -153,7 +154,8 @@ def running_platform(
     )
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
     journal = RevocationJournal(directory / "revocations")
-    tenant_store, registry = TenantStore(database, pepper, journal), open_registry(chosen.registry, database)
+    tenant_store = TenantStore(database, pepper, journal, chosen.auth_stale_seconds)
+    registry = Registry(RegistryStorage(database))
     pinning = Pinning(registry, tenant_store, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     canary = Canary(engine, tokenizer)
@@ -170,7 +172,7 @@ def running_platform(
         Publisher(base, quarantine, inspector, templates, quota, adapters, canary, engine, pinning),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, engine, pinning.refresh),
+        ChangeFollower(registry, tenant_store, engine, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
@@ -183,6 +185,5 @@ def running_platform(
     background = [services.follower.run, pinning.run] if follows else []
     with live_server(app, background, at_end=templates.close, limits=connection_limits) as url:
         yield Platform(url, engine, services, directory)
-    registry.close()
     database.close()
     journal.close()

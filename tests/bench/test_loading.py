@@ -49,8 +49,8 @@ def test_decoding_streams_are_measured_while_an_adapter_loads() -> None:
 def test_servers_with_few_and_with_many_adapters_are_compared() -> None:
     """Here one with itself: each takes seconds to start."""
     rows, verdicts = many_tables(1, (40,)).values()
-    assert [(row["registry"], row["adapters"]) for row in rows] == [("SQLite", 40), ("Redis", 40)]
-    measured = [name for name in rows[0] if name not in ("registry", "adapters")]
+    assert [(row["database"], row["adapters"]) for row in rows] == [("SQLite", 40), ("PostgreSQL", 40)]
+    measured = [name for name in rows[0] if name not in ("database", "adapters")]
     assert all(row[name] > 0 for row in rows for name in measured)
     assert [row["of"] for row in verdicts] == 2 * measured
     assert all(row["times"] == 1.0 and row["verdict"] == "met" for row in verdicts)

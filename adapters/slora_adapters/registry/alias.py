@@ -118,14 +118,6 @@ def decode_states(text: str) -> tuple[AliasState, ...]:
     return tuple(AliasState(_targets(targets), bool(follows)) for targets, follows in json.loads(text))
 
 
-def encode_targets(targets: Targets) -> str:
-    return json.dumps(_plain(targets))
-
-
-def decode_targets(text: str) -> Targets:
-    return _targets(json.loads(text))
-
-
 def _plain(targets: Targets) -> dict[str, int]:
     return {str(number): targets[number] for number in sorted(targets)}
 

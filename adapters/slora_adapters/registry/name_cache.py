@@ -11,7 +11,7 @@ from threading import Lock
 
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Rollout
-from slora_adapters.registry.registry_storage import NameKey
+from slora_adapters.registry.registry_rows import NameKey
 
 __all__ = ["Answer", "ExtrasOf", "NameCache", "Target"]
 

@@ -1,7 +1,7 @@
 """One name of a tenant with its versions and aliases, and the rules of every operation on them.
 
-The module holds plain values and does no I/O. An implementation of `registry_storage.py` loads a name, writes its
-changes, and publishes them to other processes.
+The module holds plain values and does no I/O. `registry_storage.py` loads a name, writes its changes, and publishes
+them to other processes.
 """
 
 import uuid

@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from slora_adapters.database.change_feed import Change, Changes
 from slora_adapters.errors import BadAdapterName, BadAlias, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import (
@@ -42,14 +43,7 @@ from slora_adapters.registry.alias import Targets
 from slora_adapters.registry.name_cache import Answer, ExtrasOf, NameCache, Target
 from slora_adapters.registry.named_adapter import MAX_ALIASES, NamedAdapter, not_found
 from slora_adapters.registry.reference import AdapterReference, check_adapter_name, parse_reference
-from slora_adapters.registry.registry_storage import (
-    ALL_VERSIONS,
-    RESERVATION_S,
-    Change,
-    Changes,
-    NameKey,
-    RegistryStorage,
-)
+from slora_adapters.registry.registry_storage import ALL_VERSIONS, RESERVATION_S, NameKey, RegistryStorage
 from slora_adapters.store.blob_name import check_digest
 from slora_adapters.version import AdapterVersion
 
@@ -84,23 +78,19 @@ class Registry:
     Every method raises StoreUnavailable if the storage does not answer. AdapterNotFound has the same message whether an
     adapter does not exist or belongs to another tenant.
 
-    cache: use it for a storage on another host. `get`, `serve` and `rollout` then answer repeated lookups from the
-    cache, even while the storage does not answer. A change by this process drops the changed name from the cache at
-    once. A change by another process drops it when `changes` reports the change, so `changes` must be polled
-    continually.
+    `get`, `serve` and `rollout` answer repeated lookups from a cache, even while the storage does not answer. A change
+    by this process drops the changed name from the cache at once. A change by another process drops it when `changes`
+    reports the change, so `changes` must be polled continually.
     """
 
     def __init__(
         self,
         storage: RegistryStorage,
         clock: Callable[[], float] = time.time,
-        cache: NameCache | None = None,
     ) -> None:
         self._storage = storage
         self._clock = clock
-        self._cache = cache
-        # The error of the last call of `changes`; None if that call succeeded.
-        self._cut_off: StoreUnavailable | None = None
+        self._cache = NameCache()
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -119,10 +109,9 @@ class Registry:
         for _ in range(_MAX_LOOKUPS):
             found = self._find(tenant, _parse(reference))
             record = found if isinstance(found, AdapterRecord) else found.choose(user)
-            # With a cache, read the extras of every version that the alias points at. Then requests of all users can be
-            # answered while the storage is unavailable.
-            wanted = (record,) if self._cache is None else _records(found)
-            texts = {one.number: self._find_extras(tenant, one) for one in wanted}
+            # Read the extras of every version that the alias points at. Then requests of all users can be answered
+            # while the storage is unavailable.
+            texts = {one.number: self._find_extras(tenant, one) for one in _records(found)}
             extras = texts[record.number]
             if extras is not None:
                 return record, extras
@@ -141,8 +130,6 @@ class Registry:
 
     def is_lookup_local(self, tenant: str, reference: str) -> bool:
         """Returns whether `serve` and `rollout` answer within microseconds, so that an event loop may call them."""
-        if self._cache is None or self._cut_off is not None:
-            return True
         try:
             wanted = parse_reference(reference)
         except BadAdapterName:
@@ -156,8 +143,7 @@ class Registry:
 
     def drop_cached(self, tenant: str, reference: str) -> None:
         """Drops this name from the cache, so that the next lookup of the name queries the storage."""
-        if self._cache is not None:
-            self._cache.drop((tenant, _parse(reference).name))
+        self._cache.drop((tenant, _parse(reference).name))
 
     def rollouts(
         self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
@@ -370,24 +356,14 @@ class Registry:
 
     def changes(self, cursor: str | None = None) -> Changes:
         """Returns the changes that all processes made after the cursor, oldest first. Pass None on the first call. See
-        `registry_storage.py`.
+        `change_feed.py`.
         """
-        try:
-            changes = self._storage.changes(cursor)
-        except StoreUnavailable as error:
-            self._cut_off = error
-            raise
-        self._cut_off = None
-        if self._cache is not None:
-            if changes.resync:
-                self._cache.clear()
-            for change in changes.changes:
-                self._cache.drop((change.tenant, change.name))
+        changes = self._storage.changes(cursor)
+        if changes.resync:
+            self._cache.clear()
+        for change in changes.changes:
+            self._cache.drop((change.tenant, change.name))
         return changes
-
-    def close(self) -> None:
-        """Closes the connections to the storage."""
-        self._storage.close()
 
     def _find(self, tenant: str, wanted: AdapterReference) -> AdapterRecord | Rollout:
         """Returns the record or rollout that a reference means, from the cache if possible. Raises AdapterNotFound."""
@@ -398,7 +374,7 @@ class Registry:
                 return self._storage.find_version(key, wanted.target)
             return self._storage.find_rollout(key, wanted.target)
 
-        found = ask() if self._cache is None else self._find_cached(self._cache, key, wanted.target, ask)
+        found = self._find_cached(key, wanted.target, ask)
         if not isinstance(found, AdapterRecord | Rollout):
             raise not_found(wanted.text)
         return found
@@ -412,25 +388,12 @@ class Registry:
         def ask() -> AdapterExtras | None:
             return self._storage.find_extras(key, record)
 
-        if self._cache is None:
-            return ask()
-        found = self._find_cached(self._cache, key, ExtrasOf(record.number), ask)
+        found = self._find_cached(key, ExtrasOf(record.number), ask)
         return found if isinstance(found, AdapterExtras) else None
 
-    def _find_cached(
-        self,
-        cache: NameCache,
-        key: NameKey,
-        target: Target,
-        ask: Callable[[], Answer | None],
-    ) -> Answer | None:
-        found = cache.get(key, target)
-        if found is not None:
-            return found
-        if self._cut_off is not None:
-            # Fail at once. Otherwise each request for a name that is not cached would wait for the storage to time out.
-            raise StoreUnavailable(f"{key[1]!r} cannot be looked up at the moment: {self._cut_off}")
-        return cache.look_up(key, target, ask)
+    def _find_cached(self, key: NameKey, target: Target, ask: Callable[[], Answer | None]) -> Answer | None:
+        found = self._cache.get(key, target)
+        return self._cache.look_up(key, target, ask) if found is None else found
 
     def _change(
         self,
@@ -449,8 +412,7 @@ class Registry:
 
         A change that raised may still have been written. In that case the feed (`changes`) drops the name.
         """
-        if self._cache is not None:
-            self._cache.drop(key)
+        self._cache.drop(key)
 
 
 def _records(found: AdapterRecord | Rollout) -> Collection[AdapterRecord]:

@@ -1,16 +1,31 @@
-"""Conversion between rows of the registry's SQLite tables and values.
+"""The registry's SQL statements, and the conversion between rows and values.
 
 Functions with a `connection` argument run inside a transaction that the caller has begun. They handle the versions and
-aliases of one name of a tenant. This module only converts: `named_adapter.py` and `sqlite_storage.py` decide when
+aliases of one name of a tenant. This module only converts: `named_adapter.py` and `registry_storage.py` decide when
 something is written.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from sqlite3 import Connection
 from typing import Any
 
+from sqlalchemy import (
+    BindParameter,
+    FromClause,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
 from slora_adapters.registry.adapter_record import (
     NO_EXTRAS,
     AdapterDetails,
@@ -18,96 +33,153 @@ from slora_adapters.registry.adapter_record import (
     ExtrasSummary,
     Rollout,
 )
-from slora_adapters.registry.alias import (
-    AliasHistory,
-    AliasState,
-    decode_states,
-    decode_targets,
-    encode_states,
-    encode_targets,
-)
+from slora_adapters.registry.alias import AliasHistory, AliasState, decode_states, encode_states
 from slora_adapters.registry.named_adapter import Alias, NamedAdapter, make_rollout
 from slora_adapters.registry.reference import LATEST
-from slora_adapters.registry.registry_storage import NameKey
 from slora_adapters.version import AdapterVersion
 
-Row = tuple[Any, ...]
+__all__ = [
+    "ALIASES",
+    "BEHIND_ALL",
+    "EXTRAS",
+    "NAMES",
+    "NEWEST",
+    "NO_LIMIT",
+    "OF_NAME",
+    "ONE_ROLLOUT",
+    "ONE_VERSION",
+    "PINNED",
+    "STORAGE_USAGE",
+    "VERSION_PAGE",
+    "NameKey",
+    "load_name",
+    "read_record",
+    "read_rollouts",
+    "save_name",
+]
 
-_DETAILS = (
-    "digest, rank, target_modules, num_bytes, packed_bytes, blob_bytes, "
-    "template_bytes, defaults_bytes, extras_digest"
-)
+# Tenant and name, which together identify a `NamedAdapter`.
+NameKey = tuple[str, str]
+Row = Sequence[Any]
+
+_names, _versions, _extras = schema.adapter_names, schema.adapter_versions, schema.adapter_extras
+_aliases, _targets = schema.adapter_aliases, schema.adapter_alias_targets
+
+# NO_LIMIT: a value for `most`. BEHIND_ALL: a number greater than every version number.
+NO_LIMIT, BEHIND_ALL = 2**62, 2**62
+
+_v, _n = _versions.c, _names.c
 _VERSION_COLUMNS = (
-    "v.tenant, v.name, v.number, n.created_at, v.created_at, v.digest, v.rank, v.target_modules, v.num_bytes, "
-    "v.packed_bytes, v.blob_bytes, v.template_bytes, v.defaults_bytes, v.extras_digest"
+    *(_v.tenant, _v.name, _v.number, _n.created_at.label("named_at"), _v.created_at, _v.digest, _v.rank),
+    *(_v.target_modules, _v.num_bytes, _v.packed_bytes, _v.blob_bytes, _v.template_bytes),
+    *(_v.defaults_bytes, _v.extras_digest),
 )
+_tenant: BindParameter[str] = bindparam("tenant")
+_name: BindParameter[str] = bindparam("name")
+_most: BindParameter[int] = bindparam("most")
+
+
+def _of_name(table: FromClause) -> Any:
+    return and_(table.c.tenant == _tenant, table.c.name == _name)
+
+
 _VERSIONS = (
-    f"SELECT {_VERSION_COLUMNS} FROM adapter_versions v JOIN adapter_names n USING (tenant, name) "
-    "WHERE v.tenant = ? AND v.name = ?"
+    select(*_VERSION_COLUMNS)
+    .join_from(_versions, _names, and_(_n.tenant == _v.tenant, _n.name == _v.name))
+    .where(_of_name(_versions))
 )
-ONE_VERSION = f"{_VERSIONS} AND v.number = ?"
-NEWEST = f"{_VERSIONS} ORDER BY v.number DESC LIMIT 1"
-EXTRAS = (
-    "SELECT chat_template, generation_config FROM adapter_extras "
-    "WHERE tenant = ? AND name = ? AND number = ? AND digest = ?"
+ONE_VERSION = _VERSIONS.where(_v.number == bindparam("number"))
+VERSION_PAGE = _VERSIONS.where(_v.number < bindparam("before")).order_by(_v.number.desc()).limit(_most)
+NEWEST = _VERSIONS.order_by(_v.number.desc()).limit(1)
+_NEWEST_TWO = _VERSIONS.order_by(_v.number.desc()).limit(2)
+_SOME_VERSIONS = _VERSIONS.where(_v.number.in_(bindparam("numbers", expanding=True)))
+EXTRAS = select(_extras.c.chat_template, _extras.c.generation_config).where(
+    _of_name(_extras), _extras.c.number == bindparam("number"), _extras.c.digest == bindparam("digest")
 )
+
 # Reads one covering index only; see `StorageUsage`.
-STORAGE_USAGE = """
-    WITH held AS (
-        SELECT digest, max(coalesce(blob_bytes, num_bytes)) AS weights, count(*) AS num_versions,
-            sum(coalesce(template_bytes, 0) + coalesce(defaults_bytes, 0)) AS extras
-        FROM adapter_versions WHERE tenant = ?1 GROUP BY digest
+_held = (
+    select(
+        _v.digest,
+        func.max(func.coalesce(_v.blob_bytes, _v.num_bytes)).label("weights"),
+        func.count().label("num_versions"),
+        func.sum(func.coalesce(_v.template_bytes, 0) + func.coalesce(_v.defaults_bytes, 0)).label("extras"),
     )
-    SELECT coalesce(sum(num_versions), 0), coalesce(sum(weights + extras), 0),
-        max(weights) FILTER (WHERE digest = ?2)
-    FROM held
-"""
-_NEWEST_TWO = f"{_VERSIONS} ORDER BY v.number DESC LIMIT 2"
-_NUM_ALIAS_COLUMNS = 6
-_ALIAS_COLUMNS = "targets, follows_pushes, history, salt, pinned, updated_at"
-_ALIASES = f"SELECT alias, {_ALIAS_COLUMNS} FROM adapter_aliases WHERE tenant = ? AND name = ?"
-_BY_ALIAS = "ORDER BY a.tenant, a.name, a.alias, v.number"
+    .where(_v.tenant == _tenant)
+    .group_by(_v.digest)
+    .subquery("held")
+)
+STORAGE_USAGE = select(
+    func.coalesce(func.sum(_held.c.num_versions), 0),
+    func.coalesce(func.sum(_held.c.weights + _held.c.extras), 0),
+    func.max(_held.c.weights).filter(_held.c.digest == bindparam("digest")),
+)
 
 
-def _rollouts_of(aliases: str) -> str:
-    """Returns the SQL of a query for aliases together with the versions that they point at (rollouts).
+def _rollouts_of(aliases: FromClause) -> Select[Any]:
+    """Returns a query for aliases together with the versions that they point at (rollouts).
 
-    aliases: a table or subquery with the columns of adapter_aliases.
+    aliases: the table of aliases, or a subquery with its columns.
 
     The result has one row for each version that an alias points at. A single query reads the alias and its versions, so
-    both come from the same snapshot. CROSS JOIN forces SQLite to join in this order. Without it, SQLite reads all
-    versions of a name to find one.
+    both come from the same snapshot.
     """
+    a, t = aliases.c, _targets.c
     return (
-        "SELECT a.alias, a.targets, a.follows_pushes, a.salt, a.pinned, a.updated_at, "
-        f"{_VERSION_COLUMNS} FROM {aliases} a "
-        "CROSS JOIN json_each(a.targets) target "
-        "CROSS JOIN adapter_versions v "
-        "ON v.tenant = a.tenant AND v.name = a.name AND v.number = CAST(target.key AS INTEGER) "
-        "CROSS JOIN adapter_names n ON n.tenant = a.tenant AND n.name = a.name"
+        select(a.alias, a.follows_pushes, a.salt, a.pinned, a.updated_at, t.percent, *_VERSION_COLUMNS)
+        .join_from(aliases, _targets, and_(t.tenant == a.tenant, t.name == a.name, t.alias == a.alias))
+        .join(_versions, and_(_v.tenant == t.tenant, _v.name == t.name, _v.number == t.number))
+        .join(_names, and_(_n.tenant == t.tenant, _n.name == t.name))
+        .order_by(a.tenant, a.name, a.alias, t.number)
     )
 
 
-_ROLLOUTS = _rollouts_of("adapter_aliases")
-ONE_ROLLOUT = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {_BY_ALIAS}"
-OF_NAME = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {_BY_ALIAS}"
-PINNED = f"{_ROLLOUTS} WHERE a.pinned {_BY_ALIAS}"
+_a = _aliases.c
+_NUM_ALIAS_COLUMNS = 6
+OF_NAME = _rollouts_of(_aliases).where(_of_name(_aliases))
+ONE_ROLLOUT = OF_NAME.where(_a.alias == bindparam("alias"))
+PINNED = _rollouts_of(_aliases).where(_a.pinned)
 
 # Each query returns one page of a list. It uses the index of the primary key to begin after a given key, so its cost
 # hardly depends on the position of the page or on the table size. That key need not exist any more.
-_NAME_PAGE = (
-    "SELECT own.* FROM adapter_names page "
-    f"CROSS JOIN adapter_aliases own ON own.tenant = page.tenant AND own.name = page.name AND own.alias = '{LATEST}' "
-    "WHERE page.tenant = ? AND page.name > ? ORDER BY page.name LIMIT ?"
+_name_page = (
+    select(_n.tenant, _n.name)
+    .where(_n.tenant == _tenant, _n.name > bindparam("after"))
+    .order_by(_n.name)
+    .limit(_most)
+    .subquery("page")
 )
-NAMES = f"{_rollouts_of(f'({_NAME_PAGE})')} {_BY_ALIAS}"
-_ALIAS_PAGE = (
-    "SELECT * FROM adapter_aliases WHERE tenant = ? AND (name, alias) > (?, ?) ORDER BY name, alias LIMIT ?"
+_latest = (
+    select(*_aliases.c)
+    .join_from(
+        _name_page,
+        _aliases,
+        and_(_a.tenant == _name_page.c.tenant, _a.name == _name_page.c.name, _a.alias == LATEST),
+    )
+    .subquery("own")
 )
-ALIASES = f"{_rollouts_of(f'({_ALIAS_PAGE})')} {_BY_ALIAS}"
-VERSION_PAGE = f"{_VERSIONS} AND v.number < ? ORDER BY v.number DESC LIMIT ?"
-# NO_LIMIT: a value for `LIMIT ?`. BEHIND_ALL: a number greater than every version number.
-NO_LIMIT, BEHIND_ALL = -1, 2**63 - 1
+NAMES = _rollouts_of(_latest)
+_alias_page = (
+    select(*_aliases.c)
+    .where(
+        _a.tenant == _tenant,
+        tuple_(_a.name, _a.alias) > tuple_(bindparam("after"), bindparam("after_alias")),
+    )
+    .order_by(_a.name, _a.alias)
+    .limit(_most)
+    .subquery("own")
+)
+ALIASES = _rollouts_of(_alias_page)
+
+_FIND_NAME = select(_n.created_at, _n.last_number).where(_of_name(_names))
+_FIND_ALIASES = select(_a.alias, _a.follows_pushes, _a.history, _a.salt, _a.pinned, _a.updated_at).where(
+    _of_name(_aliases)
+)
+_FIND_TARGETS = (
+    select(_targets.c.alias, _targets.c.number, _targets.c.percent)
+    .where(_of_name(_targets))
+    .order_by(_targets.c.number)
+)
 
 
 def read_record(row: Row) -> AdapterRecord:
@@ -119,15 +191,16 @@ def read_record(row: Row) -> AdapterRecord:
 
 
 def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
-    """Converts the result of a `_rollouts_of` query to rollouts. The rows must be sorted by alias."""
+    """Converts the result of a `_rollouts_of` query to rollouts."""
     found = []
     first = _NUM_ALIAS_COLUMNS
     for _, group in groupby(rows, key=lambda row: (row[first], row[first + 1], row[0])):
         own = list(group)
-        alias, targets, follows_pushes, salt, pinned, updated_at = own[0][:first]
+        alias, follows_pushes, salt, pinned, updated_at, _ = own[0][:first]
         records = {record.number: record for record in (read_record(row[first:]) for row in own)}
-        state = AliasState(decode_targets(targets), bool(follows_pushes))
-        found.append(make_rollout(Alias(AliasHistory(state), salt, bool(pinned), updated_at), alias, records))
+        percents = (row[first - 1] for row in own)
+        state = AliasState(dict(zip(records, percents, strict=True)), follows_pushes)
+        found.append(make_rollout(Alias(AliasHistory(state), salt, pinned, updated_at), alias, records))
     return found
 
 
@@ -137,26 +210,28 @@ def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | No
     wanted: the version numbers to read in addition to those that `NamedAdapter.records` always has. None reads all
     versions.
     """
-    row = connection.execute(
-        "SELECT created_at, last_number FROM adapter_names WHERE tenant = ? AND name = ?", key
-    ).fetchone()
+    own = {"tenant": key[0], "name": key[1]}
+    row = connection.execute(_FIND_NAME, own).fetchone()
     if row is None:
         return NamedAdapter(*key)
+    targets: dict[str, dict[int, int]] = {}
+    for alias, number, percent in connection.execute(_FIND_TARGETS, own):
+        targets.setdefault(alias, {})[number] = percent
     aliases = {
         alias: Alias(
-            AliasHistory(AliasState(decode_targets(targets), bool(follows)), decode_states(history)),
+            AliasHistory(AliasState(targets[alias], follows_pushes), decode_states(history)),
             salt,
-            bool(pinned),
+            pinned,
             updated_at,
         )
-        for alias, targets, follows, history, salt, pinned, updated_at in connection.execute(_ALIASES, key)
+        for alias, follows_pushes, history, salt, pinned, updated_at in connection.execute(_FIND_ALIASES, own)
     }
     if wanted is None:
-        rows = connection.execute(_VERSIONS, key).fetchall()
+        rows = connection.execute(_VERSIONS, own).fetchall()
     else:
         numbers = {*wanted, *(number for one in aliases.values() for number in one.history.near_targets())}
-        rows = connection.execute(_NEWEST_TWO, key).fetchall()
-        rows += [row for n in numbers for row in connection.execute(ONE_VERSION, (*key, n))]
+        rows = [*connection.execute(_NEWEST_TWO, own)]
+        rows += connection.execute(_SOME_VERSIONS, {**own, "numbers": sorted(numbers)})
     records = {record.number: record for record in map(read_record, rows)}
     named_at, last_number = row
     return NamedAdapter(*key, named_at, last_number, records, aliases)
@@ -164,63 +239,86 @@ def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | No
 
 def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> None:
     """Writes the differences between `before` and `after`."""
-    key = (after.tenant, after.name)
+    own = {"tenant": after.tenant, "name": after.name}
     if not after.records:
-        for table in ("adapter_names", "adapter_versions", "adapter_extras", "adapter_aliases"):
-            connection.execute(f"DELETE FROM {table} WHERE tenant = ? AND name = ?", key)
+        for table in (_names, _versions, _extras, _aliases, _targets):
+            connection.execute(delete(table).where(*_is_own(table, own)))
         return
-    if after.last_number != before.last_number:
-        connection.execute(
-            "INSERT INTO adapter_names VALUES (?1, ?2, ?3, ?4) ON CONFLICT DO UPDATE SET last_number = ?3",
-            (*key, after.last_number, after.named_at),
-        )
-    for number in before.records.keys() - after.records.keys():
-        for table in ("adapter_versions", "adapter_extras"):
-            connection.execute(
-                f"DELETE FROM {table} WHERE tenant = ? AND name = ? AND number = ?", (*key, number)
-            )
-    for number, record in after.records.items():
-        if record != before.records.get(number):
-            _write_version(connection, key, record)
-    for number, extras in after.new_extras.items():
-        if extras != NO_EXTRAS:
-            connection.execute(
-                "INSERT INTO adapter_extras VALUES (?, ?, ?, ?, ?, ?)",
-                (
-                    *(*key, number, after.records[number].extras.digest),
-                    *(extras.chat_template, extras.generation_config),
-                ),
-            )
+    if not before.records:
+        row = {**own, "last_number": after.last_number, "created_at": after.named_at}
+        connection.execute(insert(_names), row)
+    elif after.last_number != before.last_number:
+        change = update(_names).where(*_is_own(_names, own)).values(last_number=after.last_number)
+        connection.execute(change)
+    _save_versions(connection, own, before, after)
     for alias in before.aliases.keys() - after.aliases.keys():
-        connection.execute(
-            "DELETE FROM adapter_aliases WHERE tenant = ? AND name = ? AND alias = ?", (*key, alias)
-        )
+        _delete_alias(connection, own, alias)
     for alias, one in after.aliases.items():
         if one != before.aliases.get(alias):
-            _write_alias(connection, key, alias, one)
+            _delete_alias(connection, own, alias)
+            _insert_alias(connection, own, alias, one)
 
 
-def _write_version(connection: Connection, key: NameKey, record: AdapterRecord) -> None:
+def _is_own(table: FromClause, own: dict[str, str]) -> tuple[Any, Any]:
+    return table.c.tenant == own["tenant"], table.c.name == own["name"]
+
+
+def _save_versions(
+    connection: Connection, own: dict[str, str], before: NamedAdapter, after: NamedAdapter
+) -> None:
+    for number in before.records.keys() - after.records.keys():
+        for table in (_versions, _extras):
+            connection.execute(delete(table).where(*_is_own(table, own), table.c.number == number))
+    for number, record in after.records.items():
+        if record != before.records.get(number):
+            connection.execute(delete(_versions).where(*_is_own(_versions, own), _v.number == number))
+            connection.execute(insert(_versions), own | _version_row(record))
+    for number, extras in after.new_extras.items():
+        if extras != NO_EXTRAS:
+            row = {
+                "number": number,
+                "digest": after.records[number].extras.digest,
+                "chat_template": extras.chat_template,
+                "generation_config": extras.generation_config,
+            }
+            connection.execute(insert(_extras), own | row)
+
+
+def _version_row(record: AdapterRecord) -> dict[str, Any]:
     details, extras = record.details, record.extras
-    connection.execute(
-        f"INSERT OR REPLACE INTO adapter_versions (tenant, name, number, created_at, {_DETAILS}) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            *(*key, record.number, record.created_at, record.version.digest),
-            *(details.rank, json.dumps(details.target_modules)),
-            *(details.num_bytes, details.packed_bytes, details.blob_bytes),
-            *(extras.template_bytes, extras.defaults_bytes, extras.digest),
-        ),
-    )
+    return {
+        "number": record.number,
+        "digest": record.version.digest,
+        "rank": details.rank,
+        "target_modules": json.dumps(details.target_modules),
+        "num_bytes": details.num_bytes,
+        "packed_bytes": details.packed_bytes,
+        "blob_bytes": details.blob_bytes,
+        "template_bytes": extras.template_bytes,
+        "defaults_bytes": extras.defaults_bytes,
+        "extras_digest": extras.digest,
+        "created_at": record.created_at,
+    }
 
 
-def _write_alias(connection: Connection, key: NameKey, alias: str, one: Alias) -> None:
+def _delete_alias(connection: Connection, own: dict[str, str], alias: str) -> None:
+    for table in (_aliases, _targets):
+        connection.execute(delete(table).where(*_is_own(table, own), table.c.alias == alias))
+
+
+def _insert_alias(connection: Connection, own: dict[str, str], alias: str, one: Alias) -> None:
     state = one.history.state
-    connection.execute(
-        f"INSERT OR REPLACE INTO adapter_aliases (tenant, name, alias, {_ALIAS_COLUMNS}) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            *(*key, alias, encode_targets(state.targets), state.follows_pushes),
-            *(encode_states(one.history.before), one.salt, one.pinned, one.updated_at),
-        ),
-    )
+    row = {
+        "alias": alias,
+        "follows_pushes": state.follows_pushes,
+        "history": encode_states(one.history.before),
+        "salt": one.salt,
+        "pinned": one.pinned,
+        "updated_at": one.updated_at,
+    }
+    connection.execute(insert(_aliases), own | row)
+    targets = [
+        {**own, "alias": alias, "number": number, "percent": percent}
+        for number, percent in state.targets.items()
+    ]
+    connection.execute(insert(_targets), targets)

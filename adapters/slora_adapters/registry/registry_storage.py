@@ -1,119 +1,132 @@
-"""The interface of the registry's storage. All processes share the storage, and it reports changes to each of them.
+"""The registry's tables: lookups, changes of names, and references to blobs.
 
-A change of a name is one transaction. It applies a rule of `named_adapter.py` to the stored name. It writes the result,
-the indexes (which tenants have a digest, which aliases are pinned), and an entry in the feed of changes.
-`sqlite_storage.py` implements the storage for one host, `redis_storage.py` for several.
-
-A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
-while the feed contains that change. The answer to an invalid cursor has `resync` set. A cursor becomes invalid if its
-change is too old, or if the database was replaced or lost its last changes.
+A change of a name is one transaction. It applies a rule of `named_adapter.py` to the stored name. It writes the result
+and publishes the change to all processes; see `change_feed.py`.
 """
 
+import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from sqlalchemy import bindparam, delete, insert, select, union_all
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
+from slora_adapters.database.change_feed import Change, Changes, publish, read_changes
+from slora_adapters.database.database import CHANGES, Database, blob_lock
 from slora_adapters.errors import TryAgain
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Rollout, StorageUsage
 from slora_adapters.registry.named_adapter import NamedAdapter
+from slora_adapters.registry.registry_rows import (
+    ALIASES,
+    BEHIND_ALL,
+    EXTRAS,
+    NAMES,
+    NEWEST,
+    NO_LIMIT,
+    OF_NAME,
+    ONE_ROLLOUT,
+    ONE_VERSION,
+    PINNED,
+    STORAGE_USAGE,
+    VERSION_PAGE,
+    NameKey,
+    load_name,
+    read_record,
+    read_rollouts,
+    save_name,
+)
 from slora_adapters.version import AdapterVersion
 
-__all__ = [
-    "ALL_VERSIONS",
-    "KEPT_CHANGES",
-    "RESERVATION_S",
-    "Change",
-    "Changes",
-    "NameKey",
-    "RegistryStorage",
-    "reservation_lost",
-]
+__all__ = ["ALL_VERSIONS", "RESERVATION_S", "NameKey", "RegistryStorage"]
 
-# Tenant and name, which together identify a `NamedAdapter`.
-NameKey = tuple[str, str]
 T = TypeVar("T")
 # Means every version of a name, where a parameter expects version numbers.
 ALL_VERSIONS = None
 # How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
 # upload may be dropped.
 RESERVATION_S = 3600.0
-# Length of the feed. A process that has missed more changes than this looks everything up again.
-KEPT_CHANGES = 10_000
+
+_v, _r = schema.adapter_versions.c, schema.adapter_reservations.c
+_REFERENCED = union_all(
+    select(_v.digest).where(_v.digest == bindparam("digest")),
+    select(_r.digest).where(_r.digest == bindparam("digest"), _r.expires_at > bindparam("now")),
+).limit(1)
+_NAMED = select(_v.digest).where(_v.digest == bindparam("digest"), _v.tenant == bindparam("tenant")).limit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of the versions or aliases of one name.
-
-    orphaned: versions that no name of the tenant has any more. moved_pin: whether the set of pinned versions changed.
+class RegistryStorage:
+    """All methods may be called from several threads and processes at once. All methods block, and raise
+    StoreUnavailable if the database does not answer. Each method sees a consistent snapshot of a name. `now` is Unix
+    time.
     """
 
-    tenant: str
-    name: str
-    orphaned: tuple[AdapterVersion, ...] = ()
-    moved_pin: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The changes after a cursor, oldest first. cursor: pass it to the next call.
-
-    resync: earlier changes may be missing, so the reader must look everything up again. is_all: whether the feed has no
-    further changes.
-    """
-
-    cursor: str
-    changes: tuple[Change, ...] = ()
-    resync: bool = False
-    is_all: bool = True
-
-
-class RegistryStorage(Protocol):
-    """Storage of the registry.
-
-    All methods may be called from several threads and processes at once. All methods block, and raise StoreUnavailable
-    if the storage does not answer. Each method sees a consistent snapshot of a name. `now` is Unix time.
-    """
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     @property
     def registry(self) -> str:
         """The unique id of this registry. Every process that opens this registry reads the same id."""
+        ((registry,),) = self._database.read(select(schema.platform.c.id))
+        return str(registry)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
-    def find_version(self, key: NameKey, number: int) -> AdapterRecord | None: ...
+    def find_version(self, key: NameKey, number: int) -> AdapterRecord | None:
+        rows = self._database.read(ONE_VERSION, {**_own(key), "number": number})
+        return read_record(rows[0]) if rows else None
 
-    def find_rollout(self, key: NameKey, alias: str) -> Rollout | None: ...
+    def find_rollout(self, key: NameKey, alias: str) -> Rollout | None:
+        rollouts = read_rollouts(self._database.read(ONE_ROLLOUT, {**_own(key), "alias": alias}))
+        return rollouts[0] if rollouts else None
 
-    def newest(self, key: NameKey) -> AdapterRecord | None: ...
+    def newest(self, key: NameKey) -> AdapterRecord | None:
+        rows = self._database.read(NEWEST, _own(key))
+        return read_record(rows[0]) if rows else None
 
     def aliases(self, key: NameKey) -> Sequence[Rollout]:
         """Returns all aliases of a name, sorted."""
+        return read_rollouts(self._database.read(OF_NAME, _own(key)))
 
     def rollouts(self, tenant: str, limit: int | None, after: tuple[str, str] | None) -> Sequence[Rollout]:
         """Returns the tenant's aliases, sorted by (name, alias); only those after the pair `after`."""
+        name, alias = after or ("", "")
+        page = {"tenant": tenant, "after": name, "after_alias": alias, "most": _most(limit)}
+        return read_rollouts(self._database.read(ALIASES, page))
 
     def names(self, tenant: str, limit: int | None, after: str | None) -> Sequence[Rollout]:
         """Returns the rollout of `latest` of each name of the tenant, sorted by name; only names after `after`."""
+        page = {"tenant": tenant, "after": after or "", "most": _most(limit)}
+        return read_rollouts(self._database.read(NAMES, page))
 
     def versions(self, key: NameKey, limit: int | None, after: int | None) -> Sequence[AdapterRecord]:
         """Returns the versions with a number below `after`, newest first."""
+        page = {**_own(key), "before": BEHIND_ALL if after is None else after, "most": _most(limit)}
+        return [read_record(row) for row in self._database.read(VERSION_PAGE, page)]
 
     def find_extras(self, key: NameKey, record: AdapterRecord) -> AdapterExtras | None:
         """Returns the texts of a version that has extras; None if the version was deleted since the record was read."""
+        wanted = {**_own(key), "number": record.number, "digest": record.extras.digest}
+        rows = self._database.read(EXTRAS, wanted)
+        return AdapterExtras(*rows[0]) if rows else None
 
     def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
         """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
+        (row,) = self._database.read(STORAGE_USAGE, {"tenant": tenant, "digest": digest})
+        return _usage(row)
 
     def pinned(self) -> Sequence[Rollout]:
         """Returns all pinned aliases, sorted by tenant, name and alias."""
+        return read_rollouts(self._database.read(PINNED))
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         """Returns the given versions that at least one name of their tenant has."""
+        return {one for one in versions if self._database.read(_NAMED, _version(one))}
 
     def is_referenced(self, digest: str, now: float) -> bool:
         """Returns whether a version of any tenant, or a reservation, needs the blob."""
+        return bool(self._database.read(_REFERENCED, {"digest": digest, "now": now}))
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -127,11 +140,16 @@ class RegistryStorage(Protocol):
     ) -> tuple[T, Change]:
         """Applies `edit` to a name and writes the result durably, in one transaction. Returns the result of `edit`.
 
-        If `edit` raises, the error is propagated and nothing changes. `edit` may be called several times.
+        If `edit` raises, the error is propagated and nothing changes.
 
         wanted: the version numbers whose records `edit` needs, or ALL_VERSIONS. frees_room: try the change even on a
         full disk.
         """
+        with self._database.transaction(CHANGES, even_if_full=frees_room) as connection:
+            before = load_name(connection, key, wanted)
+            after = before.copy()
+            result = edit(after)
+            return result, _keep(connection, before, after)
 
     def push(
         self,
@@ -144,37 +162,101 @@ class RegistryStorage(Protocol):
         """Like `change`, for an edit that adds a version and depends on the tenant's usage. No other process adds to
         the usage during the call.
 
-        digest: digest of the new version's weights. reservation: released in the same transaction; `reservation_lost`
-        is raised if it has expired.
+        digest: digest of the new version's weights. reservation: released in the same transaction; TryAgain is raised
+        if it has expired.
         """
+        with self._database.transaction(blob_lock(digest), CHANGES) as connection:
+            if reservation is not None:
+                _release(connection, reservation, now)
+            before = load_name(connection, key, ())
+            after = before.copy()
+            usage = connection.execute(STORAGE_USAGE, {"tenant": key[0], "digest": digest}).one()
+            result = edit(after, _usage(usage))
+            return result, _keep(connection, before, after)
 
     def change_pins(
         self, key: NameKey, edit: Callable[[NamedAdapter, Sequence[Rollout]], T]
     ) -> tuple[T, Change]:
         """Like `change`, for an edit that depends on all pins. No other process changes a pin during the call."""
+        with self._database.transaction(CHANGES) as connection:
+            before = load_name(connection, key, ())
+            after = before.copy()
+            result = edit(after, read_rollouts(connection.execute(PINNED)))
+            return result, _keep(connection, before, after)
 
     # -- blobs ------------------------------------------------------------------------------------------------------
 
     def reserve(self, digest: str, now: float) -> str:
         """Protects the digest from `collect`, until `release` is called or RESERVATION_S have passed."""
+        reservation = uuid.uuid4().hex
+        row = {"reservation": reservation, "digest": digest, "expires_at": now + RESERVATION_S}
+        with self._database.transaction(blob_lock(digest)) as connection:
+            connection.execute(insert(schema.adapter_reservations), row)
+        return reservation
 
     def release(self, reservation: str) -> None:
         """Releases a reservation; a no-op if it does not exist any more."""
+        with self._database.transaction(even_if_full=True) as connection:
+            connection.execute(delete(schema.adapter_reservations).where(_r.reservation == reservation))
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
         """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. No new reference can be
         created while `drop` runs. Returns whether `drop` was called.
         """
+        with self._database.transaction(blob_lock(digest), even_if_full=True) as connection:
+            expired = delete(schema.adapter_reservations).where(_r.digest == digest, _r.expires_at <= now)
+            connection.execute(expired)
+            if connection.execute(_REFERENCED, {"digest": digest, "now": now}).first() is not None:
+                return False
+            drop(digest)
+            return True
 
     # -- the feed ---------------------------------------------------------------------------------------------------
 
     def changes(self, cursor: str | None) -> Changes:
-        """Returns the changes after the cursor. None starts at the end of the feed, with `resync` set."""
-
-    def close(self) -> None:
-        """Closes the connections to the storage."""
+        """See `read_changes`."""
+        return read_changes(self._database, cursor)
 
 
-def reservation_lost() -> TryAgain:
-    """Returns the error for an upload whose reservation has expired. The blob may have been dropped since."""
-    return TryAgain("the upload took too long, so its reservation expired; upload again")
+def _own(key: NameKey) -> dict[str, object]:
+    return {"tenant": key[0], "name": key[1]}
+
+
+def _version(version: AdapterVersion) -> dict[str, object]:
+    return {"tenant": version.tenant, "digest": version.digest}
+
+
+def _most(limit: int | None) -> int:
+    return NO_LIMIT if limit is None else limit
+
+
+def _usage(row: Sequence[int | None]) -> StorageUsage:
+    num_versions, num_bytes, weights_bytes = row
+    # PostgreSQL's sums are decimals.
+    return StorageUsage(
+        int(num_versions or 0), int(num_bytes or 0), None if weights_bytes is None else int(weights_bytes)
+    )
+
+
+def _release(connection: Connection, reservation: str, now: float) -> None:
+    """Releases a reservation. Raises TryAgain if it has expired or does not exist: the blob may have been dropped."""
+    released = delete(schema.adapter_reservations).where(_r.reservation == reservation)
+    row = connection.execute(released.returning(_r.expires_at)).fetchone()
+    if row is None or row[0] <= now:
+        raise TryAgain("the upload took too long, so its reservation expired; upload again")
+
+
+def _keep(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> Change:
+    """Writes the changes of a name. If there are any, also publishes them."""
+    if after == before:
+        return Change(after.tenant, after.name)
+    save_name(connection, before, after)
+    removed = [before.records[number].version for number in before.records.keys() - after.records.keys()]
+    orphaned = tuple(
+        version
+        for version in dict.fromkeys(removed)
+        if connection.execute(_NAMED, _version(version)).first() is None
+    )
+    change = Change(after.tenant, after.name, orphaned, before.pins() != after.pins())
+    publish(connection, change)
+    return change

@@ -1,6 +1,6 @@
 """Checks the settings of a Redis that must not lose acknowledged writes, and waits until writes are on its disk.
 
-The module needs the package redis, so only modules that `store_url.py` and `registry_url.py` load import it.
+The module needs the package redis, so only modules that `store_url.load_optional` loads import it.
 """
 
 import time

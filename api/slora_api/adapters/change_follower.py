@@ -1,11 +1,11 @@
-"""Follows the registry's feed of changes and tells this process's engine about the changes that concern it.
+"""Follows the feed of changes and tells this process's engine about the changes that concern it.
 
-Any process that shares the registry can change adapters. This task reads the feed five times a second, which also
-invalidates the registry's cache. The engine removes versions that no name has any more. When a pin has moved, the
-engine receives all pins again. If the feed cannot tell which changes were missed, every version that the engine may
-hold is looked up.
+Any process that shares the database can change adapters, keys and tenants. This task reads the feed five times a
+second, which also invalidates the caches of names and keys. The engine removes versions that no name has any more. When
+a pin has moved, the engine receives all pins again. If the feed cannot tell which changes were missed, every version
+that the engine may hold is looked up.
 
-While the registry does not answer, requests are served with the cached entries. The feed delivers the missed changes
+While the database does not answer, requests are served with the cached entries. The feed delivers the missed changes
 afterwards.
 """
 
@@ -16,9 +16,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from slora.errors import EngineUnavailable
+from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry.registry import Changes, Registry
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 
@@ -42,8 +44,15 @@ class VersionHolder(Protocol):
 class ChangeFollower:
     """Runs on one event loop. on_moved_pin: called when the set of pinned versions may have changed."""
 
-    def __init__(self, registry: Registry, engine: VersionHolder, on_moved_pin: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        tenant_store: TenantStore,
+        engine: VersionHolder,
+        on_moved_pin: Callable[[], None],
+    ) -> None:
         self._registry = registry
+        self._tenant_store = tenant_store
         self._engine = engine
         self._on_moved_pin = on_moved_pin
 
@@ -55,17 +64,18 @@ class ChangeFollower:
             is_all = True
             try:
                 changes = await asyncio.to_thread(self._registry.changes, cursor)
+                self._tenant_store.apply_changes(changes)
                 await self._pass_on(changes)
                 # The cursor advances only now, so that changes that could not be passed on are read again.
                 cursor, is_all = changes.cursor, changes.is_all
                 if not answers:
-                    _log.info("the registry is available again")
+                    _log.info("the database is available again")
                 answers = True
             except StoreUnavailable as error:
                 if answers:
                     _log.error(
-                        "the registry is unavailable, so cached adapters are served and changes are "
-                        "not seen: %s",
+                        "the database is unavailable, so cached names and keys are used and changes "
+                        "are not seen: %s",
                         error,
                     )
                 answers = False

@@ -17,6 +17,7 @@ __all__ = ["main"]
 _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
     "demo": ("slora_api.server.serve", "serve_demo"),
+    "migrate": ("slora_api.cli.migrate", "migrate"),
     "tenant create": ("slora_api.cli.tenant", "create"),
     "tenant set": ("slora_api.cli.tenant", "change"),
     "tenant list": ("slora_api.cli.tenant", "show"),
@@ -91,6 +92,27 @@ def _add_serve(commands: _Commands) -> None:
                 continue
             shown = f" (default {spec.default_text})" if spec.default_text else ""
             parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+        # Refused with the command that copies a registry into the database.
+        parser.add_argument("--registry", help=argparse.SUPPRESS)
+
+
+def _add_migrate(commands: _Commands) -> None:
+    migrate = commands.add(
+        "migrate", "copy a registry that release 0.1 kept in Redis into the database; stop all servers first"
+    )
+    migrate.epilog = "Redis is only read. If the command fails, the database is unchanged."
+    migrate.add_argument(
+        "--registry", metavar="URL", help="redis://HOST:PORT/DB of the registry (SLORA_REGISTRY)"
+    )
+    migrate.add_argument(
+        "--database",
+        metavar="URL",
+        help="database of the servers, as in slora serve (SLORA_DATABASE; default: the SQLite file in the "
+        "data directory)",
+    )
+    migrate.add_argument(
+        "--data-dir", metavar="DIR", help="data directory of the server (SLORA_DATA_DIR; default data)"
+    )
 
 
 def _add_tenants_and_keys(commands: _Commands) -> None:
@@ -293,6 +315,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slora {importlib.metadata.version('slora')}")
     commands = _Commands(parser)
     _add_serve(commands)
+    _add_migrate(commands)
     _add_tenants_and_keys(commands)
     _add_adapters(commands)
     _add_complete(commands)

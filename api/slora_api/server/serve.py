@@ -34,7 +34,8 @@ from slora_adapters.full_disk import is_full
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
-from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_identity import BaseIdentity
@@ -48,6 +49,7 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.uploads import Uploads
+from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
@@ -57,7 +59,6 @@ from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.connection_limits import ConnectionLimits
-from slora_api.server.data_dir import DataDir, open_data_dir
 from slora_api.server.demo import (
     DemoTenant,
     describe_demo,
@@ -69,7 +70,6 @@ from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
 from slora_api.server.disk_watch import DiskWatch
 from slora_api.server.http_server import HttpServer
 from slora_api.server.listener import open_listener
-from slora_api.server.server_name import read_server_name
 from slora_api.server.supervisor import Child, Supervisor
 from slora_api.settings import Settings, read_settings, unknown_variables
 from slora_api.tenants.adapter_quota import AdapterQuota
@@ -211,12 +211,11 @@ async def _open_services(
 ) -> Services:
     """Creates the objects that routes use. The stack closes them."""
     reserve = DiskReserve(data.reserve)
-    database = Database(data.database, reserve)
+    database = Database(settings.database or data.database, reserve)
     stack.callback(database.close)
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    registry = open_registry(settings.registry, database, read_server_name(data.server_name))
-    stack.callback(registry.close)
+    registry = Registry(RegistryStorage(database))
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant)
     stack.push_async_callback(templates.close)
@@ -227,7 +226,7 @@ async def _open_services(
     )
     journal = RevocationJournal(data.revocations)
     stack.callback(journal.close)
-    tenant_store = TenantStore(database, pepper, journal)
+    tenant_store = TenantStore(database, pepper, journal, settings.auth_stale_seconds)
     pinning = Pinning(registry, tenant_store, client)
     quarantine = Quarantine(data.quarantine, reserve)
     inspector = Inspector(model.shape, model.limits, InspectionBounds())
@@ -242,7 +241,7 @@ async def _open_services(
         Publisher(base, quarantine, inspector, templates, quota, adapters, canary, client, pinning),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, client, pinning.refresh),
+        ChangeFollower(registry, tenant_store, client, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes

@@ -8,6 +8,8 @@ to callers without a key.
 Prometheus sends a key with `authorization: {credentials_file: ...}`.
 """
 
+import asyncio
+import logging
 import re
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,11 +18,14 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import Forbidden, Unauthorized, error_response
 from slora_api.tenants.admin_key import AdminKey
 from slora_api.tenants.tenant_store import KeyRecord, TenantStore
 
 __all__ = ["PUBLIC_PATHS", "AuthenticationMiddleware", "CurrentKey", "Operator", "is_operator"]
+
+logger = logging.getLogger(__name__)
 
 # Load balancers and container engines call these without a key. They reveal only whether the server is up and ready.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
@@ -46,20 +51,27 @@ class AuthenticationMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PUBLIC_PATHS:
-            caller = self._identify(Headers(scope=scope).get("authorization", ""))
+            try:
+                caller = await self._identify(Headers(scope=scope).get("authorization", ""))
+            except StoreUnavailable as error:
+                logger.warning("an API key cannot be checked: %s", error)
+                await error_response(error)(scope, receive, send)
+                return
             if caller is None:
                 await error_response(Unauthorized())(scope, receive, send)
                 return
             scope["state"]["caller"] = caller
         await self._app(scope, receive, send)
 
-    def _identify(self, header: str) -> _Caller | None:
+    async def _identify(self, header: str) -> _Caller | None:
         match = _BEARER.fullmatch(header.strip())
         if match is None:
             return None
         if self._admin_key.matches(match[1]):
             return _OperatorCaller()
-        return self._tenant_store.authenticate(match[1])
+        if self._tenant_store.is_lookup_local(match[1]):
+            return self._tenant_store.authenticate(match[1])
+        return await asyncio.to_thread(self._tenant_store.authenticate, match[1])
 
 
 def _current_key(request: Request) -> KeyRecord:

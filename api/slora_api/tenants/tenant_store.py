@@ -1,16 +1,21 @@
 """Tenants and their API keys.
 
 A tenant is a name with a share of the engine. A key belongs to one tenant and may have a default adapter: a name, or
-`name@alias`, which is resolved at each request. Keys are stored as hashes. A key and its tenant's share are read from
-the database at each request, which takes some ten microseconds. A revocation or a new share therefore applies to the
-next request, in every process that shares the database.
+`name@alias`, which is resolved at each request. Keys are stored as hashes.
+
+Each process caches the keys that it has seen, with their tenant's share. A revocation or a new share applies to the
+next request in the process that makes it. Other processes apply it when they read the feed of changes, within a second.
+While the database does not answer, cached keys stay valid for `max_stale_s`, because a revocation could not arrive.
 
 A revocation also takes effect when the database cannot be written, for example on a full disk. It is first written to a
 journal that needs no free space and that every process of the host reads at each request. It stays there until the
 database has it.
 
-Methods block on the disk, so those that write must not be called on the event loop. This module does not depend on
-HTTP.
+Hosts that share a database need the same pepper. The first one leaves a check of its pepper in the database, and a host
+with another pepper is refused.
+
+Methods block on the database, so an event loop must call them on a thread; see also `is_lookup_local`. This module does
+not depend on HTTP.
 """
 
 import logging
@@ -19,16 +24,21 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from sqlite3 import Connection, IntegrityError
 from typing import Any
+
+from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy.engine import Connection
 
 from slora.request import MAX_PRIORITY
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
-from slora_adapters.database.database import Database
-from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, TryAgain
+from slora_adapters.database import schema
+from slora_adapters.database.change_feed import Change, Changes, publish
+from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.reference import parse_reference
 from slora_api.errors import BadRequest, Conflict, NotFound
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
+from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.revocation_journal import RevocationJournal
 
 __all__ = ["KeyRecord", "ShareChanges", "Tenant", "TenantStore", "check_name"]
@@ -36,30 +46,6 @@ __all__ = ["KeyRecord", "ShareChanges", "Tenant", "TenantStore", "check_name"]
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
-
-_MIGRATIONS = (
-    """
-    CREATE TABLE tenants (
-        name TEXT PRIMARY KEY,
-        created_at INTEGER NOT NULL
-    ) STRICT;
-    CREATE TABLE api_keys (
-        key_id TEXT PRIMARY KEY,
-        tenant TEXT NOT NULL REFERENCES tenants (name),
-        digest BLOB NOT NULL,
-        adapter TEXT,
-        created_at INTEGER NOT NULL,
-        revoked_at INTEGER
-    ) STRICT;
-    CREATE INDEX api_keys_by_tenant ON api_keys (tenant, created_at);
-    """,
-    """
-    ALTER TABLE tenants ADD COLUMN weight REAL NOT NULL DEFAULT 1;
-    ALTER TABLE tenants ADD COLUMN min_pool_share REAL NOT NULL DEFAULT 0;
-    ALTER TABLE tenants ADD COLUMN max_pool_share REAL NOT NULL DEFAULT 1;
-    ALTER TABLE tenants ADD COLUMN priority INTEGER NOT NULL DEFAULT 0;
-    """,
-)
 
 
 def check_name(name: str, param: str) -> str:
@@ -147,21 +133,57 @@ class KeyRecord:
     share: TenantShare
 
 
-_SHARE_COLUMNS = "weight, min_pool_share, max_pool_share, priority"
-_KEY_COLUMNS = f"key_id, tenant, adapter, api_keys.created_at, revoked_at, {_SHARE_COLUMNS}"
-_KEYS = "FROM api_keys JOIN tenants ON tenants.name = api_keys.tenant"
+@dataclass(frozen=True, slots=True)
+class _StoredKey:
+    """A key that is not revoked, as it is cached. digest: see `Pepper`."""
+
+    record: KeyRecord
+    digest: bytes
+
+    @property
+    def tenant(self) -> str:
+        return self.record.tenant
+
+
+_t, _k = schema.tenants.c, schema.api_keys.c
+_SHARE_COLUMNS = (_t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
+_TENANTS = select(_t.name, _t.created_at, *_SHARE_COLUMNS).order_by(_t.name)
+_ONE_TENANT = _TENANTS.where(_t.name == bindparam("name"))
+_KEYS = (
+    select(_k.key_id, _k.tenant, _k.adapter, _k.created_at, _k.revoked_at, *_SHARE_COLUMNS)
+    .join_from(schema.api_keys, schema.tenants)
+    .order_by(_k.created_at, _k.key_id)
+)
+_KEYS_OF_TENANT = _KEYS.where(_k.tenant == bindparam("tenant"))
+_VALID_KEY = _KEYS.add_columns(_k.digest).where(_k.key_id == bindparam("key_id"), _k.revoked_at.is_(None))
+_KEY_EXISTS = select(_k.key_id).where(_k.key_id == bindparam("key_id"))
 
 
 class TenantStore:
-    """Tenants and keys in the shared database. journal: the revocation journal of this host."""
+    """Tenants and keys in the shared database. journal: the revocation journal of this host. max_stale_s: how long a
+    cached key is valid after the last successful `apply_changes`; later, it is read from the database again.
 
-    def __init__(self, database: Database, pepper: Pepper, journal: RevocationJournal) -> None:
+    The constructor raises StoreUnfit if the keys in the database were made with another pepper.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        pepper: Pepper,
+        journal: RevocationJournal,
+        max_stale_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._database = database
         self._pepper = pepper
         self._journal = journal
+        self._max_stale_s = max_stale_s
+        self._clock = clock
+        self._cache = KeyCache[_StoredKey]()
+        self._current_at = clock()
         # An unknown key id is compared with this digest, so that it takes as long as a wrong secret.
         self._no_digest = pepper.digest("")
-        database.migrate("tenancy", _MIGRATIONS)
+        self._check_pepper()
 
     def create_tenant(self, name: str, changes: ShareChanges | None = None) -> Tenant:
         """Creates a tenant whose share is the default with `changes` applied.
@@ -170,14 +192,12 @@ class TenantStore:
         """
         share = DEFAULT_SHARE if changes is None else changes.apply(DEFAULT_SHARE)
         tenant = Tenant(check_name(name, "name"), int(time.time()), share)
-        try:
-            with self._database.transaction() as connection:
-                connection.execute(
-                    "INSERT INTO tenants (name, created_at) VALUES (?, ?)", (tenant.name, tenant.created_at)
-                )
-                _write_share(connection, tenant)
-        except IntegrityError:
-            raise Conflict(f"The tenant `{name}` already exists.") from None
+        with self._database.transaction(CHANGES) as connection:
+            if connection.execute(_ONE_TENANT, {"name": name}).first() is not None:
+                raise Conflict(f"The tenant `{name}` already exists.")
+            row = {"name": tenant.name, "created_at": tenant.created_at, **_share_row(share)}
+            connection.execute(insert(schema.tenants), row)
+            _check_floors(connection, share)
         return tenant
 
     def change_share(
@@ -192,19 +212,25 @@ class TenantStore:
 
         Raises NotFound, or BadRequest naming the field.
         """
-        with self._database.transaction() as connection:
-            before = _find_tenant(connection.execute(_ONE_TENANT, (name,)).fetchall(), name)
+        with self._database.transaction(CHANGES) as connection:
+            before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
             tenant = replace(before, share=changes.apply(before.share))
             check(before.share, tenant)
-            _write_share(connection, tenant)
+            connection.execute(
+                update(schema.tenants).where(_t.name == name).values(**_share_row(tenant.share))
+            )
+            _check_floors(connection, tenant.share)
+            # The engine's pins carry the share of their tenant.
+            publish(connection, Change(name, moved_pin=True))
+        self._cache.drop_tenant(name)
         return tenant
 
     def find_tenant(self, name: str) -> Tenant:
         """Raises NotFound."""
-        return _find_tenant(self._database.read(_ONE_TENANT, (name,)), name)
+        return _find_tenant(self._database.read(_ONE_TENANT, {"name": name}), name)
 
     def list_tenants(self) -> Sequence[Tenant]:
-        return [_read_tenant(row) for row in self._database.read(f"{_TENANTS} ORDER BY name")]
+        return [_read_tenant(row) for row in self._database.read(_TENANTS)]
 
     def create_key(self, tenant: str, adapter: str | None = None) -> tuple[KeyRecord, NewKey]:
         """Creates a key. Only the second value contains the secret. Raises NotFound or BadRequest."""
@@ -233,20 +259,21 @@ class TenantStore:
     def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
         """Raises NotFound for an unknown tenant."""
         self.find_tenant(tenant)
-        rows = self._database.read(
-            f"SELECT {_KEY_COLUMNS} {_KEYS} WHERE tenant = ? ORDER BY api_keys.created_at, key_id", (tenant,)
-        )
-        return [self._with_pending(_read_key(row)) for row in rows]
+        rows = self._database.read(_KEYS_OF_TENANT, {"tenant": tenant})
+        return [self._with_pending(_make_record(row)) for row in rows]
 
     def revoke_key(self, key_id: str) -> None:
         """Revokes a key at once. Revoking it again is a no-op.
 
         Raises NotFound. Raises TryAgain if neither the database nor the journal could be written. The revocation then
-        applies in this process only, which keeps trying to write it. A restart before that would lose it.
+        applies in this process only, which keeps trying to write it. A restart before that would lose it. Also raises
+        TryAgain if a database that several hosts share could not be written. The revocation then applies on this host,
+        and on others as soon as the database answers again.
         """
-        if not self._database.read("SELECT 1 FROM api_keys WHERE key_id = ?", (key_id,)):
+        if not self._database.read(_KEY_EXISTS, {"key_id": key_id}):
             raise NotFound(f"There is no key `{key_id[:64]}`.")
         is_kept = self._journal.add(key_id)
+        self._cache.drop(key_id)
         try:
             self._write_revocations((key_id,))
         except StoreUnavailable as error:
@@ -258,6 +285,11 @@ class TenantStore:
                     f"key {key_id} is revoked in this process, but the revocation could not be "
                     f"written ({error}). A restart would make the key valid again, so revoke it again "
                     "later."
+                ) from error
+            if self._database.path is None:
+                raise TryAgain(
+                    f"key {key_id} is revoked on this host, but other hosts accept it until the "
+                    "database answers again"
                 ) from error
 
     def write_pending_revocations(self) -> None:
@@ -276,22 +308,69 @@ class TenantStore:
         self._journal.remove(key_ids)
 
     def _mark_revoked(self, key_ids: Sequence[str]) -> None:
-        with self._database.transaction(even_if_full=True) as connection:
-            connection.executemany(
-                "UPDATE api_keys SET revoked_at = coalesce(revoked_at, ?) WHERE key_id = ?",
-                [(int(time.time()), key_id) for key_id in key_ids],
-            )
+        with self._database.transaction(CHANGES, even_if_full=True) as connection:
+            for key_id in key_ids:
+                revoked = (
+                    update(schema.api_keys)
+                    .where(_k.key_id == key_id, _k.revoked_at.is_(None))
+                    .values(revoked_at=int(time.time()))
+                    .returning(_k.tenant)
+                )
+                for (tenant,) in connection.execute(revoked).fetchall():
+                    publish(connection, Change(tenant, key_id=key_id))
+        for key_id in key_ids:
+            self._cache.drop(key_id)
 
     def authenticate(self, secret: str) -> KeyRecord | None:
-        """Returns the record of the key `secret` if it is well-formed, known and not revoked, else None."""
+        """Returns the record of the key `secret` if it is well-formed, known and not revoked, else None. Raises
+        StoreUnavailable if the key is not cached, or for too long, and the database does not answer.
+        """
         key_id = read_key_id(secret)
-        rows = self._database.read(
-            f"SELECT digest, {_KEY_COLUMNS} {_KEYS} WHERE key_id = ? AND revoked_at IS NULL", (key_id,)
-        )
-        if key_id is not None and key_id in self._journal:
-            rows = []
-        stored, record = (rows[0][0], _read_key(rows[0][1:])) if rows else (self._no_digest, None)
-        return record if self._pepper.matches(secret, stored) else None
+        found = None if key_id is None or key_id in self._journal else self._find_key(key_id)
+        matches = self._pepper.matches(secret, self._no_digest if found is None else found.digest)
+        return found.record if found is not None and matches else None
+
+    def is_lookup_local(self, secret: str) -> bool:
+        """Returns whether `authenticate` answers within microseconds, so that an event loop may call it."""
+        key_id = read_key_id(secret)
+        return key_id is None or (self._is_current() and self._cache.get(key_id) is not None)
+
+    def apply_changes(self, changes: Changes) -> None:
+        """Drops from the cache what has changed. changes: what was just read from the feed."""
+        if changes.resync:
+            self._cache.clear()
+        for change in changes.changes:
+            if change.key_id:
+                self._cache.drop(change.key_id)
+            elif not change.name:
+                self._cache.drop_tenant(change.tenant)
+        self._current_at = self._clock()
+
+    def _find_key(self, key_id: str) -> _StoredKey | None:
+        found = self._cache.get(key_id) if self._is_current() else None
+        return self._cache.look_up(key_id, lambda: self._read_key(key_id)) if found is None else found
+
+    def _read_key(self, key_id: str) -> _StoredKey | None:
+        rows = self._database.read(_VALID_KEY, {"key_id": key_id})
+        return _StoredKey(_make_record(rows[0][:-1]), bytes(rows[0][-1])) if rows else None
+
+    def _is_current(self) -> bool:
+        return self._clock() - self._current_at <= self._max_stale_s
+
+    def _check_pepper(self) -> None:
+        query = select(schema.platform.c.pepper_check)
+        check = self._no_digest
+        ((stored,),) = self._database.read(query)
+        if stored is None:
+            with self._database.transaction(CHANGES) as connection:
+                first = update(schema.platform).where(schema.platform.c.pepper_check.is_(None))
+                connection.execute(first.values(pepper_check=check))
+            ((stored,),) = self._database.read(query)
+        if not self._pepper.matches("", bytes(stored)):
+            raise StoreUnfit(
+                "the API keys in the database were made with another pepper, so this server would refuse all of "
+                "them: copy the file `pepper` from the data directory of a server that uses the database"
+            )
 
     def _with_pending(self, record: KeyRecord) -> KeyRecord:
         """Marks a key as revoked if only the journal has its revocation. The journal has no times, so the current time
@@ -302,48 +381,46 @@ class TenantStore:
         return record
 
     def _insert(self, record: KeyRecord, secret: str) -> None:
-        with self._database.transaction() as connection:
-            connection.execute(
-                "INSERT INTO api_keys (key_id, tenant, digest, adapter, created_at) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT DO NOTHING",
-                (
-                    record.key_id,
-                    record.tenant,
-                    self._pepper.digest(secret),
-                    record.adapter,
-                    record.created_at,
-                ),
-            )
+        row = {
+            "key_id": record.key_id,
+            "tenant": record.tenant,
+            "digest": self._pepper.digest(secret),
+            "adapter": record.adapter,
+            "created_at": record.created_at,
+        }
+        with self._database.transaction(CHANGES) as connection:
+            if connection.execute(_KEY_EXISTS, {"key_id": record.key_id}).first() is None:
+                connection.execute(insert(schema.api_keys), row)
 
 
-_TENANTS = f"SELECT name, created_at, {_SHARE_COLUMNS} FROM tenants"
-_ONE_TENANT = f"{_TENANTS} WHERE name = ?"
-
-
-def _read_tenant(row: tuple[Any, ...]) -> Tenant:
+def _read_tenant(row: Sequence[Any]) -> Tenant:
     name, created_at, *share = row
     return Tenant(name, created_at, TenantShare(*share))
 
 
-def _find_tenant(rows: Sequence[tuple[Any, ...]], name: str) -> Tenant:
+def _find_tenant(rows: Sequence[Sequence[Any]], name: str) -> Tenant:
     if not rows:
         raise NotFound(f"There is no tenant `{name[:128]}`.")
     return _read_tenant(rows[0])
 
 
-def _read_key(row: tuple[Any, ...]) -> KeyRecord:
+def _make_record(row: Sequence[Any]) -> KeyRecord:
     key_id, tenant, adapter, created_at, revoked_at, *share = row
     return KeyRecord(key_id, tenant, adapter, created_at, revoked_at, TenantShare(*share))
 
 
-def _write_share(connection: Connection, tenant: Tenant) -> None:
-    """Raises BadRequest if the floors of all tenants would exceed the whole pool."""
-    share = tenant.share
-    connection.execute(
-        "UPDATE tenants SET weight = ?, min_pool_share = ?, max_pool_share = ?, priority = ? WHERE name = ?",
-        (share.weight, share.min_share, share.max_share, share.priority, tenant.name),
-    )
-    floors = [floor for (floor,) in connection.execute("SELECT min_pool_share FROM tenants")]
+def _share_row(share: TenantShare) -> dict[str, float]:
+    return {
+        "weight": share.weight,
+        "min_pool_share": share.min_share,
+        "max_pool_share": share.max_share,
+        "priority": share.priority,
+    }
+
+
+def _check_floors(connection: Connection, share: TenantShare) -> None:
+    """Raises BadRequest if the floors of all tenants exceed the whole pool. share: the share that was just written."""
+    floors = [floor for (floor,) in connection.execute(select(_t.min_pool_share))]
     if (total := math.fsum(floors)) > 1 + _SUM_SLACK:
         left = max(0.0, 1 - (total - share.min_share))
         raise BadRequest(

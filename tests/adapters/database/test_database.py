@@ -1,88 +1,196 @@
 import multiprocessing
-import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert, select, text, update
+from sqlalchemy.exc import IntegrityError
 
-from slora_adapters.database.database import Database
+from slora_adapters.database import database as database_module
+from slora_adapters.database import schema
+from slora_adapters.database.database import CHANGES, Database, blob_lock
+from slora_adapters.database.database_url import parse_database_url
 from slora_adapters.disk_reserve import DiskReserve
-from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.errors import DiskFull, StoreUnavailable, StoreUnfit
+from tests.postgresql_server import PostgresqlServer
 from tests.support.file_limit import largest_file
 
-FIRST = "CREATE TABLE things (name TEXT PRIMARY KEY, n INTEGER NOT NULL) STRICT;"
-SECOND = "ALTER TABLE things ADD COLUMN note TEXT DEFAULT 'a;b'; CREATE INDEX things_by_n ON things (n);"
+WAIT_S = 60
+NAMES = select(schema.adapter_names.c.name).order_by(schema.adapter_names.c.name)
+
+
+def add(database: Database, name: str, *, even_if_full: bool = False) -> None:
+    row = {"tenant": "t", "name": name, "last_number": 1, "created_at": 1.0}
+    with database.transaction(CHANGES, even_if_full=even_if_full) as connection:
+        connection.execute(insert(schema.adapter_names), row)
+
+
+def names(database: Database) -> list[str]:
+    return [name for (name,) in database.read(NAMES)]
+
+
+def increment(database: Database) -> None:
+    with database.transaction(CHANGES) as connection:
+        (number,) = connection.execute(select(schema.adapter_names.c.last_number)).one()
+        connection.execute(update(schema.adapter_names).values(last_number=number + 1))
+
+
+def count(database: Database) -> int:
+    ((number,),) = database.read(select(schema.adapter_names.c.last_number))
+    return int(number)
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(tmp_path / "slora.db")
+def database(database_place: str) -> Iterator[Database]:
+    database = Database(database_place)
     yield database
     database.close()
 
 
-def test_migrations_are_applied_once_and_forward(database: Database) -> None:
-    database.migrate("things", (FIRST,))
-    with database.transaction() as connection:
-        connection.execute("INSERT INTO things VALUES ('x', 1)")
-    database.migrate("things", (FIRST, SECOND))
-    database.migrate("things", (FIRST, SECOND))
-    assert database.read("SELECT * FROM things") == [("x", 1, "a;b")]
-    assert database.read("SELECT * FROM schema_versions") == [("things", 2)]
-
-
-def test_components_migrate_independently(database: Database) -> None:
-    database.migrate("things", (FIRST, SECOND))
-    database.migrate("others", ("CREATE TABLE others (x INTEGER) STRICT",))
-    rows = database.read("SELECT * FROM schema_versions ORDER BY component")
-    assert rows == [("others", 1), ("things", 2)]
-
-
-def test_a_database_of_a_newer_release_is_refused(database: Database) -> None:
-    database.migrate("things", (FIRST, SECOND))
-    with pytest.raises(
-        StoreUnavailable, match="schema version 2 of 'things', but this release supports at most 1"
-    ):
-        database.migrate("things", (FIRST,))
-    with database.transaction() as connection:
-        connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreUnavailable, match="newer release"):
-        Database(database.path)
-
-
-def test_a_migration_that_fails_leaves_nothing_behind(database: Database) -> None:
-    with pytest.raises(StoreUnavailable):
-        database.migrate("things", (FIRST, "CREATE TABLE more (x INTEGER) STRICT; SELECT * FROM nowhere;"))
-    assert database.read("SELECT name FROM sqlite_master WHERE name IN ('things', 'more')") == []
-    database.migrate("things", (FIRST,))
-
-
-def test_an_unfinished_statement_in_a_migration_raises(database: Database) -> None:
-    with pytest.raises(ValueError, match="ends inside a statement"):
-        database.migrate("things", ("CREATE TABLE x (t TEXT DEFAULT 'open",))
-
-
 def test_a_block_that_raises_is_undone(database: Database) -> None:
-    database.migrate("things", (FIRST,))
-    with pytest.raises(KeyError), database.transaction() as connection:
-        connection.execute("INSERT INTO things VALUES ('x', 1)")
+    with pytest.raises(KeyError), database.transaction(CHANGES) as connection:
+        row = {"tenant": "t", "name": "x", "last_number": 1, "created_at": 1.0}
+        connection.execute(insert(schema.adapter_names), row)
         raise KeyError
-    assert database.read("SELECT * FROM things") == []
+    assert names(database) == []
+    add(database, "x")
 
 
 def test_integrity_errors_reach_the_caller_as_they_are(database: Database) -> None:
-    database.migrate("things", (FIRST,))
-    with pytest.raises(sqlite3.IntegrityError), database.transaction() as connection:
-        connection.execute("INSERT INTO things VALUES ('x', NULL)")
+    add(database, "x")
+    with pytest.raises(IntegrityError):
+        add(database, "x")
+    row = {"key_id": "k", "tenant": "nobody", "digest": b"", "created_at": 1}
+    with pytest.raises(IntegrityError), database.transaction(CHANGES) as connection:
+        connection.execute(insert(schema.api_keys), row)
 
 
-def test_foreign_keys_and_full_sync_are_on(database: Database) -> None:
-    assert database.read("PRAGMA foreign_keys") == [(1,)]
-    assert database.read("PRAGMA synchronous") == [(2,)]
-    assert database.read("PRAGMA journal_mode") == [("wal",)]
+def test_names_are_sorted_in_byte_order(database: Database) -> None:
+    """PostgreSQL would sort by the locale of the server, in which punctuation hardly counts."""
+    for name in ("b", "a_b", "a.b-c", "ab", "a-b"):
+        add(database, name)
+    assert names(database) == ["a-b", "a.b-c", "a_b", "ab", "b"]
+
+
+def test_increments_by_many_threads_all_count(database: Database) -> None:
+    add(database, "x")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: increment(database), range(80)))
+    assert count(database) == 81
+
+
+def _open_and_increment(place: str) -> None:
+    with closing(Database(place)) as database:
+        for _ in range(25):
+            increment(database)
+
+
+def test_increments_by_several_processes_all_count(database_place: str) -> None:
+    with closing(Database(database_place)) as database:
+        add(database, "x")
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=_open_and_increment, args=(database_place,)) for _ in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+        assert count(database) == 76
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from sqlalchemy import insert
+from slora_adapters.database import schema
+from slora_adapters.database.database import CHANGES, Database
+database = Database(sys.argv[1])
+for name in ("committed", "torn"):
+    with database.transaction(CHANGES) as connection:
+        row = {"tenant": "t", "name": name, "last_number": 1, "created_at": 1.0}
+        connection.execute(insert(schema.adapter_names), row)
+        if name == "torn":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_killed_inside_a_transaction_loses_only_uncommitted_changes(database_place: str) -> None:
+    """Its locks end with it, too."""
+    command = [sys.executable, "-P", "-c", KILLED_WRITER, database_place]
+    assert subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, check=False).returncode == -9
+    with closing(Database(database_place)) as database:
+        assert names(database) == ["committed"]
+        add(database, "after")
+
+
+# -- locks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lock", [CHANGES, blob_lock("d")])
+def test_transactions_with_the_same_lock_exclude_each_other(database_place: str, lock: str) -> None:
+    order: list[str] = []
+    with closing(Database(database_place)) as first, closing(Database(database_place)) as second:
+
+        def run() -> None:
+            with second.transaction(lock):
+                order.append("second")
+
+        with first.transaction(lock):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(0.3)
+            order.append("first")
+        thread.join(WAIT_S)
+    assert order == ["first", "second"]
+
+
+def test_on_postgresql_a_blob_that_is_being_dropped_does_not_stop_other_changes(
+    shared_postgresql: PostgresqlServer,
+) -> None:
+    """A store may take long to drop a blob."""
+    with closing(Database(shared_postgresql.migrated_database())) as database:
+        with database.transaction(blob_lock("d")):
+            add(database, "x")
+            with database.transaction(blob_lock("e")):
+                pass
+        assert names(database) == ["x"]
+
+
+def test_a_transaction_sees_what_the_previous_holder_of_the_lock_committed(
+    shared_postgresql: PostgresqlServer,
+) -> None:
+    """Even if the server's default isolation level takes the snapshot before the transaction waits for the lock."""
+    place = shared_postgresql.make_database()
+    name = shared_postgresql.name_of(place)
+    shared_postgresql.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'repeatable read'")
+    with closing(Database(place)) as first, closing(Database(place)) as second:
+        add(first, "x")
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(increment, [first, second] * 20))
+        assert count(first) == 41
+
+
+# -- what cannot be used -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("mysql://host/name", "not mysql://"),
+        ("postgresql+asyncpg://host/name", r"not postgresql\+asyncpg://"),
+        ("sqlite://", "not sqlite://"),
+        ("postgresql://user:secret@host:port/name", "not a URL such as"),
+    ],
+)
+def test_other_urls_are_refused_without_their_password(place: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_database_url(place)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_path_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
@@ -90,91 +198,78 @@ def test_a_path_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
         Database(tmp_path / "nowhere" / "slora.db")
 
 
-def test_increments_by_many_threads_all_count(database: Database) -> None:
-    database.migrate("things", (FIRST, "INSERT INTO things VALUES ('x', 0);"))
-
-    def increment(_: int) -> None:
-        with database.transaction() as connection:
-            [(n,)] = connection.execute("SELECT n FROM things").fetchall()
-            connection.execute("UPDATE things SET n = ?", (n + 1,))
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(increment, range(80)))
-    assert database.read("SELECT n FROM things") == [(80,)]
+def test_a_server_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="No such file or directory") as caught:
+        Database(f"postgresql://slora:secret@/name?host={tmp_path}")
+    assert "secret" not in str(caught.value)
 
 
-def _open_and_increment(path: Path) -> None:
-    database = Database(path)
-    database.migrate("things", (FIRST, "INSERT INTO things VALUES ('x', 0);"))
-    for _ in range(25):
-        with database.transaction() as connection:
-            [(n,)] = connection.execute("SELECT n FROM things").fetchall()
-            connection.execute("UPDATE things SET n = ?", (n + 1,))
-    database.close()
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("default_transaction_read_only = on", "is read-only: name the primary server"),
+        ("synchronous_commit = off", "set synchronous_commit = on"),
+    ],
+)
+def test_a_postgresql_database_that_cannot_keep_changes_is_refused(
+    shared_postgresql: PostgresqlServer, setting: str, message: str
+) -> None:
+    place = shared_postgresql.make_database()
+    shared_postgresql.execute(f"ALTER DATABASE {shared_postgresql.name_of(place)} SET {setting}")
+    with pytest.raises(StoreUnfit, match=message):
+        Database(place)
 
 
-def test_processes_may_make_and_migrate_the_same_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "slora.db"
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_open_and_increment, args=(path,)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    database = Database(path)
-    assert database.read("SELECT n FROM things") == [(75,)]
-    database.close()
+def test_after_an_outage_the_database_answers_again(
+    postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Database(postgresql_server.make_database())) as database:
+        add(database, "before")
+        postgresql_server.kill()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                names(database)
+        with pytest.raises(StoreUnavailable):
+            add(database, "refused")
+        monkeypatch.setattr(database_module, "_PAUSE_S", WAIT_S)
+        database._retry_at = 0.0
+        with pytest.raises(StoreUnavailable):
+            names(database)
+        postgresql_server.start()
+        with pytest.raises(StoreUnavailable):
+            names(database)  # it is not tried again before the pause is over
+        database._retry_at = time.monotonic()
+        assert names(database) == ["before"]
 
 
-KILLED_WRITER = """
-import os, signal, sys
-from slora_adapters.database.database import Database
-database = Database(sys.argv[1])
-database.migrate("things", (sys.argv[2],))
-with database.transaction() as connection:
-    connection.execute("INSERT INTO things VALUES ('committed', 1)")
-with database.transaction() as connection:
-    connection.execute("INSERT INTO things VALUES ('torn', 1)")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+# -- SQLite ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_killed_inside_a_transaction_loses_only_uncommitted_changes(tmp_path: Path) -> None:
-    path = tmp_path / "slora.db"
-    command = [sys.executable, "-P", "-c", KILLED_WRITER, str(path), FIRST]
-    assert subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, check=False).returncode == -9
-    database = Database(path)
-    assert database.read("SELECT name FROM things") == [("committed",)]
-    with database.transaction() as connection:
-        connection.execute("INSERT INTO things VALUES ('after', 1)")
-    database.close()
+def test_foreign_keys_and_full_sync_are_on(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        assert database.read(text("PRAGMA foreign_keys")) == [(1,)]
+        assert database.read(text("PRAGMA synchronous")) == [(2,)]
+        assert database.read(text("PRAGMA journal_mode")) == [("wal",)]
 
 
 def test_a_write_on_a_full_disk_says_so_and_is_tried_again_only_if_it_cannot_wait(tmp_path: Path) -> None:
     database = Database(tmp_path / "slora.db", reserve := DiskReserve(tmp_path / "reserve", 1 << 20))
-    database.migrate("things", (FIRST,))
-
-    def insert(name: str, *, even_if_full: bool = False) -> None:
-        with database.transaction(even_if_full=even_if_full) as connection:
-            connection.execute("INSERT INTO things VALUES (?, 1)", (name,))
-
-    insert("before")
+    add(database, "before")
     with largest_file(16_000):
         for name in ("first", "second"):
             with pytest.raises(DiskFull, match=f"the disk of {tmp_path} is full, so this change is refused"):
-                insert(name)
+                add(database, name)
             assert reserve.is_full
         with pytest.raises(DiskFull):
-            insert("urgent", even_if_full=True)
-        assert database.read("SELECT name FROM things") == [("before",)]
+            add(database, "urgent", even_if_full=True)
+        assert names(database) == ["before"]
         assert not reserve.watch()
     with pytest.raises(DiskFull):
-        insert("room is back but was not looked for")
-    insert("urgent", even_if_full=True)
+        add(database, "room is back but was not looked for")
+    add(database, "urgent", even_if_full=True)
     assert reserve.watch()
-    insert("after")
-    assert database.read("SELECT name FROM things ORDER BY rowid") == [("before",), ("urgent",), ("after",)]
+    add(database, "after")
+    assert names(database) == ["after", "before", "urgent"]
     database.close()
 
 
@@ -183,25 +278,20 @@ def test_an_up_to_date_database_is_opened_without_writing(tmp_path: Path) -> Non
     again."""
     path = tmp_path / "slora.db"
     database = Database(path)
-    database.migrate("things", (FIRST,))
-    with database.transaction() as connection:
-        connection.execute("INSERT INTO things VALUES ('x', 1)")
+    add(database, "x")
     with largest_file(0):
         # As after a kill: SQLite's write-ahead log and shared-memory file still exist.
         again = Database(path)
-        again.migrate("things", (FIRST,))
-        assert again.read("SELECT name FROM things") == [("x",)]
+        assert names(again) == ["x"]
         again.close()
     database.close()
     assert not path.with_name("slora.db-wal").exists()
     with largest_file(0):
         # As after a clean stop: the disk has no room even for the shared-memory file.
         last = Database(path)
-        last.migrate("things", (FIRST,))
-        assert last.read("SELECT name FROM things") == [("x",)]
+        assert names(last) == ["x"]
         with pytest.raises(DiskFull), last.transaction():
             pass
-    with last.transaction() as connection:
-        connection.execute("INSERT INTO things VALUES ('y', 1)")
-    assert last.read("SELECT name FROM things") == [("x",), ("y",)], "the room is back"
+    add(last, "y")
+    assert names(last) == ["x", "y"], "the room is back"
     last.close()

@@ -11,14 +11,12 @@ from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.redis_storage import open_redis_storage
 from slora_adapters.registry.registry import Publication, Registry
-from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 from tests.adapters.registry_places import OpenStorage, reserved
-from tests.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -167,7 +165,7 @@ def test_no_blob_is_deleted_from_a_store_that_another_registry_uses(
     catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = Database(tmp_path / "other.db")
-    other = Catalog(Registry(SqliteStorage(database)), FileStore(tmp_path / "store"))
+    other = Catalog(Registry(RegistryStorage(database)), FileStore(tmp_path / "store"))
     digest = _publish(other, tmp_path / "1").record.version.digest
     assert catalog.sweep() == 0
     _publish(catalog, tmp_path / "2")
@@ -199,17 +197,15 @@ def test_a_registry_that_claims_a_store_during_a_sweep_keeps_its_blobs(
     assert catalog.store.exists("e" * 64)
 
 
-def test_an_emptied_registry_deletes_no_blobs(tmp_path: Path, redis_server: RedisServer) -> None:
-    """A Redis that was emptied holds no references, so every blob would look unreferenced."""
-    with closing(open_redis_storage(redis_server.url)) as storage:
-        catalog = Catalog(Registry(storage), FileStore(tmp_path / "store"))
+def test_an_emptied_database_deletes_no_blobs(tmp_path: Path) -> None:
+    """A database that was emptied holds no references, so every blob would look unreferenced."""
+    path = tmp_path / "slora.db"
+    with closing(Database(path)) as database:
+        catalog = Catalog(Registry(RegistryStorage(database)), FileStore(tmp_path / "store"))
         digest = _publish(catalog, tmp_path / "1").record.version.digest
-        with redis_server.client() as client:
-            client.flushall()
-        with pytest.raises(StoreUnavailable, match="no longer has the registry"):
-            catalog.sweep()
-    with closing(open_redis_storage(redis_server.url)) as storage:
-        assert Catalog(Registry(storage), FileStore(tmp_path / "store")).sweep() == 0
+    path.unlink()
+    with closing(Database(path)) as database:
+        assert Catalog(Registry(RegistryStorage(database)), FileStore(tmp_path / "store")).sweep() == 0
     assert catalog.store.exists(digest)
 
 

@@ -328,11 +328,16 @@ def test_versions_come_in_pages_newest_first(registry: Registry) -> None:
         registry.versions("t1", "c", limit=2, after=11)
 
 
-def test_another_process_sees_a_change_at_once(registry: Registry, open_storage: OpenStorage) -> None:
+def test_another_process_sees_a_change_after_it_has_read_the_feed(
+    registry: Registry, open_storage: OpenStorage
+) -> None:
     other = Registry(open_storage())
+    cursor = registry.changes().cursor
     registry.put("a", _v("t1"), DETAILS)
-    assert other.get("t1", "a").version == _v("t1")
+    assert registry.get("t1", "a").version == other.get("t1", "a").version == _v("t1")
     other.put("a", _v("t1", D2), DETAILS)
+    assert other.get("t1", "a").version == _v("t1", D2), "a process sees its own changes at once"
+    registry.changes(cursor)
     assert registry.get("t1", "a").version == _v("t1", D2)
 
 

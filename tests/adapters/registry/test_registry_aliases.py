@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 
 from slora_adapters.errors import AdapterError, AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
 from slora_adapters.registry.alias import MAX_HISTORY
-from slora_adapters.registry.name_cache import NameCache
 from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import (
     MAX_ALIASES,
@@ -34,8 +33,8 @@ from slora_adapters.registry.registry import (
     StorageUsage,
 )
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage, empty
-from tests.redis_server import RedisServer
+from tests.adapters.registry_places import OpenStorage
+from tests.postgresql_server import PostgresqlServer
 
 DIGESTS = tuple(digit * 64 for digit in "1234")
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
@@ -236,19 +235,19 @@ class RegistryMachine(RuleBasedStateMachine):
     """Compares two registries and a model after each step: all lookups, the feeds, and the weights that each
     deletion orphans."""
 
-    server: RedisServer
+    server: PostgresqlServer
 
     @initialize()
     def open(self) -> None:
         self.stack = ExitStack()
         folder = Path(self.stack.enter_context(TemporaryDirectory()))
         places = [
-            OpenStorage(self.stack, folder / "slora.db"),
-            OpenStorage(self.stack, folder / "slora.db", empty(self.server)),
+            OpenStorage(self.stack, str(folder / "slora.db")),
+            OpenStorage(self.stack, self.server.migrated_database()),
         ]
         self.registries = [Registry(place()) for place in places]
         # A reader that sees the second registry from another process.
-        self.reader = Registry(places[1](), cache=NameCache())
+        self.reader = Registry(places[1]())
         self.reader_cursor = self.reader.changes().cursor
         self.cursors = [registry.changes().cursor for registry in self.registries]
         self.plain: dict[tuple[str, str], PlainName] = {}
@@ -436,8 +435,8 @@ class RegistryMachine(RuleBasedStateMachine):
             assert registry.storage_usage(tenant, DIGESTS[0]) == StorageUsage(len(versions), num_bytes, own)
 
 
-def test_both_storages_agree_with_a_simple_model(shared_redis: RedisServer) -> None:
-    machine = type("OverBoth", (RegistryMachine,), {"server": shared_redis})
+def test_both_storages_agree_with_a_simple_model(shared_postgresql: PostgresqlServer) -> None:
+    machine = type("OverBoth", (RegistryMachine,), {"server": shared_postgresql})
     # Each step commits to disk once or twice.
     counts = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=50)
     run_state_machine_as_test(machine, settings=counts)

@@ -4,17 +4,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
-from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry, StorageUsage
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
-from tests.redis_server import RedisServer
+from tests.postgresql_server import PostgresqlServer
 
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 # Round n pushes version n, moves `prod` from n-1 to it and deletes n-1. It prints a line after each change.
@@ -22,10 +23,11 @@ ROLLOUT = """
 import sys
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails
-from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 
-registry = open_registry(sys.argv[2], Database(sys.argv[1]))
+registry = Registry(RegistryStorage(Database(sys.argv[1])))
 details = AdapterDetails(8, ("q_proj",), 4096)
 for number in range(1, 10_000):
     registry.put("voice", AdapterVersion("t", f"{number:064x}"), details)
@@ -78,30 +80,30 @@ def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
 ) -> None:
     registry = Registry(open_storage())
     acknowledged = Acknowledged()
-    command = [sys.executable, "-P", "-c", ROLLOUT, *open_storage.arguments]
+    command = [sys.executable, "-P", "-c", ROLLOUT, open_storage.place]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         acknowledged.read(islice(process.stdout, num_steps))
         process.send_signal(signal.SIGKILL)
         acknowledged.read(process.stdout)  # output that it wrote before it died
-    # Redis may execute the last commands of the dead process only now.
+    # PostgreSQL may complete the last transaction of the dead process only now.
     registry.put("last", AdapterVersion("other", "f" * 64), DETAILS)
     check(registry, acknowledged)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 17, 60])
-def test_a_redis_that_is_killed_under_a_rollout_keeps_what_it_acknowledged(
-    redis_server: RedisServer, tmp_path: Path, num_steps: int
+def test_a_postgresql_server_that_is_killed_under_a_rollout_keeps_what_it_acknowledged(
+    postgresql_server: PostgresqlServer, num_steps: int
 ) -> None:
     acknowledged = Acknowledged()
-    command = [sys.executable, "-P", "-c", ROLLOUT, str(tmp_path / "unused.db"), redis_server.url]
+    place = postgresql_server.make_database()
+    command = [sys.executable, "-P", "-c", ROLLOUT, place]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         acknowledged.read(islice(process.stdout, num_steps))
-        redis_server.kill()
+        postgresql_server.kill()
         acknowledged.read(process.stdout)
         assert "StoreUnavailable" in process.stderr.read()
-    redis_server.start()
-    storage = open_redis_storage(redis_server.url)
-    check(Registry(storage), acknowledged)
-    storage.close()
+    postgresql_server.start()
+    with closing(Database(place)) as database:
+        check(Registry(RegistryStorage(database)), acknowledged)

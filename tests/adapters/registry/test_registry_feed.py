@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from slora_adapters.registry import redis_names, redis_storage, sqlite_storage
-from slora_adapters.registry.registry import AdapterDetails, Change, Registry
+from slora_adapters.database import change_feed
+from slora_adapters.database.change_feed import Change
+from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
 
@@ -71,8 +72,7 @@ def test_another_process_reads_exactly_the_changes_in_order(
 def test_many_changes_come_in_several_answers(
     open_storage: OpenStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sqlite_storage, redis_storage):
-        monkeypatch.setattr(module, "_MAX_CHANGES", 3)
+    monkeypatch.setattr(change_feed, "_MAX_CHANGES", 3)
     registry = Registry(open_storage())
     changes = registry.changes()
     for number in range(7):
@@ -87,8 +87,7 @@ def test_many_changes_come_in_several_answers(
 def test_a_reader_behind_the_start_of_the_feed_must_resync(
     open_storage: OpenStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sqlite_storage, redis_names):
-        monkeypatch.setattr(module, "KEPT_CHANGES", 5)
+    monkeypatch.setattr(change_feed, "KEPT_CHANGES", 5)
     registry = Registry(open_storage())
     registry.put("a", _v(), DETAILS)
     cursor = registry.changes().cursor
@@ -107,15 +106,16 @@ WRITER = """
 import sys
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails
-from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 
-registry = open_registry(sys.argv[2], Database(sys.argv[1]))
+registry = Registry(RegistryStorage(Database(sys.argv[1])))
 details = AdapterDetails(8, ("q_proj",), 4096)
-for turn in range(int(sys.argv[4])):
-    version = AdapterVersion("t1", f"{int(sys.argv[3]) * 1000 + turn:064x}")
+for turn in range(int(sys.argv[3])):
+    version = AdapterVersion("t1", f"{int(sys.argv[2]) * 1000 + turn:064x}")
     number = registry.put("busy", version, details).record.number
-    registry.move("t1", "busy", f"of-{sys.argv[3]}", {number: 100})
+    registry.move("t1", "busy", f"of-{sys.argv[2]}", {number: 100})
 """
 
 
@@ -125,7 +125,7 @@ def test_concurrent_writers_of_one_name_lose_no_update_and_no_feed_entry(
     num_writers, num_turns = 3, 200 if soak else 12
     registry = Registry(open_storage())
     cursor = registry.changes().cursor
-    command = [sys.executable, "-P", "-c", WRITER, *open_storage.arguments]
+    command = [sys.executable, "-P", "-c", WRITER, open_storage.place]
     writers = [
         subprocess.Popen([*command, str(writer), str(num_turns)]) for writer in range(1, num_writers + 1)
     ]

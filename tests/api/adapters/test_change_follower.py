@@ -6,14 +6,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from slora.errors import EngineUnavailable
+from slora_adapters.database import schema
+from slora_adapters.database.change_feed import Changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry.registry import AdapterDetails, Changes, Registry
-from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.change_follower import ChangeFollower
+from tests.api.platform import open_tenant_store
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(2, ("q_proj",), 100)
@@ -55,14 +59,20 @@ def _v(digest: str) -> AdapterVersion:
 
 
 def follow(
-    registry: Registry, engine: FakeEngine, change: Callable[[], None], is_done: Callable[[list[None]], bool]
+    database: Database,
+    registry: Registry,
+    engine: FakeEngine,
+    change: Callable[[], None],
+    is_done: Callable[[list[None]], bool],
 ) -> list[None]:
     """Makes a change after the follower has started, and waits. Returns one entry for each report that pins have
     moved."""
     moved: list[None] = []
+    assert database.path is not None
+    tenant_store = open_tenant_store(database, database.path.parent)
 
     async def main() -> None:
-        follower = ChangeFollower(registry, engine, lambda: moved.append(None))
+        follower = ChangeFollower(registry, tenant_store, engine, lambda: moved.append(None))
         running = asyncio.create_task(follower.run())
         async with asyncio.timeout(30):
             while not moved:  # the follower has started
@@ -86,12 +96,16 @@ def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry, other = FailingRegistry(SqliteStorage(database)), Registry(SqliteStorage(database))
+        registry, other = FailingRegistry(RegistryStorage(database)), Registry(RegistryStorage(database))
         other.put("a", _v(D1), DETAILS)
         other.put("b", _v(D2), DETAILS)
         engine = FakeEngine(_v(D1), _v(D2))
         moved = follow(
-            registry, engine, lambda: other.delete("t1", "a") and None, lambda moved: len(engine.versions) < 2
+            database,
+            registry,
+            engine,
+            lambda: other.delete("t1", "a") and None,
+            lambda moved: len(engine.versions) < 2,
         )
     assert engine.versions == {_v(D2)} and len(moved) == 1
     assert registry.num_asked >= 2 and caplog.text.count("changes are not seen") >= 1
@@ -99,7 +113,7 @@ def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
 
 def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(SqliteStorage(database))
+        registry = Registry(RegistryStorage(database))
         for name, digest in (("a", D1), ("b", D2)):
             registry.put(name, _v(digest), DETAILS)
         engine = FakeEngine(_v(D1), _v(D2))
@@ -109,31 +123,49 @@ def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) ->
             registry.put("a", _v(D1), DETAILS)
             registry.delete("t1", "b")
 
-        follow(registry, engine, change, lambda moved: len(engine.versions) < 2)
+        follow(
+            database,
+            registry,
+            engine,
+            change,
+            lambda moved: len(engine.versions) < 2,
+        )
     assert engine.versions == {_v(D1)}
 
 
 def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(SqliteStorage(database))
+        registry = Registry(RegistryStorage(database))
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
         engine = FakeEngine(_v(D1), _v(D3))
-        follow(registry, engine, lambda: None, lambda moved: _v(D3) not in engine.versions)
+        follow(
+            database,
+            registry,
+            engine,
+            lambda: None,
+            lambda moved: _v(D3) not in engine.versions,
+        )
         assert engine.versions == {_v(D1)}
         engine.versions.add(_v(D3))
         engine.is_there = False
 
         def lose_history() -> None:
             with database.transaction() as connection:
-                connection.execute("UPDATE adapter_changes SET nonce = 'another'")
+                connection.execute(update(schema.changes).values(nonce="another"))
 
-        follow(registry, engine, lose_history, lambda moved: len(moved) == 2)
+        follow(
+            database,
+            registry,
+            engine,
+            lose_history,
+            lambda moved: len(moved) == 2,
+        )
 
 
 def test_pins_are_sent_to_the_engine_only_when_they_change(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(SqliteStorage(database))
+        registry = Registry(RegistryStorage(database))
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
             registry.put("b", _v(digest), DETAILS)
@@ -144,5 +176,5 @@ def test_pins_are_sent_to_the_engine_only_when_they_change(tmp_path: Path) -> No
             registry.delete("t1", "b@2")
 
         engine = FakeEngine(_v(D2))
-        moved = follow(registry, engine, change, lambda moved: len(moved) > 1)
+        moved = follow(database, registry, engine, change, lambda moved: len(moved) > 1)
     assert len(moved) == 2, "once to begin with, once for what was read together"

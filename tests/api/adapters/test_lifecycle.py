@@ -402,7 +402,9 @@ def test_requests_that_outlast_the_drain_time_end_with_an_error(kit: Kit, tmp_pa
 
 
 def test_without_an_admin_key_one_is_made_and_printed_once(kit: Kit, tmp_path: Path) -> None:
-    nowhere = environment(SLORA_REGISTRY="redis://127.0.0.1:1/0", SLORA_STORE=str(tmp_path / "store"))
+    nowhere = environment(
+        SLORA_DATABASE="postgresql://127.0.0.1:1/slora", SLORA_STORE=str(tmp_path / "store")
+    )
     with serving(kit.base, tmp_path / "data", env=nowhere) as refused:
         assert refused.process.wait(60) == 1
     assert not any("admin key" in line for line in refused.lines), "else it would never be seen again"

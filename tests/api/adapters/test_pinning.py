@@ -12,7 +12,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, PinCheck, Registry, Rollout
-from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
@@ -196,7 +196,7 @@ class RacingShareRegistry(Registry):
     """A registry in which another operator lowers the tenant's share between the start of a pin and its transaction."""
 
     def __init__(self, database: Database, tenant_store: TenantStore) -> None:
-        super().__init__(SqliteStorage(database))
+        super().__init__(RegistryStorage(database))
         self._tenant_store = tenant_store
 
     def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
@@ -224,7 +224,7 @@ class FailingRegistry(Registry):
     """A registry that fails at its first query."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__(SqliteStorage(database))
+        super().__init__(RegistryStorage(database))
         self.num_asked = 0
 
     def pinned(self) -> list[Rollout]:

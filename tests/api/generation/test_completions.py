@@ -27,7 +27,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.schemas import GenerationFields
 from slora_api.server.connection_limits import ConnectionLimits
@@ -682,8 +682,8 @@ def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platf
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
         details = AdapterDetails(2, ("q_proj",), 1)
-        Registry(SqliteStorage(database)).put("moving", AdapterVersion("mover", adapter.digest), details)
-        Registry(SqliteStorage(database)).delete("mover", "moving@1")
+        Registry(RegistryStorage(database)).put("moving", AdapterVersion("mover", adapter.digest), details)
+        Registry(RegistryStorage(database)).delete("mover", "moving@1")
         database.close()
 
     platform.engine.on_request = replace
@@ -699,7 +699,7 @@ def test_a_request_whose_adapter_is_deleted_meanwhile_is_a_404(platform: Platfor
 
     def delete(request: EngineRequest) -> None:
         database = Database(platform.directory / "slora.db")
-        Registry(SqliteStorage(database)).delete("loser", "gone")
+        Registry(RegistryStorage(database)).delete("loser", "gone")
         database.close()
 
     platform.engine.on_request = delete

@@ -10,7 +10,7 @@ import pytest
 
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main
 from tests.api.platform import Platform, running_platform
@@ -32,7 +32,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 def registry(platform: Platform) -> Iterator[Registry]:
     """The platform's own registry, so that a test can fill it without uploads."""
     database = Database(platform.directory / "slora.db")
-    yield Registry(SqliteStorage(database))
+    yield Registry(RegistryStorage(database))
     database.close()
 
 

@@ -193,7 +193,6 @@ def make_host(kit: Kit, folders: Path, store: str) -> ComposeHost:
     }
     if store == "redis":
         variables["SLORA_STORE"] = f"redis://:{SECRETS['REDIS_PASSWORD']}@redis:6379/0"
-        variables["SLORA_REGISTRY"] = variables["SLORA_STORE"]
     return ComposeHost(services(variables), folders, free_port(), free_port())
 
 

@@ -3,8 +3,7 @@
 After a crash, no unreferenced data remains. These are the steps of the API process:
 - each change of a file or folder and each process start (audit events of Python),
 - each statement that writes to the database,
-- the moment after a commit,
-- for a registry in Redis, both sides of each script that writes there.
+- the moment after a commit.
 
 The server is the production server with its engine and its loader. The test only adds the crash. Each new server starts
 with the data that the previous one left.
@@ -17,19 +16,19 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from slora_adapters.database.database import Database
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.redis_storage import open_redis_storage
 from slora_adapters.registry.registry import MAX_ALIASES, RESERVATION_S, Registry
-from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
@@ -38,10 +37,9 @@ from tests.api.server.test_server import upload
 # A process that dies as the file ARMED says. Its first line is the number of steps to live on. If its second line is a
 # word, only steps of that name count. While the file exists, each step is written to the file STEPS.
 MORTAL = """
-import os, signal, sqlite3, sys
-from redis import Redis
-from redis.commands.core import Script
-from slora_adapters.registry.redis_scripts import READ
+import os, signal, sys
+from sqlalchemy import event
+from sqlalchemy.engine import Connection, Engine
 
 left, armed_with = 0, ""
 log = os.open(os.environ["STEPS"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -63,38 +61,28 @@ def step(what):
         os.kill(os.getpid(), signal.SIGKILL)
     os.write(log, (what + "\\n").encode())
 
-class Connection(sqlite3.Connection):
-    def execute(self, statement, *arguments):
-        word = statement.split()[0]
-        if word not in ("SELECT", "PRAGMA"):
-            step(word)
-        rows = super().execute(statement, *arguments)
-        if word == "COMMIT":
-            step("committed")
-        return rows
+@event.listens_for(Engine, "before_cursor_execute")
+def execute(connection, cursor, statement, *others):
+    word = statement.split()[0]
+    if word not in ("SELECT", "PRAGMA"):
+        step(word)
 
-def connect(*arguments, plain=sqlite3.connect, **keywords):
-    return plain(*arguments, factory=Connection, **keywords)
+@event.listens_for(Engine, "commit")
+def begin_commit(connection):
+    step("COMMIT")
 
-def audit(event, arguments):
+def commit(connection, plain=Connection.commit):
+    plain(connection)
+    step("committed")
+
+Connection.commit = commit
+
+def audit(what, arguments):
     # A file without a name is no change of a folder. The check of the disk's free space makes one at any moment.
-    is_nameless = event == "open" and arguments[2] & os.O_TMPFILE == os.O_TMPFILE
-    if event in CHANGES or event == "open" and arguments[2] & WRITES and not is_nameless:
-        step(f"{event} {arguments[0]}")
+    is_nameless = what == "open" and arguments[2] & os.O_TMPFILE == os.O_TMPFILE
+    if what in CHANGES or what == "open" and arguments[2] & WRITES and not is_nameless:
+        step(f"{what} {arguments[0]}")
 
-def stepped(plain, writes):
-    def call(self, *arguments, **keywords):
-        if not writes(self):
-            return plain(self, *arguments, **keywords)
-        step("to redis")
-        done = plain(self, *arguments, **keywords)
-        step("by redis")
-        return done
-    return call
-
-Script.__call__ = stepped(Script.__call__, lambda script: script.script != READ)
-Redis.zrem = stepped(Redis.zrem, lambda client: True)
-sqlite3.connect = connect
 sys.addaudithook(audit)
 from slora_api.cli.main import main
 raise SystemExit(main())
@@ -105,12 +93,11 @@ NEVER = 1 << 30
 
 @dataclass
 class Crashes:
-    """Consecutive servers on one data directory. registry: URL of the registry, or empty for the directory's
-    database."""
+    """Consecutive servers on one data directory. database: URL of the database, or empty for the directory's file."""
 
     base: Path
     folder: Path
-    registry: str = ""
+    database: str = ""
 
     @property
     def data(self) -> Path:
@@ -124,8 +111,8 @@ class Crashes:
             ARMED=str(self.folder / "armed"),
             STEPS=str(self.folder / "steps"),
         )
-        shared = ("--registry", self.registry, "--store", str(self.data / "adapters"))
-        flags = shared if self.registry else ()
+        shared = ("--database", self.database, "--store", str(self.data / "adapters"))
+        flags = shared if self.database else ()
         with serving(self.base, self.data, *flags, env=env, command=COMMAND) as served:
             served.wait_for_line("listening on")
             yield served
@@ -164,19 +151,15 @@ class Crashes:
         check uses a later clock.
         """
         assert self.files("quarantine") == []
-        with ExitStack() as stack:
-            database = stack.enter_context(closing(Database(self.data / "slora.db")))
-            assert database.read("PRAGMA integrity_check") == [("ok",)]
-            storage = (
-                stack.enter_context(closing(open_redis_storage(self.registry)))
-                if self.registry
-                else SqliteStorage(database)
-            )
+        with closing(Database(self.database or self.data / "slora.db")) as database:
+            if not self.database:
+                assert database.read(text("PRAGMA integrity_check")) == [("ok",)]
+            storage = RegistryStorage(database)
             now, later = Registry(storage), Registry(storage, lambda: time.time() + RESERVATION_S)
             wanted = {
                 record.version.digest for name in now.list("t") for record in now.versions("t", name.label)
             }
-            if not self.registry:
+            if not self.database:
                 wait_for(lambda: all(map(now.is_referenced, self.blobs())) or None, served.alive)
             wait_for(lambda: self.files("adapters", "tmp") == [] or None, served.alive)
             Catalog(later, FileStore(self.data / "adapters")).sweep()
@@ -332,11 +315,12 @@ def check_after(client: httpx.Client, death: PlannedKill, change: Change, new: t
     return bool(found == change.after)
 
 
-@pytest.mark.parametrize("registry", ["sqlite", pytest.param("redis", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
 def test_a_change_killed_at_any_step_is_atomic(
-    kit: Kit, tmp_path: Path, registry: str, soak: bool, request: pytest.FixtureRequest
+    kit: Kit, tmp_path: Path, kind: str, soak: bool, request: pytest.FixtureRequest
 ) -> None:
-    url = request.getfixturevalue("redis_server").url if registry == "redis" else ""
+    is_shared = kind == "postgresql"
+    url = request.getfixturevalue("shared_postgresql").migrated_database() if is_shared else ""
     crashes, kinds = Crashes(kit.base, tmp_path, url), changes(archive(kit.wide))
     num_steps: dict[str, int] = {}
     with crashes.life() as served:
@@ -352,12 +336,8 @@ def test_a_change_killed_at_any_step_is_atomic(
             new, old = answer_of(client, "new-0"), answer_of(client, "voice@1")
             client.delete("/v1/adapters/new-0").raise_for_status()
             # A lower number would mean that some steps are not recorded.
-            assert num_steps["push"] > (18 if url else 25) and num_steps["move"] == (2 if url else 6), (
-                num_steps
-            )
-            assert min(num_steps["delete a version"], num_steps["delete a name"]) > (8 if url else 12), (
-                num_steps
-            )
+            assert num_steps["push"] > 25 and num_steps["move"] > 6, num_steps
+            assert min(num_steps["delete a version"], num_steps["delete a name"]) > 12, num_steps
             deaths = plan(num_steps, soak=soak)
             crashes.kill(served, client, kinds[deaths[0].kind], deaths[0])
     was_made: dict[str, set[bool]] = {kind: set() for kind in kinds}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.engine_config import EngineConfig
-from slora_api.server.data_dir import open_data_dir
+from slora_api.data_dir import open_data_dir
 from slora_api.server.serve import _children, _Model, _Sockets
 from slora_api.settings import Settings, read_settings
 from tests.api.conftest import Kit

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from slora_adapters.disk_reserve import DiskReserve
 from slora_api.server.disk_watch import DiskWatch
@@ -49,7 +50,7 @@ def test_a_key_revoked_on_a_full_disk_is_refused_from_then_on(platform: Platform
         assert [key["revoked"] for key in admin.get("/admin/tenants/revoked/keys").json()["data"]] == [True]
         assert admin.delete("/admin/keys/nothing1").status_code == 404
     database = platform.services.tenant_store._database
-    query = f"SELECT revoked_at IS NULL FROM api_keys WHERE key_id = '{key_id}'"
+    query = text(f"SELECT revoked_at IS NULL FROM api_keys WHERE key_id = '{key_id}'")
     assert database.read(query) == [(1,)], "it waits in the journal"
     DiskWatch(platform.services.reserve, platform.services.tenant_store).check()
     assert database.read(query) == [(0,)] and not platform.services.tenant_store._journal.pending()

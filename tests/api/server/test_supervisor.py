@@ -173,8 +173,12 @@ def test_a_child_that_pauses_briefly_is_reported_and_not_killed(tmp_path: Path) 
 
 
 def test_children_get_only_the_variables_that_they_need() -> None:
-    """Born from a fault: children received SLORA_REGISTRY, which has the password in its URL."""
-    secrets = {"SLORA_REGISTRY": "redis://:secret@host", "SLORA_ADMIN_KEY": "k", "DATABASE_PASSWORD": "p"}
+    """Born from a fault: children received a setting that has a password in its URL."""
+    secrets = {
+        "SLORA_DATABASE": "postgresql://u:secret@host/n",
+        "SLORA_ADMIN_KEY": "k",
+        "DATABASE_PASSWORD": "p",
+    }
     cloud = {"AWS_SECRET_ACCESS_KEY": "a", "FSSPEC_S3_ENDPOINT_URL": "https://minio", "HTTPS_PROXY": "p"}
     harmless = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "LC_ALL": "C"}
     environment = secrets | cloud | harmless

@@ -1,4 +1,4 @@
-"""API processes that share a registry: after one process makes a change, the other processes apply it."""
+"""API processes that share a database: after one process makes a change, the other processes apply it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -7,39 +7,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import delete, update
 
 from slora.errors import AdapterFetchFailed
-from slora_adapters.registry.redis_storage import open_redis_storage
+from slora.tenant_share import TenantShare
+from slora_adapters.database import schema
+from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.errors import StoreUnfit
 from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
+from slora_api.tenants.api_key import PEPPER_BYTES
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.conftest import Kit
-from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import serving, wait_for
 from tests.api.server.test_server import upload
-from tests.redis_server import RedisServer
+from tests.postgresql_server import PostgresqlServer
 
 COMPLETIONS = "/v1/completions"
+BASE = {"model": "base", "prompt": "hi"}
 
 
 @dataclass
 class ServerPair:
-    """Two servers, and the key of one tenant for each server."""
+    """Two servers, and the key of one tenant."""
 
     first: Platform
     second: Platform
-    keys: tuple[str, str]
+    key: str
 
     def upload(self, name: str, seed: int = 0) -> AdapterVersion:
         members = make_members(make_config(r=2), make_tensors(2, seed))
-        answer = self.first.upload(self.keys[0], name, members)
+        answer = self.first.upload(self.key, name, members)
         assert answer.status_code == 201, answer.text
         return AdapterVersion("acme", answer.json()["digest"].removeprefix("sha256:"))
 
     def ask(self, model: str) -> Any:
         """The second server's response."""
-        return post(self.second, self.keys[1], COMPLETIONS, {"model": model, "prompt": "hi"})
+        return post(self.second, self.key, COMPLETIONS, {"model": model, "prompt": "hi"})
 
     def answers_as(self, model: str, label: str) -> Callable[[], bool | None]:
         return lambda: self.ask(model).headers.get("x-slora-adapter") == label or None
@@ -53,24 +60,32 @@ def two(first: Path, second: Path, **settings: Any) -> Iterator[ServerPair]:
             )
             for folder in (first, second)
         ]
-        yield ServerPair(*platforms, (platforms[0].key("acme"), platforms[1].key("acme")))
+        yield ServerPair(*platforms, platforms[0].key("acme"))
+
+
+def make_hosts(folder: Path) -> tuple[Path, Path]:
+    """The data directories of two hosts, which have the same pepper."""
+    hosts = folder / "first", folder / "second"
+    for host in hosts:
+        host.mkdir()
+        (host / "pepper").write_bytes(b"p" * PEPPER_BYTES)
+    return hosts
 
 
 @pytest.fixture
-def on_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[ServerPair]:
-    folders = tmp_path / "first", tmp_path / "second"
-    for folder in folders:
-        folder.mkdir()
-    yield from two(*folders, registry=redis_server.url, store=str(tmp_path / "store"))
+def on_postgresql(tmp_path: Path, postgresql_server: PostgresqlServer) -> Iterator[ServerPair]:
+    place = postgresql_server.make_database()
+    yield from two(*make_hosts(tmp_path), database=place, store=str(tmp_path / "store"))
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "postgresql"])
 def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPair]:
     """Two servers on one host with one data directory, or on two hosts with separate data directories."""
-    if request.param == "redis":
-        yield request.getfixturevalue("on_redis")
-    else:
+    if request.param == "sqlite":
         yield from two(tmp_path, tmp_path)
+    else:
+        place = request.getfixturevalue("shared_postgresql").migrated_database()
+        yield from two(*make_hosts(tmp_path), database=place, store=str(tmp_path / "store"))
 
 
 def test_pushes_moves_and_deletions_at_one_server_apply_at_the_other(servers: ServerPair) -> None:
@@ -84,7 +99,7 @@ def test_pushes_moves_and_deletions_at_one_server_apply_at_the_other(servers: Se
     wait_for(servers.answers_as("voice", "voice@1"))
     new = servers.upload("voice", seed=1)
     wait_for(servers.answers_as("voice", "voice@2"))
-    with servers.first.client(servers.keys[0]) as client:
+    with servers.first.client(servers.key) as client:
         client.post("/v1/adapters/voice/aliases/latest/rollback").raise_for_status()
         wait_for(servers.answers_as("voice", "voice@1"))
         assert servers.second.engine.requests[-1].adapter == old
@@ -112,61 +127,102 @@ def test_pins_made_at_one_server_apply_at_the_other(servers: ServerPair) -> None
         pinned()
 
 
-def test_during_a_redis_outage_cached_names_are_answered_and_others_after_it(
-    on_redis: ServerPair, redis_server: RedisServer
+def test_tenants_and_keys_made_at_one_server_apply_at_the_other(servers: ServerPair) -> None:
+    first, second = servers.first, servers.second
+    with first.client(ADMIN_KEY) as admin, second.client(ADMIN_KEY) as other:
+        admin.post("/admin/tenants", json={"name": "beta", "weight": 2}).raise_for_status()
+        made = admin.post("/admin/tenants/beta/keys").raise_for_status().json()
+        assert post(second, made["key"], COMPLETIONS, BASE).status_code == 200
+        assert second.engine.requests[-1].share == TenantShare(2)
+        other.patch("/admin/tenants/beta", json={"weight": 3}).raise_for_status()
+        assert post(first, made["key"], COMPLETIONS, BASE).status_code == 200
+
+        def has_new_share() -> bool | None:
+            post(first, made["key"], COMPLETIONS, BASE)
+            return first.engine.requests[-1].share == TenantShare(3) or None
+
+        wait_for(has_new_share)
+        other.delete(f"/admin/keys/{made['key_id']}").raise_for_status()
+        assert post(second, made["key"], COMPLETIONS, BASE).status_code == 401, "at once where it was revoked"
+        wait_for(lambda: post(first, made["key"], COMPLETIONS, BASE).status_code == 401 or None)
+
+
+def test_during_an_outage_cached_names_and_keys_are_answered_and_others_after_it(
+    on_postgresql: ServerPair, postgresql_server: PostgresqlServer
 ) -> None:
-    servers = on_redis
+    servers = on_postgresql
+    unseen = servers.first.key("acme")
     for name in ("known", "unknown"):
         servers.upload(name)
     assert servers.ask("known").status_code == 200
-    redis_server.kill()
-    refused = servers.ask("unknown")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-    assert "Retry-After" in refused.headers
+    postgresql_server.kill()
+    refused = [
+        servers.ask("unknown"),
+        post(servers.second, unseen, COMPLETIONS, BASE),
+        servers.first.upload(servers.key, "late", make_members()),
+    ]
+    with servers.first.client(ADMIN_KEY) as admin:
+        refused.append(admin.post("/admin/tenants", json={"name": "late"}))
+    for answer in refused:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "Retry-After" in answer.headers
+    assert not any(str(postgresql_server.folder) in answer.text for answer in refused[:3])
     assert servers.ask("known").headers["x-slora-adapter"] == "known@1"
-    upload = servers.first.upload(servers.keys[0], "late", make_members())
-    assert (upload.status_code, upload.json()["error"]["code"]) == (503, "store_unavailable")
-    later = servers.ask("unknown")  # now the servers know that Redis is unavailable
-    assert not any("127.0.0.1" in answer.text for answer in (refused, upload, later))
-    redis_server.start()
+    postgresql_server.start()
     wait_for(servers.answers_as("unknown", "unknown@1"))
+    assert post(servers.second, unseen, COMPLETIONS, BASE).status_code == 200
     servers.upload("known", seed=1)
     wait_for(servers.answers_as("known", "known@2"))
-    with servers.first.client(servers.keys[0]) as client:
+    with servers.first.client(servers.key) as client:
         names = [one["name"] for one in client.get("/v1/adapters").raise_for_status().json()["data"]]
     assert names == ["known", "unknown"], "what was refused is not half there"
 
 
 def test_an_adapter_deleted_while_the_feed_was_lost_is_removed_from_the_engine(
-    on_redis: ServerPair, redis_server: RedisServer
+    on_postgresql: ServerPair,
 ) -> None:
-    """Redis has lost its change history, so each server looks up every adapter that its engine holds."""
-    servers = on_redis
+    """The database was replaced by an older copy, so each server looks up every adapter that its engine holds."""
+    servers = on_postgresql
     gone, kept = servers.upload("gone"), servers.upload("kept", seed=1)
     for name in ("gone", "kept"):
         assert servers.ask(name).status_code == 200
-    with redis_server.client() as client:
-        client.delete("slora:registry:changes")
-        for kind in ("name", "versions", "numbers"):
-            client.delete(f"slora:registry:{kind}:acme/gone")
-        client.hdel("slora:registry:weights:acme", gone.digest)
+    database = servers.first.services.tenant_store._database
+    with database.transaction(CHANGES) as connection:
+        connection.execute(update(schema.changes).values(nonce="another"))
+        for table in (schema.adapter_names, schema.adapter_versions, schema.adapter_aliases):
+            connection.execute(delete(table).where(table.c.name == "gone"))
     wait_for(lambda: gone in servers.second.engine.forgotten or None)
     assert servers.ask("gone").status_code == 404 and servers.ask("kept").status_code == 200
     assert kept not in servers.second.engine.forgotten
 
 
+def test_a_host_with_another_pepper_is_refused(tmp_path: Path, shared_postgresql: PostgresqlServer) -> None:
+    first, second = make_hosts(tmp_path)
+    (second / "pepper").write_bytes(b"q" * PEPPER_BYTES)
+    place = shared_postgresql.migrated_database()
+    with closing(Database(place)) as database:
+        open_tenant_store(database, first)
+        with pytest.raises(StoreUnfit, match="copy the file `pepper` from the data directory of a server"):
+            open_tenant_store(database, second)
+        open_tenant_store(database, first)
+
+
 def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one(
-    tmp_path: Path, redis_server: RedisServer
+    tmp_path: Path, shared_postgresql: PostgresqlServer
 ) -> None:
     """Holds even if the request's lookup ran before this process read the change."""
     engine = ScriptedEngine([deltas_of(b"ok")])
-    settings = {"registry": redis_server.url, "store": str(tmp_path / "store")}
-    with running_platform(tmp_path, engine, **settings) as platform, ExitStack() as stack:
+    place = shared_postgresql.migrated_database()
+    settings = {"database": place, "store": str(tmp_path / "store")}
+    with (
+        running_platform(tmp_path, engine, **settings) as platform,
+        closing(Database(place)) as database,
+    ):
         key = platform.key("acme")
         assert platform.upload(key, "voice", make_members()).status_code == 201
         body = {"model": "voice", "prompt": "hi"}
         assert post(platform, key, COMPLETIONS, body).headers["x-slora-adapter"] == "voice@1"
-        other = Registry(stack.enter_context(closing(open_redis_storage(redis_server.url))))
+        other = Registry(RegistryStorage(database))
         old = other.get("acme", "voice")
         other.put("voice", AdapterVersion("acme", "f" * 64), old.details)
         other.delete("acme", "voice@1")
@@ -176,18 +232,19 @@ def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one
 
 
 def test_two_servers_with_engines_of_their_own_serve_the_same_adapters(
-    kit: Kit, tmp_path: Path, redis_server: RedisServer
+    kit: Kit, tmp_path: Path, shared_postgresql: PostgresqlServer
 ) -> None:
-    flags = ("--registry", redis_server.url, "--store", str(tmp_path / "store"))
+    hosts = make_hosts(tmp_path)
+    flags = ("--database", shared_postgresql.migrated_database(), "--store", str(tmp_path / "store"))
     with (
-        serving(kit.base, tmp_path / "first", *flags) as first,
-        serving(kit.base, tmp_path / "second", *flags) as second,
+        serving(kit.base, hosts[0], *flags) as first,
+        serving(kit.base, hosts[1], *flags) as second,
     ):
         for server in (first, second):
             server.wait_until_ready()
-        first_key, second_key = first.make_key("acme"), second.make_key("acme")
-        assert upload(first, first_key, "voice", kit.wide).status_code == 201
-        with first.client(first_key) as here, second.client(second_key) as there:
+        key = first.make_key("acme")
+        assert upload(first, key, "voice", kit.wide).status_code == 201
+        with first.client(key) as here, second.client(key) as there:
             body = {"model": "voice", "prompt": "hi", "max_tokens": 4, "temperature": 0}
             answer = there.post(COMPLETIONS, json=body)
             assert answer.headers["x-slora-adapter"] == "voice@1", answer.text

@@ -41,10 +41,6 @@ class DataDir:
         return self.path / "pepper"
 
     @property
-    def server_name(self) -> Path:
-        return self.path / "server-name"
-
-    @property
     def revocations(self) -> Path:
         return self.path / "revocations"
 

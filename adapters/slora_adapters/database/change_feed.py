@@ -1,0 +1,112 @@
+"""The feed of changes, which every process that shares the database reads.
+
+A change is published in the transaction that makes it. That transaction holds the lock CHANGES, so the ids of changes
+are in commit order: a reader that has seen an id has seen, or can no longer miss, every smaller id.
+
+A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
+while the feed contains that change. The answer to an invalid cursor has `resync` set. A cursor becomes invalid if its
+change is too old, or if the database was replaced or lost its last changes.
+"""
+
+import json
+import uuid
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, delete, insert, select
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+from slora_adapters.version import AdapterVersion
+
+__all__ = ["KEPT_CHANGES", "Change", "Changes", "publish", "read_changes"]
+
+# Length of the feed. A process that has missed more changes than this looks everything up again.
+KEPT_CHANGES = 10_000
+# Changes in one answer.
+_MAX_CHANGES = 1000
+
+_COLUMNS = schema.changes.c
+_AFTER = (
+    select(
+        _COLUMNS.change_id,
+        _COLUMNS.nonce,
+        _COLUMNS.tenant,
+        _COLUMNS.name,
+        _COLUMNS.orphaned,
+        _COLUMNS.moved_pin,
+        _COLUMNS.key_id,
+    )
+    .where(_COLUMNS.change_id >= bindparam("first"))
+    .order_by(_COLUMNS.change_id)
+    .limit(bindparam("most"))
+)
+_LAST = select(_COLUMNS.change_id, _COLUMNS.nonce).order_by(_COLUMNS.change_id.desc()).limit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of one name of a tenant: of its versions, aliases or pins. Without a name, a change of the tenant
+    itself: of one of its keys, or of its share if `key_id` is empty, too.
+
+    orphaned: versions that no name of the tenant has any more. moved_pin: whether the pins that engines apply changed.
+    """
+
+    tenant: str
+    name: str = ""
+    orphaned: tuple[AdapterVersion, ...] = ()
+    moved_pin: bool = False
+    key_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes after a cursor, oldest first. cursor: pass it to the next call.
+
+    resync: earlier changes may be missing, so the reader must look everything up again. is_all: whether the feed has no
+    further changes.
+    """
+
+    cursor: str
+    changes: tuple[Change, ...] = ()
+    resync: bool = False
+    is_all: bool = True
+
+
+def publish(connection: Connection, change: Change) -> None:
+    """Adds a change to the feed. The transaction of `connection` must hold the lock CHANGES."""
+    row = {
+        "nonce": uuid.uuid4().hex,
+        "tenant": change.tenant,
+        "name": change.name,
+        "key_id": change.key_id,
+        "orphaned": json.dumps([version.digest for version in change.orphaned]),
+        "moved_pin": change.moved_pin,
+    }
+    (change_id,) = connection.execute(insert(schema.changes).returning(_COLUMNS.change_id), row).one()
+    connection.execute(delete(schema.changes).where(_COLUMNS.change_id <= change_id - KEPT_CHANGES))
+
+
+def read_changes(database: Database, cursor: str | None) -> Changes:
+    """Returns the changes after the cursor. None starts at the end of the feed, with `resync` set."""
+    if cursor is not None:
+        first, _, _ = cursor.partition("/")
+        rows = database.read(_AFTER, {"first": int(first), "most": _MAX_CHANGES + 1})
+        if rows and _cursor(rows[0]) == cursor:
+            found = tuple(
+                Change(
+                    tenant,
+                    name,
+                    tuple(AdapterVersion(tenant, digest) for digest in json.loads(orphaned)),
+                    moved_pin,
+                    key_id,
+                )
+                for _, _, tenant, name, orphaned, moved_pin, key_id in rows[1:]
+            )
+            return Changes(_cursor(rows[-1]), found, is_all=len(found) < _MAX_CHANGES)
+    (last,) = database.read(_LAST)
+    return Changes(_cursor(last), resync=True)
+
+
+def _cursor(row: tuple[object, ...]) -> str:
+    return f"{row[0]}/{row[1]}"

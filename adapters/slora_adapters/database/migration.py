@@ -1,0 +1,123 @@
+"""Brings a database to the schema of this release.
+
+Every process that opens a database upgrades it if necessary. All missing revisions of `migrations/versions` are applied
+in one transaction, under a lock: of several processes that start at the same time, one migrates and the others wait. A
+process that dies before the end of the transaction changes nothing.
+
+A database that a newer release, another product or a release before 0.1 has written is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Text, column, select, table, text
+from sqlalchemy.engine import Connection
+from sqlalchemy.sql import Executable
+
+from slora_adapters.database import schema
+from slora_adapters.errors import StoreUnavailable
+
+__all__ = ["SCHEMA", "VERSION_TABLE", "is_current", "upgrade"]
+
+# The lock of a migration.
+SCHEMA = "schema"
+# Alembic's own name is used by many products.
+VERSION_TABLE = "slora_schema"
+
+_SCRIPTS = Path(__file__).parent / "migrations"
+_TABLES = {
+    "sqlite": text("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"),
+    "postgresql": text("SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = current_schema()"),
+}
+_REVISION = select(table(VERSION_TABLE, column("version_num", Text)))
+# The table in which release 0.1 counted the migrations of each component, and its last counts.
+_VERSIONS_OF_0_1 = "schema_versions"
+_LAST_OF_0_1 = {"registry": 6, "tenancy": 2}
+_NEWER = "was written by a newer release: run that release, or restore an older copy of the database"
+
+Read = Callable[[Executable], Sequence[Any]]
+
+
+def is_current(read: Read, dialect: str, label: str) -> bool:
+    """Returns whether the database has the schema of this release. Raises StoreUnavailable if it cannot get it.
+
+    label: the database in error messages.
+    """
+    return _find_state(read, dialect, label) == _scripts().get_current_head()
+
+
+def upgrade(connection: Connection, label: str) -> None:
+    """Applies the missing revisions. The transaction of `connection` must hold the lock SCHEMA.
+
+    Raises StoreUnavailable if the database cannot get the schema of this release.
+    """
+
+    def read(statement: Executable) -> Sequence[Any]:
+        return connection.execute(statement).fetchall()
+
+    scripts = _scripts()
+    if _find_state(read, connection.dialect.name, label) == scripts.get_current_head():
+        return  # another process was faster
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SET LOCAL statement_timeout = 0"))
+    context = MigrationContext.configure(
+        connection,
+        opts={
+            "version_table": VERSION_TABLE,
+            "fn": lambda revision, _context: scripts._upgrade_revs("head", revision),
+        },
+    )
+    with Operations.context(context):
+        context.run_migrations()
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory(str(_SCRIPTS))
+
+
+def _find_state(read: Read, dialect: str, label: str) -> str | None:
+    """Returns the revision of the database; None if it is empty or was written by release 0.1."""
+    names = {name for (name,) in read(_TABLES[dialect])}
+    if VERSION_TABLE in names:
+        return _check_revision(read, names, label)
+    if _VERSIONS_OF_0_1 in names:
+        _check_0_1(read, label)
+    elif names:
+        raise StoreUnavailable(
+            f"database {label} has tables of another product ({', '.join(sorted(names)[:5])}): "
+            "give slora a database of its own"
+        )
+    return None
+
+
+def _check_revision(read: Read, names: set[str], label: str) -> str:
+    ((revision,),) = read(_REVISION)
+    scripts = _scripts()
+    try:
+        scripts.get_revision(revision)
+    except CommandError:
+        raise StoreUnavailable(f"database {label} {_NEWER} (its schema is {revision!r})") from None
+    missing = sorted(schema.metadata.tables.keys() - names)
+    if missing and revision == scripts.get_current_head():
+        raise StoreUnavailable(
+            f"database {label} lacks the tables {', '.join(missing)}: restore a complete copy of the database"
+        )
+    return str(revision)
+
+
+def _check_0_1(read: Read, label: str) -> None:
+    """A server that was killed at its first start may have left only the first components."""
+    for component, found in read(text(f"SELECT component, version FROM {_VERSIONS_OF_0_1}")):
+        last = _LAST_OF_0_1.get(component, 0)
+        if found > last:
+            raise StoreUnavailable(f"database {label} {_NEWER} (schema version {found} of {component!r})")
+        if found < last:
+            raise StoreUnavailable(
+                f"database {label} has schema version {found} of {component!r}, which only release 0.1 "
+                "can migrate: start release 0.1 once, and then this release"
+            )

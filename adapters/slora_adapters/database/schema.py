@@ -1,0 +1,178 @@
+"""The tables of the control plane. All processes that share a database share these tables.
+
+The migrations in `migrations/versions` create them; a test proves that both agree. Times are Unix times.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    text,
+)
+
+__all__ = [
+    "adapter_alias_targets",
+    "adapter_aliases",
+    "adapter_extras",
+    "adapter_names",
+    "adapter_reservations",
+    "adapter_versions",
+    "api_keys",
+    "changes",
+    "metadata",
+    "platform",
+    "tenants",
+]
+
+metadata = MetaData()
+
+# Text that is sorted in byte order, as SQLite does. PostgreSQL would otherwise sort by its locale.
+_KEY = Text().with_variant(Text(collation="C"), "postgresql")
+
+# One row. id: identifies this control plane; it claims a store of adapters under this id. pepper_check: the digest of
+# the empty text under the pepper of API keys; NULL until the first server has started.
+platform = Table(
+    "platform", metadata, Column("id", Text, primary_key=True), Column("pepper_check", LargeBinary)
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", _KEY, primary_key=True),
+    Column("created_at", BigInteger, nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("min_pool_share", Double, nullable=False),
+    Column("max_pool_share", Double, nullable=False),
+    Column("priority", Integer, nullable=False),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("key_id", _KEY, primary_key=True),
+    Column("tenant", _KEY, ForeignKey("tenants.name"), nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("adapter", Text),
+    Column("created_at", BigInteger, nullable=False),
+    Column("revoked_at", BigInteger),
+    Index("api_keys_of_tenant", "tenant", "created_at"),
+)
+
+adapter_names = Table(
+    "adapter_names",
+    metadata,
+    Column("tenant", _KEY),
+    Column("name", _KEY),
+    Column("last_number", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    PrimaryKeyConstraint("tenant", "name"),
+)
+
+# target_modules: a JSON list. The index `adapter_versions_stored` covers the query of a tenant's stored bytes.
+adapter_versions = Table(
+    "adapter_versions",
+    metadata,
+    Column("tenant", _KEY),
+    Column("name", _KEY),
+    Column("number", BigInteger),
+    Column("digest", _KEY, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("target_modules", Text, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("packed_bytes", BigInteger),
+    Column("blob_bytes", BigInteger),
+    Column("template_bytes", BigInteger),
+    Column("defaults_bytes", BigInteger),
+    Column("extras_digest", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    PrimaryKeyConstraint("tenant", "name", "number"),
+    Index("adapter_versions_of_digest", "digest", "tenant"),
+    Index(
+        "adapter_versions_stored",
+        *("tenant", "digest", "blob_bytes", "num_bytes", "template_bytes", "defaults_bytes"),
+    ),
+)
+
+# The texts of versions that have any. Lists of versions do not read them.
+adapter_extras = Table(
+    "adapter_extras",
+    metadata,
+    Column("tenant", _KEY),
+    Column("name", _KEY),
+    Column("number", BigInteger),
+    Column("digest", Text, nullable=False),
+    Column("chat_template", Text),
+    Column("generation_config", Text),
+    PrimaryKeyConstraint("tenant", "name", "number"),
+)
+
+# history: the earlier states as JSON; see `alias.encode_states`.
+adapter_aliases = Table(
+    "adapter_aliases",
+    metadata,
+    Column("tenant", _KEY),
+    Column("name", _KEY),
+    Column("alias", _KEY),
+    Column("follows_pushes", Boolean, nullable=False),
+    Column("history", Text, nullable=False),
+    Column("salt", Text, nullable=False),
+    Column("pinned", Boolean, nullable=False),
+    Column("updated_at", Double, nullable=False),
+    PrimaryKeyConstraint("tenant", "name", "alias"),
+    Index(
+        "adapter_aliases_pinned",
+        *("tenant", "name", "alias"),
+        sqlite_where=text("pinned = 1"),
+        postgresql_where=text("pinned"),
+    ),
+)
+
+# The versions that an alias points at, each with its percentage of the requests.
+adapter_alias_targets = Table(
+    "adapter_alias_targets",
+    metadata,
+    Column("tenant", _KEY),
+    Column("name", _KEY),
+    Column("alias", _KEY),
+    Column("number", BigInteger),
+    Column("percent", Integer, nullable=False),
+    PrimaryKeyConstraint("tenant", "name", "alias", "number"),
+)
+
+adapter_reservations = Table(
+    "adapter_reservations",
+    metadata,
+    Column("reservation", Text, primary_key=True),
+    Column("digest", _KEY, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Index("adapter_reservations_of_digest", "digest"),
+)
+
+# The feed; see `change_feed.py`. It always has at least one row. orphaned: a JSON list of digests. nonce: distinguishes
+# this feed from the feed of another database that has the same change ids.
+changes = Table(
+    "changes",
+    metadata,
+    Column(
+        "change_id",
+        BigInteger().with_variant(Integer, "sqlite"),
+        primary_key=True,
+        autoincrement=True,
+    ),
+    Column("nonce", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("key_id", Text, nullable=False),
+    Column("orphaned", Text, nullable=False),
+    Column("moved_pin", Boolean, nullable=False),
+    sqlite_autoincrement=True,
+)

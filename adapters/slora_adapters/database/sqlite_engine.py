@@ -1,0 +1,92 @@
+"""SQLite as the control plane's database: one file, for any number of processes on one host.
+
+A write-ahead log lets readers proceed without waiting. `BEGIN IMMEDIATE` makes writers queue instead of failing in the
+middle of a transaction. With `synchronous=FULL`, a committed transaction survives a power failure.
+
+SQLAlchemy's driver would begin transactions by itself, and only at the first write. So the connections are opened
+without that, and `Database.transaction` begins each transaction.
+"""
+
+import sqlite3
+import time
+from pathlib import Path
+
+from sqlalchemy import create_engine
+from sqlalchemy.engine import Engine
+from sqlalchemy.pool import QueuePool, StaticPool
+
+from slora_adapters.full_disk import has_space
+
+__all__ = ["BUSY_TIMEOUT_S", "is_disk_full", "make_exclusive_engine", "make_sqlite_engine"]
+
+# How long a writer waits for another writer. Transactions here take milliseconds.
+BUSY_TIMEOUT_S = 10.0
+# The space that SQLite may need at once: its shared memory is 32 KiB, and a transaction here writes a few pages.
+_PROBE_BYTES = 128 << 10
+
+_PRAGMAS = (
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = FULL",
+    "PRAGMA foreign_keys = ON",
+)
+
+
+def make_sqlite_engine(path: Path) -> Engine:
+    """Returns an engine for the file, which is created if it does not exist. The number of connections is not limited,
+    because connections to a file are cheap.
+    """
+
+    def connect() -> sqlite3.Connection:
+        connection = _open(path)
+        try:
+            _configure(connection)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    return create_engine("sqlite://", creator=connect, poolclass=QueuePool, pool_size=0)
+
+
+def make_exclusive_engine(path: Path) -> Engine:
+    """Returns an engine with one connection, which locks the whole file. SQLite then uses private memory in place of
+    the shared memory file, for which a full disk may have no room.
+    """
+
+    def connect() -> sqlite3.Connection:
+        connection = _open(path)
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        return connection
+
+    return create_engine("sqlite://", creator=connect, poolclass=StaticPool)
+
+
+def is_disk_full(error: BaseException | None, directory: Path) -> bool:
+    """Returns whether the disk is full. SQLite reports a broken disk, an exceeded quota or file size limit, and missing
+    space for its shared memory with the same codes. For these codes, the function tests whether the disk has space.
+    """
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        try:
+            return not has_space(directory, _PROBE_BYTES)
+        except OSError:
+            return False
+    return code == sqlite3.SQLITE_FULL
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+
+
+def _configure(connection: sqlite3.Connection) -> None:
+    # Retry, because SQLite ignores the busy timeout when several processes switch a new file to WAL at the same time.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            for pragma in _PRAGMAS:
+                connection.execute(pragma)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

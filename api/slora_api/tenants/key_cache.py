@@ -1,0 +1,70 @@
+"""A cache of API keys in one process, so that authentication needs no database round trip.
+
+A key stays until the cache is full, or until it is dropped because the key or its tenant changed. If anything is
+dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Generic, Protocol, TypeVar
+
+__all__ = ["KeyCache"]
+
+# An entry takes about one kilobyte.
+_MAX_KEYS = 100_000
+
+
+class _Owned(Protocol):
+    @property
+    def tenant(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Owned)
+
+
+class KeyCache(Generic[T]):
+    """A thread-safe LRU cache of what is known of a key, by key id."""
+
+    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._keys: OrderedDict[str, T] = OrderedDict()
+        self._num_drops = 0
+        self._lock = Lock()
+
+    def get(self, key_id: str) -> T | None:
+        """Returns None if the key is not cached."""
+        with self._lock:
+            found = self._keys.get(key_id)
+            if found is not None:
+                self._keys.move_to_end(key_id)
+            return found
+
+    def look_up(self, key_id: str, find: Callable[[], T | None]) -> T | None:
+        """Returns and caches the result of `find`. None is not cached, because clients may send arbitrary ids."""
+        num_drops = self._num_drops
+        found = find()
+        with self._lock:
+            if found is not None and num_drops == self._num_drops:
+                self._keys[key_id] = found
+                self._keys.move_to_end(key_id)
+                if len(self._keys) > self._max_keys:
+                    self._keys.popitem(last=False)
+        return found
+
+    def drop(self, key_id: str) -> None:
+        with self._lock:
+            self._num_drops += 1
+            self._keys.pop(key_id, None)
+
+    def drop_tenant(self, tenant: str) -> None:
+        """Drops all keys of a tenant."""
+        with self._lock:
+            self._num_drops += 1
+            for key_id in [key_id for key_id, one in self._keys.items() if one.tenant == tenant]:
+                del self._keys[key_id]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._num_drops += 1
+            self._keys.clear()

@@ -1,0 +1,81 @@
+"""`slora migrate` as operators call it."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from slora_adapters.database.database import Database
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_api.data_dir import open_data_dir
+from tests.api.served import SLORA, environment
+from tests.postgresql_server import PostgresqlServer
+from tests.redis_server import RedisServer
+
+OLD = Path(__file__).parents[2] / "adapters" / "database" / "written_by_0_1" / "registry.redis.jsonl"
+
+
+@pytest.fixture
+def old_registry(redis_server: RedisServer) -> Iterator[str]:
+    """The URL of a registry that release 0.1 has written."""
+    with redis_server.client() as client:
+        for line in OLD.read_text().splitlines():
+            client.execute_command(*json.loads(line))
+    yield redis_server.url
+
+
+def migrate(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*SLORA, "migrate", *arguments]
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=120)
+
+
+def names(place: str | Path) -> list[str]:
+    with closing(Database(place)) as database:
+        return [one.label for one in Registry(RegistryStorage(database)).list("acme")]
+
+
+def test_a_registry_is_copied_into_the_file_of_a_data_directory(old_registry: str, tmp_path: Path) -> None:
+    flags = ("--registry", old_registry, "--data-dir", str(tmp_path / "data"))
+    with open_data_dir(tmp_path / "data"):
+        refused = migrate(*flags)
+    assert refused.returncode == 1 and f"process {os.getpid()}" in refused.stderr
+    done = migrate(*flags)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "copied 4 names with their versions and aliases; Redis was not changed\n",
+    ), done.stderr
+    assert names(tmp_path / "data" / "slora.db") == ["a.b-c", "a_b", "voice"]
+    again = migrate(*flags)
+    assert (again.returncode, again.stdout) == (
+        0,
+        "the database has this registry already; nothing was changed\n",
+    )
+
+
+def test_a_registry_is_copied_into_postgresql_by_the_variables_of_the_server(
+    old_registry: str, shared_postgresql: PostgresqlServer
+) -> None:
+    place = shared_postgresql.empty_database()
+    done = migrate(SLORA_REGISTRY=old_registry, SLORA_DATABASE=place)
+    assert done.returncode == 0, done.stderr
+    assert names(place) == ["a.b-c", "a_b", "voice"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "message"),
+    [
+        ((), 2, "--registry is missing"),
+        (("--registry", "unix:///nowhere"), 1, "Redis is unavailable"),
+        (("--registry", "unix:///nowhere", "--database", "mysql://x/y"), 1, "not mysql://"),
+    ],
+)
+def test_a_copy_that_cannot_begin_says_why(
+    tmp_path: Path, flags: tuple[str, ...], exit_code: int, message: str
+) -> None:
+    refused = migrate(*flags, SLORA_DATA_DIR=str(tmp_path))
+    assert (refused.returncode, refused.stdout) == (exit_code, "") and message in refused.stderr

@@ -1,0 +1,204 @@
+"""A real PostgreSQL server for tests: the binaries of the machine as plain processes, which can be killed.
+
+Without a server on the machine, tests that need one are skipped with the reason. In CI they fail instead.
+"""
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+
+# Long, because a slow machine or disk is not an error.
+_DEADLINE_S = 120.0
+_USER, _EMPTY, _MIGRATED = "slora", "empty", "migrated"
+
+
+def _find_binaries() -> Path | None:
+    """The directory of initdb and postgres. Debian keeps it out of the path."""
+    found = shutil.which("initdb")
+    if found and shutil.which("postgres", path=str(Path(found).parent)):
+        return Path(found).parent
+    return max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+
+
+def _other_user() -> str | None:
+    """The user to run the server as, because it refuses to run as root; None to run it as the current user."""
+    if os.geteuid() != 0:
+        return None
+    known = {user.pw_name for user in pwd.getpwall()}
+    return "postgres" if "postgres" in known else "nobody"
+
+
+class PostgresqlServer:
+    """One server in its own folder, on a Unix socket. It writes to disk as in production."""
+
+    def __init__(self, folder: Path, binaries: Path) -> None:
+        self.folder = folder
+        self._binaries = binaries
+        self._user = _other_user()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._made: set[str] = set()
+        if self._user:
+            shutil.chown(folder, self._user)
+        options = ["-D", "data", "-U", _USER, "-A", "trust", "-E", "UTF8", "--no-sync"]
+        if "--icu-locale" in self._run("initdb", "--help"):  # from PostgreSQL 15 on
+            # Its order of names is not the byte order, as on most servers.
+            options += ["--locale-provider=icu", "--icu-locale=en-US"]
+        self._run("initdb", *options)
+
+    def start(self) -> None:
+        """Starts the server on the data of an earlier run, and waits until it accepts connections. A no-op if it
+        runs."""
+        if self._process is not None:
+            return
+        # Shared memory is in the folder, too, so that a killed server leaves none behind.
+        settings = ("listen_addresses=", "max_connections=200", "dynamic_shared_memory_type=mmap")
+        options = ["-D", "data", "-k", str(self.folder)]
+        options += [part for setting in settings for part in ("-c", setting)]
+        deadline = time.monotonic() + _DEADLINE_S
+        while True:
+            with (self.folder / "log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [self._binaries / "postgres", *options],
+                    cwd=self.folder, user=self._user, group=self._group(), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log, extra_groups=[] if self._user else None,
+                )  # fmt: skip
+            while self._process.poll() is None:
+                try:
+                    psycopg.connect(self.url("postgres")).close()
+                    return
+                except psycopg.OperationalError:
+                    assert time.monotonic() < deadline, self._log()
+                    time.sleep(0.02)
+            # The processes of a killed server may still hold its shared memory.
+            assert time.monotonic() < deadline, self._log()
+            time.sleep(0.05)
+
+    def url(self, database: str) -> str:
+        return f"postgresql://{_USER}@/{database}?host={self.folder}"
+
+    def name_of(self, url: str) -> str:
+        """The name of the database in a URL of `url`."""
+        return url.removeprefix(self.url("")[: -len(f"?host={self.folder}")]).partition("?")[0]
+
+    def make_database(self) -> str:
+        """Makes an empty database and returns its URL."""
+        name = f"t_{uuid.uuid4().hex}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def empty_database(self) -> str:
+        """Empties a database that tests share, and returns its URL. A new database would take more files and time."""
+        self._make_once(_EMPTY)
+        self.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public", _EMPTY)
+        return self.url(_EMPTY)
+
+    def migrated_database(self) -> str:
+        """Returns the URL of a database that tests share, with the tables of this release and no rows."""
+        url = self.url(_MIGRATED)
+        if self._make_once(_MIGRATED):
+            Database(url).close()
+            return url
+        tables = [table.name for table in reversed(schema.metadata.sorted_tables)]
+        self.execute(
+            "".join(f"DELETE FROM {table};" for table in tables)
+            + "INSERT INTO platform (id) VALUES (gen_random_uuid());"
+            "INSERT INTO changes (nonce, tenant, name, key_id, orphaned, moved_pin) "
+            "VALUES (gen_random_uuid(), '', '', '', '[]', false)",
+            _MIGRATED,
+        )
+        return url
+
+    def _make_once(self, name: str) -> bool:
+        """Makes a database. Returns False if it exists."""
+        if name in self._made:
+            return False
+        self._made.add(name)
+        self.execute(f"CREATE DATABASE {name}")
+        return True
+
+    def execute(self, statement: str, database: str = "postgres") -> None:
+        with psycopg.connect(self.url(database), autocommit=True) as connection:
+            connection.execute(statement)
+
+    def kill(self) -> None:
+        """Kills all processes of the server at once, as in a crash of the machine."""
+        if self._process is not None:
+            postmaster = psutil.Process(self._process.pid)
+            postmaster.suspend()  # it starts no further process
+            for process in (*postmaster.children(), postmaster):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._process.wait(_DEADLINE_S)
+            self._process = None
+
+    def stop(self) -> None:
+        """Stops the server. SIGTERM would wait for open connections, and SIGINT would write all data to disk."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(_DEADLINE_S)
+            self._process = None
+
+    def _run(self, program: str, *arguments: str) -> str:
+        command = [self._binaries / program, *arguments]
+        done = subprocess.run(
+            command, cwd=self.folder, user=self._user, group=self._group(), capture_output=True, text=True,
+            extra_groups=[] if self._user else None,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def _group(self) -> int | None:
+        return pwd.getpwnam(self._user).pw_gid if self._user else None
+
+    def _log(self) -> str:
+        return (self.folder / "log").read_text()[-2000:]
+
+
+@contextmanager
+def running_postgresql() -> Iterator[PostgresqlServer]:
+    """Runs a server in a new folder. Skips the test if the machine has none, or fails it in CI."""
+    binaries = _find_binaries()
+    if binaries is None:
+        reason = "there is no PostgreSQL server on this machine; Debian's package is `postgresql`"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    # A short path, because a socket path may have at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="pg-") as folder:
+        Path(folder).chmod(0o755)
+        server = PostgresqlServer(Path(folder), binaries)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.start()  # a server that the test has killed removes what is left in memory
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_postgresql() -> Iterator[PostgresqlServer]:
+    """A server that tests share. No test kills it."""
+    with running_postgresql() as server:
+        yield server
+
+
+@pytest.fixture
+def postgresql_server() -> Iterator[PostgresqlServer]:
+    """A server that the test may kill."""
+    with running_postgresql() as server:
+        yield server
