@@ -61,8 +61,9 @@ def start_compiling(target: str, dtype: str, cache: Path) -> subprocess.Popen[by
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # The launcher states whether multiply-adds are fused. This variable must have no effect.
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "0"}
-    # Triton's cache key is a kernel's text and line, not its file. A kernel that another checkout compiled would name
-    # source files that may be gone. Loads could then not be assigned to their tensors.
+    # The cache belongs to this checkout, because Triton's cache key is a kernel's text and line, not its file. A kernel
+    # that another checkout compiled would name source files that may be gone. Loads could then not be assigned to
+    # their tensors.
     environment |= {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-P", "-m", "slora_kernels.gpu.ahead_of_time", target, dtype]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -77,11 +78,12 @@ def finish_compiling(process: subprocess.Popen[bytes]) -> list[CompiledKernel]:
 
 
 @pytest.fixture(scope="module")
-def compiled(soak: bool, tmp_path_factory: pytest.TempPathFactory) -> list[CompiledKernel]:
+def compiled(soak: bool, pytestconfig: pytest.Config) -> list[CompiledKernel]:
     """All kernels compiled for the targets of this run, two targets at a time."""
     work, kernels = (THOROUGH if soak else QUICK), []
+    cache = pytestconfig.cache.mkdir("triton")
     for at in range(0, len(work), 2):
-        processes = [start_compiling(*pair, tmp_path_factory.mktemp("triton")) for pair in work[at : at + 2]]
+        processes = [start_compiling(*pair, cache) for pair in work[at : at + 2]]
         for process in processes:
             kernels += finish_compiling(process)
     return kernels
