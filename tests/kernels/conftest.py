@@ -23,7 +23,12 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     callspec = getattr(item, "callspec", None)
-    if callspec and callspec.params.get("kernels") == "numba" and item.get_closest_marker("compiled_late"):
+    name = callspec.params.get("kernels") if callspec else None
+    is_slow = {
+        "numba": item.get_closest_marker("compiled_late"),
+        "triton": item.get_closest_marker("interpreted_slowly") and not torch.cuda.is_available(),
+    }
+    if is_slow.get(name):
         item.add_marker(pytest.mark.soak)
 
 

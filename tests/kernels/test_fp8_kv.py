@@ -16,6 +16,7 @@ from tests.kernels.test_attention import (
     HEADS,
     MIXED,
     RULES,
+    SLOW,
     WINDOW_HEADS,
     WINDOWED,
     attend,
@@ -183,7 +184,9 @@ def test_the_written_kv_of_a_token_does_not_depend_on_the_batch(kernels: Kernels
         assert torch.equal(alone[ids], pages[ids])
 
 
-@pytest.mark.parametrize("chunks", (DECODES, CHUNKS, MIXED), ids=("decode", "prefill", "mixed"))
+@pytest.mark.parametrize(
+    "chunks", (DECODES, pytest.param(CHUNKS, marks=SLOW), MIXED), ids=("decode", "prefill", "mixed")
+)
 @pytest.mark.parametrize(
     ("dtype", "heads"),
     [
@@ -213,7 +216,7 @@ def test_v_too_small_for_half_precision_keeps_its_bits(kernels: Kernels, device:
     check_close(attend(kernels, scene, AttentionRule(0.1)), expected, units=1, size=2.0**-12)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=LATE)))
+@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=(LATE, SLOW))))
 def test_windows_and_caps_hold_over_fp8_pages(
     kernels: Kernels, device: str, dtype: torch.dtype, soak: bool
 ) -> None:

@@ -21,6 +21,8 @@ RUNS = [(0, 0, 1), (1, 1, 5), (3, 6, 1), (2, 10, 7), (0, 17, 13)]
 TOKENS = 31
 # The module groups of a layer, in order.
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
+SLOW = pytest.mark.interpreted_slowly
+DTYPES = pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=SLOW)))
 GROUPS = pytest.mark.parametrize("group", (QKV, OUTPUT, GATE_UP, DOWN), ids=("qkv", "o", "gate_up", "down"))
 
 
@@ -63,10 +65,10 @@ def make_inputs(
 @pytest.mark.parametrize(
     ("dtype", "layer"),
     [
-        (torch.float32, 0),
+        pytest.param(torch.float32, 0, marks=SLOW),
         (torch.float32, 1),
-        (torch.bfloat16, 1),
-        pytest.param(torch.float16, 0, marks=pytest.mark.compiled_late),
+        (torch.bfloat16, 0),
+        pytest.param(torch.float16, 0, marks=(SLOW, pytest.mark.compiled_late)),
     ],
 )
 def test_mixed_ranks_in_scattered_pages_match_the_twin(
@@ -111,7 +113,7 @@ def test_an_adapted_embedding_matches_the_twin(kernels: Kernels, device: str, dt
     )
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@DTYPES
 def test_an_adapted_head_matches_the_twin(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
     scene = build(dtype, device)
     site, tiles = scene.shape.head_site, build_tiles(RUNS, scene.tables)
@@ -122,7 +124,7 @@ def test_an_adapted_head_matches_the_twin(kernels: Kernels, device: str, dtype: 
     check_close(out, expected, units=2)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@DTYPES
 def test_rows_longer_than_a_page_and_wide_splits_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
@@ -137,7 +139,7 @@ def test_rows_longer_than_a_page_and_wide_splits_match_the_twin(
         check_close(out, expected, units=2)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@DTYPES
 def test_a_token_gets_the_same_bits_alone_and_in_a_batch(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
@@ -161,7 +163,7 @@ def test_a_token_gets_the_same_bits_alone_and_in_a_batch(
                 assert torch.equal(together[token : token + 1], alone), (group, token)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@DTYPES
 def test_long_tiles_beside_short_ones_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
@@ -177,7 +179,7 @@ def test_long_tiles_beside_short_ones_match_the_twin(
     check_close(out, expected, units=2)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@DTYPES
 def test_an_empty_tile_anywhere_in_the_list_changes_nothing(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:

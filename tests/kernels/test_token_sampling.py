@@ -212,7 +212,7 @@ FILTERS = (
 @pytest.mark.parametrize(
     ("width", "top_k", "top_p", "min_p"),
     [
-        *((width, *filters) for width in WIDTHS for filters in (FILTERS if width < 10_000 else FILTERS[-1:])),
+        *((width, *filters) for width in WIDTHS for filters in (FILTERS if width == 1024 else FILTERS[-1:])),
         *(pytest.param(128_256, *filters, marks=pytest.mark.soak) for filters in FILTERS[-2:]),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_cutoff_is_the_one_that_sorting_finds(width: int, top_k: int, top_p: f
     ]
 
 
-@pytest.mark.parametrize("top_k", (255, 256, 257, 1023, 1024, 1025, 1300, 2047, 2048, 2049))
+@pytest.mark.parametrize("top_k", (255, 257, 1023, 1024, 1025, 1300, 2048, 2049))
 def test_a_top_k_near_the_width_and_near_what_is_written_down(top_k: int) -> None:
     random = torch.Generator().manual_seed(top_k)
     weights = whole_weights(torch.randn(3, 2048, generator=random) * 2)
@@ -316,7 +316,9 @@ def test_token_weights_are_rounded_down_to_integers(vocab_size: int, dtype: torc
 
 # The interpreter warns: a tiny temperature turns all logits below the maximum into minus infinity.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.interpreted_slowly))
+)
 @pytest.mark.parametrize("vocab_size", (3, 1000, 5000))
 def test_every_implementation_draws_the_same_tokens(
     kernels: Kernels, device: str, vocab_size: int, dtype: torch.dtype
