@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from slora.cost_model import CostModel
 from slora.engine.engine import Engine
@@ -11,6 +12,7 @@ from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import AdapterSource, DirectorySource
+from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import ModelKit
@@ -50,11 +52,17 @@ class Answer:
                 self.prompt_logprobs.extend(output.delta.prompt_logprobs)
 
 
+# Reading an adapter with patterns starts a process, and the same few adapters serve most tests.
+read_once = cache(read_adapter)
+
+
 def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
-    """A source that loads synchronously, and the adapter versions of the kit by kind."""
+    """A source that loads synchronously, and the adapter versions of the kit by kind. It holds these adapters in
+    memory."""
+    shape = read_model_spec(kit.directory).shape(dtype)
     limits = AdapterLimits(served_dtype=dtype, base_directory=kit.directory)
-    source = DirectorySource(read_model_spec(kit.directory).shape(dtype), dtype, limits, num_threads=0)
-    return source, {kind: source.add(path) for kind, path in kit.adapters.items()}
+    source = DirectorySource(shape, dtype, limits, num_threads=0)
+    return source, {kind: source.hold(read_once(path, shape, limits)) for kind, path in kit.adapters.items()}
 
 
 def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings: int | str) -> Engine:

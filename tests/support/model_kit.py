@@ -1,7 +1,8 @@
-"""A tiny base model, one adapter of each kind for it, and an oracle that has loaded all of them."""
+"""A tiny base model, one adapter of each kind for it, and an oracle that loads all of them at its first use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from slora.models.model_spec_reader import read_model_spec
@@ -14,11 +15,14 @@ from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
 _ADAPTER_STD = 0.15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelKit:
     directory: Path
     adapters: dict[str, Path]
-    oracle: Oracle
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return Oracle(self.directory, self.adapters)
 
     def path(self, adapter: str | None) -> Path | None:
         return self.adapters[adapter] if adapter is not None else None
@@ -59,4 +63,4 @@ def make_kit(
         transposed = {"fan_in_fan_out": True} if model == "gpt2" else {}
         base = make_model(model, **changes)
         make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **lora)
-    return ModelKit(root / "base", adapters, Oracle(root / "base", adapters))
+    return ModelKit(root / "base", adapters)
