@@ -121,15 +121,22 @@ def test_rows_outside_all_tiles_are_neither_read_nor_written() -> None:
 
 @pytest.mark.parametrize("num_decodes", (0, 1))
 @pytest.mark.parametrize(
-    ("rank", "segments"), ((1, 3), (4, 12), (3, 9), (11, 33)), ids=("page-1", "page", "page+1", "prime")
+    ("rank", "segments", "block_tokens"),
+    ((1, 3, 8), (4, 12, 8), (3, 9, 8), (11, 33, 8), (11, 33, 64), (30, 90, 64)),
+    ids=("page-1", "page", "page+1", "prime", "block in two pages", "pages of blocks"),
 )
-def test_an_adapter_may_end_anywhere_in_a_page(rank: int, segments: int, num_decodes: int) -> None:
-    """Each rank of an adapter on gate alone takes one segment of A and two of B. A page holds four segments."""
+def test_an_adapter_may_end_anywhere_in_a_page(
+    rank: int, segments: int, block_tokens: int, num_decodes: int
+) -> None:
+    """Each rank of an adapter on gate alone takes one segment of A and two of B.
+
+    A page holds four segments, or 32: then the rows of a program are in one page or in two.
+    """
     shape = llama_shape(1, 64, 4, 1, 16, 128, 100, 4)
     scene = build_adapters(
-        shape, torch.float32, [[0, 0, 0, 0, rank, 0, 0, 0, 0]], block_tokens=8, device=DEVICE
+        shape, torch.float32, [[0, 0, 0, 0, rank, 0, 0, 0, 0]], block_tokens=block_tokens, device=DEVICE
     )
-    assert scene.pages.shape[1] == 4 * 256 and rank * 3 == segments
+    assert scene.pages.shape[1] == block_tokens // 2 * 256 and rank * 3 == segments
     for count in (1, 13):
         tiles = replace(build_tiles([(0, 0, count)], scene.tables), num_decodes=num_decodes)
         site = shape.layer_sites(0)[2]
