@@ -4,9 +4,18 @@ from functools import cache
 import pytest
 
 from tests.support.model_kit import ModelKit, make_kit
+from tests.support.peft_adapters import KINDS
 
 
 @pytest.fixture(scope="session")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
     """Returns the kit of a model by name. Each kit is made at its first use."""
     return cache(lambda name: make_kit(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture(scope="session")
+def small_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    """Two layers and four adapters, for steps in Triton's interpreter, which takes a second for each layer."""
+    kinds = {kind: KINDS[kind] for kind in ("odd_rank", "patterns", "r8_on_q_and_v", "some_layers")}
+    kinds["some_layers"] = {**kinds["some_layers"], "layers_to_transform": [0]}
+    return make_kit(tmp_path_factory.mktemp("small"), "llama", kinds, num_hidden_layers=2)

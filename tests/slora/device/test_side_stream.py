@@ -22,7 +22,6 @@ from tests.support.poison import poison
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: test_gpu.py forks on real streams"
 )
-Kits = Callable[[str], ModelKit]
 LINEARS = 4
 
 
@@ -64,7 +63,7 @@ class Steps:
 
     def __init__(self, kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
         source, self._versions = make_source(kit)
-        self.engine = make_engine(kit, source, 300)
+        self.engine = make_engine(kit, source, 100)
         poison(self.engine)
         self._monkeypatch = monkeypatch
 
@@ -97,9 +96,9 @@ class Steps:
 
 @pytest.mark.parametrize("ends", ("early", "late"))
 def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
-    kits: Kits, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
+    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
 ) -> None:
-    steps = Steps(kits("llama"), monkeypatch)
+    steps = Steps(small_kit, monkeypatch)
     plan = steps.plan(decodes=True)
     expected = steps.compute(plan, None)
     assert not expected.isnan().any()
@@ -120,17 +119,19 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     assert stream.calls == ["fork", "shrink", "base", "join", "expand"] * (LINEARS * num_layers)
 
 
-def test_a_step_with_a_chunk_forks_nothing(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(kits("llama"), monkeypatch)
+def test_a_step_with_a_chunk_forks_nothing(small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(small_kit, monkeypatch)
     plan = steps.plan(decodes=False)
     stream = LooseStream("late")
     assert torch.equal(steps.compute(plan, stream), steps.compute(plan, None))
     assert "shrink" in stream.calls and not {"fork", "join"} & {*stream.calls}
 
 
-def test_a_failed_linear_still_joins_the_side_stream(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_linear_still_joins_the_side_stream(
+    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the failure, the linear's input is free memory, and the shrink may still be reading it."""
-    steps = Steps(kits("llama"), monkeypatch)
+    steps = Steps(small_kit, monkeypatch)
     plan = steps.plan(decodes=True)
     stream = LooseStream("late")
 

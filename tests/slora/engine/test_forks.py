@@ -10,7 +10,7 @@ import pytest
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams, choice_seed
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS, MOSTLY_FASTEST
+from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
@@ -54,10 +54,10 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
     [
-        ("llama", 400, {}),
-        ("llama", 400, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
+        ("llama", 200, {}),
+        ("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
         ("llama", 40, {}),
-        ("llama", 400, {"max_num_seqs": 4}),
+        ("llama", 200, {"max_num_seqs": 4}),
         ("mistral_window", 40, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
     ],
     ids=["at ease", "in chunks", "preempted", "few places", "behind windows"],
@@ -81,7 +81,7 @@ def test_choices_equal_requests_of_their_own(
     assert stats.pages_held == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("survivor", [0, 1, 2])
 def test_choices_that_diverge_never_see_each_others_kv(kits: Kits, kernels: str, survivor: int) -> None:
     """Fills every page that the surviving choice does not hold with NaN while all choices run, then aborts the

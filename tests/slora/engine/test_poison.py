@@ -11,7 +11,7 @@ from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.cpu_kernels import KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
@@ -38,7 +38,12 @@ class HostPages:
 
 @pytest.mark.parametrize(
     ("model", "kernels"),
-    [*(("llama", kernels) for kernels in CPU_KERNELS), ("mistral_window", KERNELS), ("gpt2", KERNELS)],
+    [
+        ("llama", KERNELS),
+        ("mistral_window", KERNELS),
+        ("gpt2", KERNELS),
+        pytest.param("llama", "torch", marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_free_pages_are_never_read(kits: Kits, model: str, dtype: str, kernels: str) -> None:

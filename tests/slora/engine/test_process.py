@@ -1,6 +1,7 @@
 """Engine and loader as real processes, and what a client sees when they start, stop and crash."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,8 @@ from slora.engine.client import RemoteEngine
 from slora.engine.info import EngineStats
 from slora.engine.messages import encode_add
 from slora.engine.pin import Pin
-from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, RequestRefused
+from slora.engine.process import ProcessConfig
+from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, EngineUnavailable, RequestRefused
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE
@@ -290,7 +292,7 @@ def test_an_adapter_prewarmed_over_the_socket_is_loaded_before_any_request(
 
 
 def test_a_client_that_does_not_read_does_not_delay_other_clients(run: Run, stack: EngineStack) -> None:
-    chatty = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=20)
+    chatty = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True, logprobs=20)
 
     async def body(client: RemoteEngine) -> None:
         with socket.socket(socket.AF_UNIX) as stuck:
@@ -422,12 +424,22 @@ def test_an_engine_with_a_lost_device_exits_and_its_clients_may_retry(
 
 
 def test_an_engine_that_cannot_start_says_why_and_exits_with_two(running_stack: EngineStack) -> None:
-    messages = {
-        "pool_bytes is 5, but one page of this model takes": {"pool_bytes": 5},
-        "max_num_seqs is 0": {"max_num_seqs": 0},
-        "the engine has no setting max_sequences": {"max_sequences": 8},
-    }
-    engines = [running_stack.start_engine(**settings) for settings in messages.values()]
-    assert [engine.wait() for engine in engines] == [2] * len(engines)
-    assert all(message in engines[0].log for message in messages)
-    assert "Traceback" not in engines[0].log
+    engine = running_stack.start_engine(pool_bytes=5)
+    assert engine.wait() == 2
+    assert "pool_bytes is 5, but one page of this model takes" in engine.log
+    assert "Traceback" not in engine.log
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_sequences": 8}, "the engine has no setting max_sequences"),
+    ],
+)
+def test_settings_that_no_engine_accepts_are_refused_before_it_starts(
+    tmp_path: Path, settings: dict[str, int], message: str
+) -> None:
+    sockets = {"socket": "engine.sock", "loader_socket": "loader.sock"}
+    with pytest.raises(ConfigError, match=message):
+        ProcessConfig.from_json(json.dumps({**sockets, "engine": {"model": str(tmp_path), **settings}}))

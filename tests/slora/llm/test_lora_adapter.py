@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from slora import LLM, LoraAdapter, SamplingParams
 from slora.errors import RequestRefused
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.hub import adapter_files, lay_out_snapshot
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -109,7 +109,7 @@ def weighted_oracle(kit: ModelKit, kind: str, weight: float) -> Oracle:
     return oracle
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 def test_each_request_may_weight_its_adapter_differently(
     kit: ModelKit, report: Callable[[str], None], kernels: str
 ) -> None:

@@ -17,7 +17,7 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
@@ -74,7 +74,7 @@ def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
         sequence.blocks.extend([moved[page] for page in held])
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 def test_an_answer_continues_bit_for_bit_after_a_swap(kits: Kits, kernels: str) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)

@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: test_gpu.py replays real graphs"),
 ]
 
-Kits = Callable[[str], ModelKit]
 MAX_CONTEXT = 64
 # Both steps have three tiles, which are padded to four, and "patterns" has the greatest rank of a site in both.
 SOME = ["patterns", "odd_rank", "some_layers"]
@@ -36,7 +35,7 @@ class Bench:
 
     def __init__(self, kit: ModelKit) -> None:
         self._source, self._versions = make_source(kit)
-        self.engine: Engine = make_engine(kit, self._source, 300)
+        self.engine: Engine = make_engine(kit, self._source, 100)
         poison(self.engine)
         self.runner = self.engine._runner
         self.launches: list[Launch] = []
@@ -83,8 +82,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(kits: Kits) -> Bench:
-    return Bench(kits("llama"))
+def bench(small_kit: ModelKit) -> Bench:
+    return Bench(small_kit)
 
 
 @torch.inference_mode()

@@ -114,10 +114,12 @@ SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adap
 
 QUICK_CASES = [
     ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
-    ("llama", 36, RECOMPUTE | PUBLIC | SLICES),
     ("llama", 27, SWAP | SLICES | {"eviction": "cost"}),
-    ("mistral_window", 25, SWAP | PUBLIC),
-    ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
+    (
+        "mistral_window",
+        24,
+        RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"},
+    ),
     ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"eviction": "cost", "scheduling": "fcfs"}),
 ]
 OTHER_CASES = [
@@ -125,8 +127,11 @@ OTHER_CASES = [
     ("phi3_longrope", 200, CHUNKS),
     ("llama", 200, {}),
     ("llama", 36, SWAP),
+    ("llama", 36, RECOMPUTE | PUBLIC | SLICES),
     ("llama", 36, {"preemption": "auto", "swap_pages": 5, **CHUNKS}),
     ("mistral_window", 200, ODD_CHUNKS),
+    ("mistral_window", 25, SWAP | PUBLIC),
+    ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
     ("mistral_window", 25, SWAP | SLICES | CHUNKS | {"prefix_cache": "off"}),
     ("phi3_longrope", 32, SWAP | SLICES),
     ("phi3_longrope", 32, RECOMPUTE | PUBLIC | CHUNKS),
@@ -183,7 +188,7 @@ def start(
 ) -> tuple[Engine, dict[str, AdapterVersion]]:
     kit = kits(model)
     source, versions = make_source(kit)
-    engine = make_engine(kit, source, 200, **settings)
+    engine = make_engine(kit, source, 80, **settings)
     poison(engine)
     return engine, versions
 
@@ -202,8 +207,7 @@ def make_request(
     return EngineRequest("r", tenant, prompt, adapter, replace(GREEDY, **params), weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral_window"])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("model", "adapted"), [("llama", False), ("llama", True), ("mistral_window", True)])
 @pytest.mark.parametrize(("num_prompt", "num_answer"), [(20, 13), (20, 12), (37, 40), (1, 16), (1, 17)])
 def test_a_second_turn_finds_all_whole_blocks_of_the_first_and_its_answer_to_the_token(
     kits: Kits, model: str, adapted: bool, num_prompt: int, num_answer: int
@@ -398,7 +402,9 @@ def outlive(
     return {key: tokens for key, tokens in answers.items() if key[0] not in failed}, failed
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral_window", "phi3_longrope"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("llama", marks=pytest.mark.soak), "mistral_window", "phi3_longrope"]
+)
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits,
     plain_answers: Callable[[str], dict[str, Answer]],
