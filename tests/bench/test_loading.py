@@ -18,6 +18,7 @@ _SETUP = Setup(_TINY, CHUNK_BYTES, ("--kernels", "torch"))
 _ANSWERS = ("met", "MISSED")
 
 
+@pytest.mark.soak
 def test_the_first_token_is_measured_from_every_tier() -> None:
     """An adapter that is not where it should be, or comes from elsewhere, ends the run."""
     (by_tier,) = cold_start_tables(1, (16, 64), _SETUP).values()

@@ -139,7 +139,8 @@ def make_setup(kit: ModelKit) -> Setup:
 
 
 # The rows of `test_a_row_reports_the_cost_of_adapters_and_the_missing_contenders` come from slora's contender.
-@pytest.mark.parametrize("name", [pytest.param("slora", marks=pytest.mark.soak), "peft"])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["slora", "peft"])
 def test_contenders_generate_the_requested_number_of_tokens(kit: ModelKit, name: str, tmp_path: Path) -> None:
     launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
     assert isinstance(launch, Launch)
