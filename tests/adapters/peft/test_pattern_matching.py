@@ -71,7 +71,9 @@ def test_the_first_matching_pattern_of_each_field_wins() -> None:
         pytest.param({"target_modules": HOSTILE}, id="target_modules"),
         pytest.param({"exclude_modules": HOSTILE}, id="exclude_modules", marks=pytest.mark.soak),
         pytest.param({"rank_pattern": {HOSTILE: 2}}, id="rank_pattern", marks=pytest.mark.soak),
-        pytest.param({"alpha_pattern": {"q_proj": 4, HOSTILE: 4}}, id="alpha_pattern"),
+        pytest.param(
+            {"alpha_pattern": {"q_proj": 4, HOSTILE: 4}}, id="alpha_pattern", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_pattern_with_unbounded_matching_time_is_refused_by_its_field(change: dict[str, object]) -> None:

@@ -1,23 +1,37 @@
-"""What a deletion frees on a real server with a warm tier, and when: only after the last answer has ended."""
+"""A real server with an object store and a warm tier. What a deletion frees, and when: only after the last answer."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest, read_metric, wait_for_metric
 from tests.api.conftest import Kit
-from tests.api.served import serving, wait_for
+from tests.api.served import ADMIN_KEY, environment, serving, wait_for
 from tests.api.server.test_server import upload
 from tests.redis_server import RedisServer
+from tests.support import shared_files
 
 
-def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier(
+def with_far_files(folder: Path) -> dict[str, str]:
+    """An environment with a package that adds shared:// to fsspec, as s3fs adds s3://."""
+    shutil.copy(shared_files.__file__, folder / "far_files.py")
+    about = folder / "far_files-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: far-files\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fsspec.specs]\nshared = far_files:SharedFiles\n")
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return environment(SLORA_ADMIN_KEY=ADMIN_KEY, PYTHONPATH=path, SLORA_STORE=f"shared://{folder}/objects")
+
+
+def test_an_adapter_is_kept_in_the_object_store_alone_and_once_deleted_drains_and_leaves_no_copy_in_any_tier(
     kit: Kit, tmp_path: Path, make_redis: type[RedisServer]
 ) -> None:
     redis = make_redis()
-    blobs = tmp_path / "data" / "adapters" / "blobs"
+    blobs, data, env = tmp_path / "objects" / "blobs", tmp_path / "data", with_far_files(tmp_path)
     with (
         redis.client() as chunks,
-        serving(kit.base, tmp_path / "data", "--redis", redis.tcp_url) as served,
+        serving(kit.base, data, "--redis", redis.tcp_url, env=env) as served,
     ):
         served.wait_until_ready()
         key = served.make_key("t")
@@ -35,7 +49,7 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier(
             )
             assert adapter_pages and cached and cached > adapter_pages, "there are prefix blocks beside it"
             wait_for(lambda: chunks.keys(f"slora:warm:{{{digest}}}:*") or None, served.alive)
-            assert (blobs / digest[:2] / digest).is_dir()
+            assert (blobs / digest[:2] / digest).is_dir() and not list(data.rglob("*.safetensors"))
             client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
             reader = LongRequest(served, key, long | {"stream": True})
             reader.start()

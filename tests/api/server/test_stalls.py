@@ -16,11 +16,13 @@ BODY = {"model": "base", "prompt": "hello", "temperature": 0, "ignore_eos": True
 def wait_until_not_ready(served: Served) -> str:
     """Waits, and returns the body of /readyz."""
 
-    def look() -> str | None:
-        answer = httpx.get(served.url + "/readyz", verify=False)
-        return answer.json()["error"]["message"] if answer.status_code == 503 else None
+    with httpx.Client(base_url=served.url) as client:
 
-    return wait_for(look, served.alive)
+        def look() -> str | None:
+            answer = client.get("/readyz")
+            return answer.json()["error"]["message"] if answer.status_code == 503 else None
+
+        return wait_for(look, served.alive)
 
 
 def wait_for_successor(served: Served, module: str, hung: psutil.Process) -> None:
