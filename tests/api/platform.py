@@ -184,6 +184,9 @@ def running_platform(
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, pinning.run] if follows else []
     with live_server(app, background, at_end=templates.close, limits=connection_limits) as url:
+        # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
+        # platforms.
+        httpx.get(url + "/healthz", verify=False).raise_for_status()
         yield Platform(url, engine, services, directory)
     database.close()
     journal.close()
