@@ -12,14 +12,11 @@ The module needs the package redis, so it is loaded only when it is used.
 """
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import func, select, update
-
-from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.database.database_copy import take_over_registry
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import NO_EXTRAS, AdapterDetails, AdapterRecord, ExtrasSummary
@@ -48,26 +45,16 @@ def copy_registry(url: str, database: Database) -> int | None:
     client = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
     try:
         with as_unavailable(), database.transaction(CHANGES) as connection:
-            registry = _read_id(client)
-            (present,) = connection.execute(select(schema.platform.c.id)).one()
-            if present == registry:
+            if not take_over_registry(connection, _read_id(client)):
                 return None
-            (num_names,) = connection.execute(select(func.count()).select_from(schema.adapter_names)).one()
-            if num_names:
-                raise StoreUnfit(
-                    f"the database has {num_names} adapter names already, so the names of the registry are not copied: "
-                    "give a database without adapters"
-                )
+            num_names = 0
             last = client.xrevrange(f"{_PREFIX}changes", count=1)
             for named in _read_names(client):
                 save_name(connection, NamedAdapter(named.tenant, named.name), named)
                 num_names += 1
             if client.xrevrange(f"{_PREFIX}changes", count=1) != last:
                 raise StoreUnfit("a server still changes this registry: stop all servers, and copy it again")
-            connection.execute(update(schema.platform).values(id=registry))
-            # The copied names are not in the feed, so its readers must look everything up again.
-            connection.execute(update(schema.changes).values(nonce=uuid.uuid4().hex))
-            return int(num_names)
+            return num_names
     finally:
         client.close()
 

@@ -98,20 +98,24 @@ def _add_serve(commands: _Commands) -> None:
 
 def _add_migrate(commands: _Commands) -> None:
     migrate = commands.add(
-        "migrate", "copy a registry that release 0.1 kept in Redis into the database; stop all servers first"
+        "migrate",
+        "copy names that release 0.1 kept in Redis, or tenants, keys and names of a data directory, into the "
+        "database; stop all servers first",
     )
-    migrate.epilog = "Redis is only read. If the command fails, the database is unchanged."
+    migrate.epilog = "What is copied is only read. A copy that fails changes nothing, and may be repeated."
     migrate.add_argument(
         "--registry", metavar="URL", help="redis://HOST:PORT/DB of the registry (SLORA_REGISTRY)"
     )
     migrate.add_argument(
         "--database",
         metavar="URL",
-        help="database of the servers, as in slora serve (SLORA_DATABASE; default: the SQLite file in the "
-        "data directory)",
+        help="database to copy into, as in slora serve (SLORA_DATABASE; default: the SQLite file in the data "
+        "directory)",
     )
     migrate.add_argument(
-        "--data-dir", metavar="DIR", help="data directory of the server (SLORA_DATA_DIR; default data)"
+        "--data-dir",
+        metavar="DIR",
+        help="data directory of a server; its tenants, keys and names are copied into --database (SLORA_DATA_DIR)",
     )
 
 

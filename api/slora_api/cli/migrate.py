@@ -1,46 +1,73 @@
-"""`slora migrate`: copies a registry that release 0.1 kept in Redis into the database."""
+"""`slora migrate`: copies what release 0.1 kept in Redis, or in the file of a data directory, into the database."""
 
 import argparse
 import os
-import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from slora.errors import SloraError
 from slora_adapters.database.database import Database
+from slora_adapters.database.database_copy import copy_database
 from slora_adapters.store.store_url import load_optional
+from slora_api.cli.remote import CommandFailed, explained
 from slora_api.data_dir import open_data_dir
+from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["migrate"]
 
 
-def migrate(arguments: argparse.Namespace) -> int:
-    """Returns the exit code."""
-    registry: str | None = arguments.registry or os.environ.get("SLORA_REGISTRY") or None
-    if registry is None:
-        print(
-            "slora: --registry is missing; give the URL of the Redis that has the registry", file=sys.stderr
+@explained
+def migrate(arguments: argparse.Namespace) -> None:
+    registry = _read(arguments, "registry")
+    database, directory = _read(arguments, "database"), _read(arguments, "data_dir")
+    if not registry and not (database and directory):
+        arguments.refuse(
+            "give --registry to copy from Redis, or --data-dir and --database to copy from a file"
         )
-        return 2
     try:
-        num_names = _copy(registry, arguments)
+        with ExitStack() as stack:
+            if database:
+                target = stack.enter_context(closing(Database(database)))
+                if directory and ((Path(directory) / "slora.db").exists() or not registry):
+                    _copy_data_dir(Path(directory), target)
+            else:
+                # The lock of the directory: no server uses the file in the meantime.
+                data = stack.enter_context(open_data_dir(Path(directory or "data")))
+                target = stack.enter_context(closing(Database(data.database)))
+            if registry:
+                _copy_registry(registry, target)
     except (SloraError, OSError, ValueError) as error:
-        print(f"slora: {error}", file=sys.stderr)
-        return 1
-    if num_names is None:
-        print("the database has this registry already; nothing was changed")
-    else:
-        print(f"copied {num_names} names with their versions and aliases; Redis was not changed")
-    return 0
+        raise CommandFailed(str(error)) from error
 
 
-def _copy(registry: str, arguments: argparse.Namespace) -> int | None:
+def _read(arguments: argparse.Namespace, name: str) -> str:
+    """Returns a flag or the environment variable of the setting of the same name; empty if neither is set."""
+    return getattr(arguments, name) or os.environ.get(f"SLORA_{name.upper()}", "")
+
+
+def _copy_data_dir(directory: Path, target: Database) -> None:
+    if not (directory / "slora.db").exists():
+        raise CommandFailed(f"{directory} has no slora.db, so there is nothing to copy: check --data-dir")
+    with (
+        open_data_dir(directory) as data,
+        closing(Database(data.database)) as source,
+        closing(RevocationJournal(data.revocations)) as journal,
+    ):
+        # Leaves the check of the pepper in the source, and revocations that wait in the journal.
+        TenantStore(source, Pepper.from_file(data.pepper), journal).write_pending_revocations()
+        copied = copy_database(source, target)
+    print(
+        f"copied {copied.num_tenants} tenants, {copied.num_keys} keys and {copied.num_names} names from {directory}; "
+        "what the database had already was not changed"
+    )
+
+
+def _copy_registry(registry: str, target: Database) -> None:
     copy_registry = load_optional("registry.redis_registry", "redis", "the registry").copy_registry
-    with ExitStack() as stack:
-        place: str | Path = arguments.database or os.environ.get("SLORA_DATABASE", "")
-        if not place:
-            directory = arguments.data_dir or os.environ.get("SLORA_DATA_DIR") or "data"
-            # The lock of the directory: no server uses the file in the meantime.
-            place = stack.enter_context(open_data_dir(Path(directory))).database
-        num_names: int | None = copy_registry(registry, stack.enter_context(closing(Database(place))))
-        return num_names
+    num_names: int | None = copy_registry(registry, target)
+    if num_names is None:
+        print("the database has the registry in Redis already")
+    else:
+        print(f"copied {num_names} names with their versions and aliases from Redis, which was not changed")

@@ -1,0 +1,99 @@
+"""Copies tenants, keys and names from one database into another, to move from a SQLite file to PostgreSQL."""
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Table, func, insert, select, update
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
+from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.errors import StoreUnfit
+
+__all__ = ["Copied", "copy_database", "take_over_registry"]
+
+_NAME_TABLES = (
+    schema.adapter_names,
+    schema.adapter_versions,
+    schema.adapter_extras,
+    schema.adapter_aliases,
+    schema.adapter_alias_targets,
+)
+# Tolerance for rounding errors in the sum of all floors, such as 0.7 + 0.2 + 0.1.
+_SUM_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """How many tenants, keys and names were copied."""
+
+    num_tenants: int
+    num_keys: int
+    num_names: int
+
+
+def copy_database(source: Database, target: Database) -> Copied:
+    """Copies what the target does not have yet, in one transaction. Tenants and keys of the target stay as they are. So
+    the call may be repeated, and several sources may be copied. No server may use the source in the meantime.
+
+    Raises StoreUnfit, and changes nothing, if the keys of both were made with different peppers, if both have names, or
+    if the floors of all tenants would exceed the whole pool.
+    """
+    ((registry, pepper_check),) = source.read(select(schema.platform.c.id, schema.platform.c.pepper_check))
+    with target.transaction(CHANGES) as connection:
+        present = connection.execute(select(schema.platform.c.pepper_check)).scalar_one()
+        if None not in (present, pepper_check) and present != pepper_check:
+            raise StoreUnfit(
+                f"the keys of database {source.label} were made with another pepper than those of {target.label}, "
+                "so they cannot be copied; create new keys"
+            )
+        connection.execute(update(schema.platform).values(pepper_check=present or pepper_check))
+        num_tenants = _copy_missing(source, connection, schema.tenants)
+        num_keys = _copy_missing(source, connection, schema.api_keys)
+        floors = connection.execute(select(func.sum(schema.tenants.c.min_pool_share))).scalar_one()
+        if (floors or 0) > 1 + _SUM_SLACK:
+            raise StoreUnfit(
+                f"the min_pool_share of all tenants would add up to {floors:g}, but must not exceed 1: "
+                "lower some of them first"
+            )
+        num_names = 0
+        if source.read(select(schema.adapter_names.c.name).limit(1)) and take_over_registry(
+            connection, registry
+        ):
+            num_names, *_ = [_copy_missing(source, connection, table) for table in _NAME_TABLES]
+        return Copied(num_tenants, num_keys, num_names)
+
+
+def take_over_registry(connection: Connection, registry: str) -> bool:
+    """Gives a database without names the id of the registry whose names are then copied into it. Under this id, the
+    registry has claimed its store. Returns False if the database has the id already.
+
+    The copied names are not in the feed, so its readers must look everything up again. Raises StoreUnfit if the
+    database has names.
+    """
+    if connection.execute(select(schema.platform.c.id)).scalar_one() == registry:
+        return False
+    num_names = connection.execute(select(func.count()).select_from(schema.adapter_names)).scalar_one()
+    if num_names:
+        raise StoreUnfit(
+            f"the database has {num_names} adapter names already, so no other names are copied: "
+            "give a database without adapters"
+        )
+    connection.execute(update(schema.platform).values(id=registry))
+    connection.execute(update(schema.changes).values(nonce=uuid.uuid4().hex))
+    return True
+
+
+def _copy_missing(source: Database, connection: Connection, table: Table) -> int:
+    """Copies the rows whose primary key the target does not have. Returns their number."""
+    key = tuple(table.primary_key.columns)
+    present = {tuple(row) for row in connection.execute(select(*key))}
+    rows: list[dict[str, Any]] = [
+        dict(row._mapping)
+        for row in source.read(table.select())
+        if tuple(row._mapping[column] for column in key) not in present
+    ]
+    if rows:
+        connection.execute(insert(table), rows)
+    return len(rows)
