@@ -27,7 +27,7 @@ from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
-from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes
+from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.gpu.quantized_linear import bind_quantized_linear
@@ -119,10 +119,9 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
     ]
 
 
-def _bind_llama(dtype: torch.dtype) -> Launches:
+def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
-    sizes = load_sizes()
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
             for tokens in (_TOKENS, TILE_TOKENS):
@@ -184,12 +183,15 @@ def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
             yield f"{model}, KV in fp8", launch
 
 
-def bind_all(dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat]) -> Launches:
+def bind_all(
+    dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat], sizes: LoraSizes
+) -> Launches:
     """All launches, each with a description (see `CompiledKernel.case`).
 
     forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
     """
-    for bound in (_bind_llama, _bind_gemma, _bind_phi, _bind_qwen):
+    yield from _bind_llama(dtype, sizes)
+    for bound in (_bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)
     if KVFormat.FP8 in kv_formats:

@@ -95,9 +95,10 @@ def attend_pages(
         if scales is not None:
             scale_place = scales + page // 2 + scale_start + tokens % BLOCK_TOKENS
             k_scale = tl.load(scale_place, mask=tokens < end, other=0.0).to(tl.float32)
+            v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0)
             scores *= k_scale[None, :]
             if q.dtype == tl.float16:  # weight * scale may underflow float16
-                v *= _widen(tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0))[:, None]
+                v *= _widen(v_scale)[:, None]
         if CAP is not None:
             scores = _cap_scores(scores, CAP)
         seen = tokens[None, :] < limits[:, None]
@@ -109,8 +110,7 @@ def attend_pages(
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
         if (scales is not None) & (q.dtype != tl.float16):
-            v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0).to(tl.float32)
-            weights *= v_scale[None, :]
+            weights *= v_scale.to(tl.float32)[None, :]
         acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total

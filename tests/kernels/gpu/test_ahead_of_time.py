@@ -118,7 +118,7 @@ def count_tolerated_spills(kernel: CompiledKernel) -> float:
         "float16",
         "_paged_attention_prefill_kernel",
     )
-    return 16 if is_tight and FP8_KV in kernel.case else 0
+    return 24 if is_tight and FP8_KV in kernel.case else 0
 
 
 def test_no_register_is_spilled(compiled: list[CompiledKernel]) -> None:
