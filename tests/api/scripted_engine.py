@@ -67,7 +67,7 @@ class ScriptedEngine:
     canary: answers to the canary of a new adapter and to the base model's run beside it; these are not in `requests`.
     aborted: requests whose answer was closed before its end.
     ended: single choices that were closed early, as (request id, index).
-    pins: the pins of each message.
+    pins: the pins of each message. num_refused_pins: messages while it was not ready.
     prewarmed: the prewarmed adapters, with the share of each.
     """
 
@@ -83,6 +83,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     pins: list[list[Pin]] = field(default_factory=list)
+    num_refused_pins: int = 0
     prewarmed: list[Pin] = field(default_factory=list)
     forgotten: list[AdapterVersion] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -163,5 +164,6 @@ class ScriptedEngine:
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         if not self.ready:
+            self.num_refused_pins += 1
             raise EngineUnavailable("it is not there")
         self.pins.append(list(pins))

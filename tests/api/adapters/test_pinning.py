@@ -258,8 +258,11 @@ def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
     async def main() -> None:
         running = asyncio.create_task(pinning.run())
         await pinning.pin("a", "one")
-        while registry.num_asked < 2:  # at first the database fails, and then the engine is not connected
-            await asyncio.sleep(0.001)
+        # At first the database fails, and then the engine is not connected.
+        async with asyncio.timeout(30):
+            while not engine.num_refused_pins:
+                await asyncio.sleep(0.001)
+        assert registry.num_asked == 2
         engine.ready = True
         pinning.refresh()  # the engine connects
         assert await told(1) == [one]
