@@ -59,3 +59,35 @@ def find_rows(
         pages = tl.load(table + index, mask=segments <= last, other=0).to(tl.int64)
         page_starts = pages * page_stride - index * (PAGE_SEGMENTS * SEGMENT)
     return page_starts + row_starts[:, None] * SEGMENT + columns[None, :]
+
+
+@triton.jit
+def load_b_rows(
+    pages,
+    table,
+    first_segment,
+    start,
+    rank,
+    row_segments,
+    columns,
+    page_stride,
+    width,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    TWO_PAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """`columns` [N] of BLOCK_R rows of transposed B, from row `start` on. Values past the rank and the width are 0."""
+    rows = start + tl.arange(0, BLOCK_R)
+    place = find_rows(
+        table,
+        first_segment + rows * row_segments,
+        columns,
+        first_segment + start * row_segments,
+        first_segment + tl.minimum(start + BLOCK_R, rank) * row_segments - 1,
+        page_stride,
+        SEGMENT,
+        PAGE_SEGMENTS,
+        TWO_PAGES,
+    )
+    return tl.load(pages + place, mask=(rows[:, None] < rank) & (columns[None, :] < width), other=0.0)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
-from slora_kernels.gpu.lora_columns import find_columns, find_rows
+from slora_kernels.gpu.lora_columns import find_columns, load_b_rows
 from slora_kernels.gpu.lora_expand_rows import _lora_expand_rows_kernel
 from slora_kernels.gpu.lora_shrink import choose_block_tokens
 from slora_kernels.gpu.lora_sizes import LoraSizes
@@ -89,18 +89,21 @@ def _lora_expand_kernel(
         )
         shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
         y = tl.sum(shares.to(tl.float32), axis=0)
-        at = find_rows(
+        b = load_b_rows(
+            pages,
             page_table + slot * table_stride,
-            first_segment + rows * row_segments,
+            first_segment,
+            start,
+            rank,
+            row_segments,
             columns,
-            first_segment + start * row_segments,
-            first_segment + tl.minimum(start + BLOCK_R, rank) * row_segments - 1,
             page_stride,
+            width,
             SEGMENT,
             PAGE_SEGMENTS,
             TWO_PAGES,
+            BLOCK_R,
         )
-        b = tl.load(pages + at, mask=(rows[:, None] < rank) & inside, other=0.0)
         acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
     tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=mask)
 

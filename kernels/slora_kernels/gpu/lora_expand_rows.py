@@ -12,7 +12,7 @@ chunks, most of whose 16 rows per tile are padding.
 import triton
 import triton.language as tl
 
-from slora_kernels.gpu.lora_columns import find_columns, find_rows
+from slora_kernels.gpu.lora_columns import find_columns, load_b_rows
 
 # The most tokens per tile of decode rows. Many programs with few tokens keep a GPU busier than few programs with many,
 # but every tile reads A and B again, at least from the cache. Measured on an H200 with 64 rows of 1 and 8 adapters: 4
@@ -21,35 +21,10 @@ ROW_TILE_TOKENS = 4
 
 
 @triton.jit
-def _load_rows(
-    pages,
-    table,
-    first_segment,
-    start,
-    rank,
-    row_segments,
-    columns,
-    page_stride,
-    width,
-    SEGMENT: tl.constexpr,
-    PAGE_SEGMENTS: tl.constexpr,
-    TWO_PAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """`columns` [N] of BLOCK_R rows of transposed B, from row `start` on. Values past the rank and the width are 0."""
-    rows = start + tl.arange(0, BLOCK_R)
-    place = find_rows(
-        table,
-        first_segment + rows * row_segments,
-        columns,
-        first_segment + start * row_segments,
-        first_segment + tl.minimum(start + BLOCK_R, rank) * row_segments - 1,
-        page_stride,
-        SEGMENT,
-        PAGE_SEGMENTS,
-        TWO_PAGES,
-    )
-    return tl.load(pages + place, mask=(rows[:, None] < rank) & (columns[None, :] < width), other=0.0)
+def _sum_planes(source, rows, rank, planes, SPLITS: tl.constexpr):
+    """The shrink output of one token for `rows` [R], summed over its planes. source: pointers [PLANES, R]."""
+    shares = tl.load(source, mask=(rows < rank)[None, :] & (planes < SPLITS), other=0.0)
+    return tl.sum(shares.to(tl.float32), axis=0)
 
 
 @triton.jit(do_not_specialize=["first_module", "num_tokens"])
@@ -100,7 +75,7 @@ def _lora_expand_rows_kernel(
     plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     rows = tl.arange(0, BLOCK_R)
     table = page_table + slot * table_stride
-    b = _load_rows(
+    b = load_b_rows(
         pages,
         table,
         first_segment,
@@ -122,14 +97,12 @@ def _lora_expand_rows_kernel(
         target = out + token.to(tl.int64) * out_stride + tl.multiple_of(column_start, ALIGNMENT) + columns
         old = tl.load(target, mask=inside, other=0.0)
         source = plane_starts + (token * shrunk_stride + first_row + rows)[None, :]
-        shares = tl.load(source, mask=(rows < rank)[None, :] & (planes < SPLITS), other=0.0)
-        y = tl.sum(shares.to(tl.float32), axis=0)
+        y = _sum_planes(source, rows, rank, planes, SPLITS)
         acc = tl.sum(y[:, None] * b.to(tl.float32), axis=0)
         for start in range(BLOCK_R, rank, BLOCK_R):
             source = plane_starts + (token * shrunk_stride + first_row + start + rows)[None, :]
-            shares = tl.load(source, mask=(start + rows < rank)[None, :] & (planes < SPLITS), other=0.0)
-            y = tl.sum(shares.to(tl.float32), axis=0)
-            b_rest = _load_rows(
+            y = _sum_planes(source, start + rows, rank, planes, SPLITS)
+            b_rest = load_b_rows(
                 pages,
                 table,
                 first_segment,
