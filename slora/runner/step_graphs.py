@@ -43,6 +43,9 @@ _SHORT_CONTEXT = 512
 _TILE_PARTS = (4, 2, 1)
 # The tokens per padded tile of prefill chunks. Tiles have up to twice as many, but each chunk ends with a shorter one.
 _TOKENS_PER_TILE = 16
+# The most graphs. Tenants choose lengths and ranks, and so the shapes. Each graph takes GPU memory, and recording one
+# delays everybody's step. A graph is never replaced, because many shapes in turn would then be recorded all the time.
+_MAX_GRAPHS = 256
 # Ranks and tiles below these sizes launch the same programs as these sizes.
 _MIN_RANK = 16
 _MIN_DECODE_TILE, _MIN_CHUNK_TILE = 16, 32
@@ -99,8 +102,12 @@ class StepGraphs:
         """The shape of a step that can be replayed.
 
         None if the step has too many tokens or tiles, if an adapter changes the embedding, or if logits of prompt
-        tokens are wanted: the graphs contain neither.
+        tokens are wanted: the graphs contain neither. None also for a new shape if there are as many graphs as may be.
         """
+        shape = self._shape_of(batch)
+        return shape if shape in self._replays or len(self._replays) < _MAX_GRAPHS else None
+
+    def _shape_of(self, batch: StepBatch) -> StepShape | None:
         count, num_sequences = len(batch.token_ids), len(batch.attention.context_lens)
         only_decodes = batch.attention.max_query_len == 1
         tokens = _least(self._row_counts if only_decodes else _TOKENS, count)

@@ -221,6 +221,17 @@ def test_a_padded_step_with_prompt_chunks_computes_the_same(bench: Bench) -> Non
     check_equal_step(bench, hidden, expected, expected_pages)
 
 
+@torch.inference_mode()
+def test_a_new_shape_is_not_recorded_when_there_are_as_many_graphs_as_may_be(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slora.runner.step_graphs._MAX_GRAPHS", 1)
+    first = bench.decode(["patterns"], 15)
+    bench.replay(first)
+    assert bench.graphs.find_shape(first) is not None
+    assert bench.graphs.find_shape(mix(bench, ["patterns"], 18)) is None
+
+
 def test_a_step_that_the_graphs_do_not_contain_is_not_replayed(bench: Bench) -> None:
     batch = mix(bench, ["r8_on_q_and_v", None, None], 9)
     find = bench.graphs.find_shape
