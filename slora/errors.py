@@ -11,6 +11,7 @@ SloraError                    (slora_adapters) root of all errors that this proj
 ├── DeadlineMissed            the first token can't come before the request's deadline
 ├── DeviceFailed              the device no longer computes; the engine ends
 ├── EngineUnavailable         the engine is down, starting or full; retry the request
+├── UsageJournalFull          the usage of a request could not be recorded, so no request is accepted; retry later
 └── NotComparable             transformers or peft can't load what this engine serves
 """
 
@@ -28,6 +29,7 @@ __all__ = [
     "RequestRefused",
     "SloraError",
     "StepFailed",
+    "UsageJournalFull",
 ]
 
 
@@ -79,6 +81,16 @@ class DeviceFailed(SloraError):
 
 class EngineUnavailable(SloraError):
     """The engine is down, starting or shutting down. The request can be retried."""
+
+
+class UsageJournalFull(SloraError):
+    """The usage of a request cannot be recorded. `reason` names no path, because clients see the message."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the server accepts no request now, because it cannot record usage: its usage journal is full "
+            f"({reason}); send the request again later"
+        )
 
 
 class NotComparable(SloraError):

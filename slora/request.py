@@ -39,6 +39,23 @@ class EngineRequest:
     deadline_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """What one request has used, all of its choices and beams together.
+
+    cached_tokens: the prompt tokens that the prefix cache had.
+    generated_tokens: sampled tokens, also those of choices and beams that the answer does not contain.
+    adapter_bytes: bytes of adapters that were loaded into the page pool at this request's expense.
+    page_seconds: pages held, integrated over time. It is a multiple of 2**-20, so that sums are exact.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    adapter_bytes: int = 0
+    page_seconds: float = 0.0
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

@@ -45,6 +45,7 @@ from slora.errors import (
     RequestFailed,
     RequestRefused,
     StepFailed,
+    UsageJournalFull,
 )
 from slora_adapters.errors import (
     AdapterCorrupt,
@@ -251,6 +252,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (InspectionFailed, _Rule(503, _UNAVAILABLE, "inspection_failed", retry_after_s=SOON_S)),
     (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=SOON_S)),
     (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
+    (UsageJournalFull, _Rule(503, _UNAVAILABLE, "usage_journal_full", retry_after_s=SOON_S)),
     (DiskFull, _Rule(507, "server_error", "disk_full", should_retry=False)),
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),
     (StepFailed, _Rule(503, _UNAVAILABLE, "step_failed", retry_after_s=SOON_S, should_retry=True)),

@@ -11,6 +11,7 @@ from slora.errors import (
     RequestFailed,
     RequestRefused,
     StepFailed,
+    UsageJournalFull,
 )
 from slora_adapters.errors import (
     AdapterCorrupt,
@@ -53,6 +54,7 @@ CASES = [
     (errors.Starting("x"), 503, "service_unavailable", "engine_unavailable"),
     (errors.Stopping(), 503, "service_unavailable", "server_stopping"),
     (EngineUnavailable("x"), 503, "service_unavailable", "engine_unavailable"),
+    (UsageJournalFull("x"), 503, "service_unavailable", "usage_journal_full"),
     (StoreUnavailable("x"), 503, "service_unavailable", "store_unavailable"),
     (AdapterFetchFailed("x", "not_found"), 404, "not_found_error", "model_not_found"),
     (AdapterFetchFailed("x", "unavailable"), 503, "service_unavailable", "store_unavailable"),

@@ -1,0 +1,207 @@
+"""A local journal of usage records, on its way to the ledger in the database.
+
+All processes of a host share one directory, and each process writes segments of its own. A record is durable when its
+future is done. One thread writes all records that are waiting and syncs them together (group commit), so many requests
+share one fsync and no event loop waits for the disk.
+
+            append          rotate, full, or its writer died            shipped
+    (memory) ----> open segment ------------------------> closed segment ----> (deleted)
+
+Besides the open segment there is always a spare one, already allocated. While there is none, because the disk is full
+or the journal has reached its limit, `check` refuses new requests. The records of requests in progress then fill the
+open segment.
+"""
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from slora.errors import UsageJournalFull
+from slora.usage_journal.record import UsageRecord
+from slora.usage_journal.segment import OpenSegment, measure_bytes
+
+__all__ = ["MAX_BYTES", "SEGMENT_BYTES", "UsageJournal"]
+
+_log = logging.getLogger(__name__)
+
+# A record has about 350 bytes, so a segment holds about 6,000: more than a process has requests in progress.
+SEGMENT_BYTES = 2 << 20
+# About three million records: what a host keeps while its database is away.
+MAX_BYTES = 1 << 30
+_RETRY_S = 1.0
+
+
+class _Entry(NamedTuple):
+    line: bytes
+    done: "Future[None]"
+
+
+class UsageJournal:
+    """The journal of this process in `directory`, which is created. It may be used by several threads.
+
+    max_bytes: the limit on all segments in the directory, those of other processes included.
+    """
+
+    def __init__(
+        self, directory: Path, segment_bytes: int = SEGMENT_BYTES, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._waiting: list[_Entry] = []
+        self._rotations: list[Future[None]] = []
+        self._is_closing = False
+        # Why there is no spare segment.
+        self._full_reason: str | None = None
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Used only by the thread, once it runs.
+        self._open = self._allocate()
+        self._spare = self._allocate() if self._open is not None else None
+        self._thread = threading.Thread(target=self._run, name="usage-journal", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises UsageJournalFull while a new request could not be billed."""
+        if self._full_reason is not None:
+            raise UsageJournalFull(self._full_reason)
+
+    def append(self, record: UsageRecord) -> "Future[None]":
+        """Returns at once. The future is done when the record is durable, or raises UsageJournalFull."""
+        entry = _Entry(record.to_line(), _uncancellable())
+        with self._changed:
+            assert not self._is_closing, "a record was appended to a closed journal"
+            self._waiting.append(entry)
+            self._changed.notify()
+        return entry.done
+
+    async def write(self, record: UsageRecord) -> None:
+        """Returns when the record is durable. Raises UsageJournalFull. A cancelled caller's record is written, too."""
+        await asyncio.wrap_future(self.append(record))
+
+    def rotate(self) -> "Future[None]":
+        """Closes the open segment so that it can be shipped, unless it has no record or there is no spare."""
+        done = _uncancellable()
+        with self._changed:
+            self._rotations.append(done)
+            self._changed.notify()
+        return done
+
+    def close(self) -> None:
+        """Writes all records and closes the segments. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not (self._waiting or self._rotations or self._is_closing):
+                    self._changed.wait(timeout=_RETRY_S if self._spare is None else None)
+                entries, self._waiting = self._waiting, []
+                rotations, self._rotations = self._rotations, []
+                is_closing = self._is_closing
+            self._write(entries)
+            # Without a spare, the requests in progress need the rest of the open segment.
+            if rotations and self._spare is not None and self._open is not None and self._open.num_written:
+                self._close_open()
+            if is_closing:
+                self._close_all()
+            else:
+                self._allocate_missing()
+            for done in rotations:
+                done.set_result(None)
+            if is_closing:
+                return
+
+    def _write(self, entries: list[_Entry]) -> None:
+        has_failed = False
+        while entries:
+            segment = self._find_room(len(entries[0].line))
+            if segment is None:
+                self._give_up(entries)
+                return
+            count, num_bytes = 0, 0
+            while count < len(entries) and num_bytes + len(entries[count].line) <= segment.num_left:
+                num_bytes += len(entries[count].line)
+                count += 1
+            try:
+                segment.append(b"".join(entry.line for entry in entries[:count]))
+            except OSError as error:
+                # It is unknown which of these records are durable, so all of them are written again elsewhere.
+                _log.error("a segment of the usage journal in %s failed: %s", self._directory, error)
+                self._close_open()
+                if has_failed:
+                    self._give_up(entries)
+                    return
+                has_failed = True
+                continue
+            for entry in entries[:count]:
+                entry.done.set_result(None)
+            entries = entries[count:]
+
+    def _find_room(self, num_bytes: int) -> OpenSegment | None:
+        if self._open is not None and self._open.num_left < num_bytes:
+            self._close_open()
+        if self._open is None:
+            self._allocate_missing()
+        return self._open
+
+    def _close_open(self) -> None:
+        """Closes the open segment. The spare one takes its place."""
+        if self._open is not None:
+            self._open.close()
+        self._open, self._spare = self._spare, None
+
+    def _allocate_missing(self) -> None:
+        if self._open is None:
+            self._open = self._allocate()
+        if self._open is not None and self._spare is None:
+            self._spare = self._allocate()
+
+    def _allocate(self) -> OpenSegment | None:
+        try:
+            num_bytes = measure_bytes(self._directory)
+            if num_bytes + self._segment_bytes > self._max_bytes:
+                self._note_full(f"it has {num_bytes} bytes and the limit is {self._max_bytes}")
+                return None
+            segment = OpenSegment(self._directory, self._segment_bytes)
+        except OSError as error:
+            self._note_full(f"no file can be created: {error.strerror}")
+            return None
+        self._note_full(None)
+        return segment
+
+    def _note_full(self, reason: str | None) -> None:
+        if reason is not None and self._full_reason is None:
+            _log.error(
+                "the usage journal in %s is full (%s): new requests are refused until the disk has space and the "
+                "journal's records are in the database",
+                *(self._directory, reason),
+            )
+        elif reason is None and self._full_reason is not None:
+            _log.info("the usage journal in %s has room again", self._directory)
+        self._full_reason = reason
+
+    def _give_up(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            line = entry.line.decode("ascii").strip()
+            _log.error("this usage record could not be written and is not billed: %s", line)
+            entry.done.set_exception(UsageJournalFull(self._full_reason or "its disk failed"))
+
+    def _close_all(self) -> None:
+        for segment in (self._open, self._spare):
+            if segment is not None:
+                segment.close()
+        self._open = self._spare = None
+
+
+def _uncancellable() -> "Future[None]":
+    """A future that a cancelled caller cannot cancel, because the record is written in any case."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future

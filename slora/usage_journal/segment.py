@@ -1,0 +1,152 @@
+"""One file of a journal. It is written by one process and shipped by any process of the host.
+
+The writer allocates the whole file first, so that appending needs no free space, and holds the file's lock (flock)
+while it writes. A segment that nobody locks is closed: its writer closed it or died. It ends with NUL bytes if its
+writer died.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from slora.usage_journal.record import BadLine, UsageRecord
+from slora_adapters.durable_file import sync_directory
+
+__all__ = ["ClosedSegment", "OpenSegment", "closed_segments", "measure_bytes"]
+
+_log = logging.getLogger(__name__)
+
+_SUFFIX = ".usage"
+_CORRUPT_SUFFIX = ".corrupt"
+
+
+class OpenSegment:
+    """A new segment that this process writes."""
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        """Raises OSError, for example when the disk is full."""
+        self.num_written = 0
+        self._num_bytes = num_bytes
+        self._path, self._descriptor = _create_locked(directory)
+        try:
+            os.posix_fallocate(self._descriptor, 0, num_bytes)
+            os.fsync(self._descriptor)
+            sync_directory(directory)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def num_left(self) -> int:
+        """The number of bytes that still fit."""
+        return self._num_bytes - self.num_written
+
+    def append(self, lines: bytes) -> None:
+        """Returns when the lines are durable. After an OSError the segment must be closed."""
+        written = 0
+        while written < len(lines):
+            written += os.pwrite(self._descriptor, lines[written:], self.num_written + written)
+        os.fdatasync(self._descriptor)
+        self.num_written += len(lines)
+
+    def close(self) -> None:
+        """Frees the unused space and releases the lock. A segment without records is deleted."""
+        try:
+            if self.num_written:
+                os.ftruncate(self._descriptor, self.num_written)
+            else:
+                self._path.unlink()
+        except OSError as error:
+            _log.error("%s keeps its unused space: %s", self._path, error)
+        finally:
+            os.close(self._descriptor)
+
+
+class ClosedSegment:
+    """A segment that no process writes any more. This process holds its lock.
+
+    records: all records that can be read. The error of any other record is logged.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path = path
+        self.records: list[UsageRecord] = []
+        self._has_bad_line = False
+        self._parse(content.rstrip(b"\0"))
+
+    def delete(self) -> None:
+        """Deletes the file after its records were shipped. A file with damaged records is renamed instead."""
+        if self._has_bad_line:
+            self.path.rename(self.path.with_suffix(_CORRUPT_SUFFIX))
+        else:
+            self.path.unlink()
+
+    def _parse(self, content: bytes) -> None:
+        *lines, tail = content.split(b"\n")
+        if tail:
+            offset = len(content) - len(tail)
+            _log.warning("%s: its writer died while it wrote the record at byte %d", self.path, offset)
+        offset = 0
+        for line in lines:
+            try:
+                self.records.append(UsageRecord.from_line(line))
+            except BadLine as error:
+                self._has_bad_line = True
+                _log.error(
+                    "%s: the usage record at byte %d is damaged and is skipped (%s). The file will be kept as *%s",
+                    *(self.path, offset, error, _CORRUPT_SUFFIX),
+                )
+            offset += len(line) + 1
+
+
+def closed_segments(directory: Path) -> Iterator[ClosedSegment]:
+    """Yields each segment that no process writes, and holds its lock until the next one is asked for.
+
+    The caller ships the records and then calls `delete`. A segment that it does not delete is yielded again by a later
+    call, in this process or another.
+    """
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process shipped it
+            continue
+        try:
+            if not _lock(descriptor, wait=False) or not os.fstat(descriptor).st_nlink:
+                continue
+            size = os.fstat(descriptor).st_size
+            yield ClosedSegment(path, os.pread(descriptor, size, 0))
+        finally:
+            os.close(descriptor)
+
+
+def measure_bytes(directory: Path) -> int:
+    """The size of all segments in the directory, damaged ones included."""
+    total = 0
+    for path in directory.iterdir():
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # another process shipped it
+            continue
+    return total
+
+
+def _create_locked(directory: Path) -> tuple[Path, int]:
+    while True:
+        path = directory / f"{secrets.token_hex(8)}{_SUFFIX}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _lock(descriptor, wait=True)
+        # Another process may have taken the empty file for a closed segment and deleted it before it was locked.
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
