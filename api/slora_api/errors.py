@@ -4,6 +4,7 @@ SloraError (the project's root)
 ├── ApiError
 │   ├── Unauthorized       no API key or an invalid one; one message for all cases, so that it reveals nothing
 │   ├── Forbidden          a valid key that this route does not accept
+│   ├── TenantSuspended    the operator has suspended the key's tenant
 │   ├── ModelNotFound      unknown model, or another tenant's; the message is the same
 │   ├── NotFound           a tenant, key or adapter that does not exist
 │   ├── Conflict           the name is taken
@@ -81,6 +82,7 @@ __all__ = [
     "Starting",
     "Stopping",
     "TenantBusy",
+    "TenantSuspended",
     "Unauthorized",
     "describe_error",
     "error_response",
@@ -98,6 +100,14 @@ class Unauthorized(ApiError):
 
 class Forbidden(ApiError):
     """The key is valid, but this route needs another kind of key."""
+
+
+class TenantSuspended(ApiError):
+    def __init__(self, tenant: str) -> None:
+        super().__init__(
+            f"The tenant `{tenant}` is suspended, so its requests are refused. The operator of this server can resume "
+            "it."
+        )
 
 
 class ModelNotFound(ApiError):
@@ -227,6 +237,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
         _Rule(401, "authentication_error", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
     ),
     (Forbidden, _Rule(403, "permission_error", "insufficient_permissions")),
+    (TenantSuspended, _Rule(403, "permission_error", "tenant_suspended", should_retry=False)),
     (ModelNotFound, _Rule(404, _GONE, "model_not_found")),
     (NotFound, _Rule(404, _GONE, "not_found")),
     (AdapterNotFound, _Rule(404, _GONE, "model_not_found")),

@@ -169,7 +169,9 @@ def running_platform(
         reserve,
         tenant_store,
         ModelCatalog(base, adapters, engine, pinning),
-        Publisher(base, quarantine, inspector, templates, quota, adapters, canary, engine, pinning),
+        Publisher(
+            base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning
+        ),
         Aliases(registry, pinning),
         pinning,
         ChangeFollower(registry, tenant_store, engine, pinning.refresh),

@@ -44,6 +44,7 @@ platform = Table(
     "platform", metadata, Column("id", Text, primary_key=True), Column("pepper_check", LargeBinary)
 )
 
+# status: see `TenantStatus`.
 tenants = Table(
     "tenants",
     metadata,
@@ -53,6 +54,7 @@ tenants = Table(
     Column("min_pool_share", Double, nullable=False),
     Column("max_pool_share", Double, nullable=False),
     Column("priority", Integer, nullable=False),
+    Column("status", Text, nullable=False, server_default="active"),
 )
 
 api_keys = Table(

@@ -11,7 +11,7 @@ pinned alias points at can be evicted again. A single version cannot be pinned; 
 All pins together may use at most half of the pool, and the pins of one tenant at most its max_pool_share. Both bounds
 are checked when a pin is made. The second one is also checked when max_pool_share is lowered. Moving a pinned alias to
 larger weights is not refused. The engine then enforces the bounds: a version that would exceed them is not pinned, but
-loaded on request like any other adapter.
+loaded on request like any other adapter. Pins of a suspended tenant are not sent.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from slora.engine.client import EngineClient
 from slora.engine.info import EngineInfo
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
-from slora.tenant_share import DEFAULT_SHARE, TenantShare
+from slora.tenant_share import TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry.registry import Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
-from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
+from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStatus, TenantStore
 
 __all__ = ["Pinning"]
 
@@ -137,11 +137,16 @@ class Pinning:
             )
 
     def _read_pins(self) -> Sequence[Pin]:
-        shares = {tenant.name: tenant.share for tenant in self._tenant_store.list_tenants()}
+        tenants = {tenant.name: tenant for tenant in self._tenant_store.list_tenants()}
         versions = dict.fromkeys(
             record.version for rollout in self._registry.pinned() for record in rollout.records.values()
         )
-        return [Pin(version, shares.get(version.tenant, DEFAULT_SHARE)) for version in versions]
+        owners = [(version, tenants.get(version.tenant)) for version in versions]
+        return [
+            Pin(version, owner.share)
+            for version, owner in owners
+            if owner is not None and owner.status is TenantStatus.ACTIVE
+        ]
 
 
 def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info: EngineInfo) -> None:

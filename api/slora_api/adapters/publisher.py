@@ -47,6 +47,7 @@ from slora_api.errors import BadRequest
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.sse import unless_disconnected
 from slora_api.tenants.adapter_quota import AdapterQuota
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["Publisher"]
 
@@ -70,6 +71,7 @@ class Publisher:
         inspector: Inspector,
         templates: ChatTemplates,
         quota: AdapterQuota,
+        tenant_store: TenantStore,
         adapters: Catalog,
         canary: Canary,
         client: EngineClient,
@@ -80,6 +82,7 @@ class Publisher:
         self._inspector = inspector
         self._templates = templates
         self._quota = quota
+        self._tenant_store = tenant_store
         self._adapters = adapters
         self._canary = canary
         self._client = client
@@ -96,7 +99,7 @@ class Publisher:
 
         If the newest version is the same adapter, it is returned with `new_version` False. An upload whose answer was
         lost can therefore be sent again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
-        InspectionFailed, QuotaExceeded, StoreUnavailable.
+        InspectionFailed, QuotaExceeded, TenantSuspended, StoreUnavailable.
         """
         self._check_name(upload.name)
         if not self._client.ready:
@@ -162,18 +165,17 @@ class Publisher:
         # Read before anything is stored: `_try_out` must know whether the tenant had these weights before.
         usage = await asyncio.to_thread(registry.storage_usage, tenant, adapter.digest)
 
-        def check_quota(usage: StorageUsage) -> None:
+        def check(usage: StorageUsage) -> None:
+            self._tenant_store.find_tenant(tenant).check_active()
             self._quota.check(usage, name, adapter)
 
         if is_new:
             # Checked here to save work, and again in the transaction that creates the version.
-            check_quota(usage)
+            check(usage)
         reservation = await self._write(self._adapters.store_blob, adapter)
         try:
             effect = await self._try_out(tenant, adapter, usage) if is_new else None
-            published = await self._write(
-                self._adapters.commit, tenant, name, adapter, reservation, check_quota
-            )
+            published = await self._write(self._adapters.commit, tenant, name, adapter, reservation, check)
         except BaseException:
             await self._write(self._adapters.discard, adapter, reservation)
             raise

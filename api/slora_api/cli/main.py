@@ -20,6 +20,8 @@ _HANDLERS = {
     "migrate": ("slora_api.cli.migrate", "migrate"),
     "tenant create": ("slora_api.cli.tenant", "create"),
     "tenant set": ("slora_api.cli.tenant", "change"),
+    "tenant suspend": ("slora_api.cli.tenant", "suspend"),
+    "tenant resume": ("slora_api.cli.tenant", "resume"),
     "tenant list": ("slora_api.cli.tenant", "show"),
     "key create": ("slora_api.cli.key", "create"),
     "key list": ("slora_api.cli.key", "show"),
@@ -120,13 +122,16 @@ def _add_migrate(commands: _Commands) -> None:
 
 
 def _add_tenants_and_keys(commands: _Commands) -> None:
-    tenants = commands.group("tenant", "create, change and list tenants (operator)")
+    tenants = commands.group("tenant", "create, change, suspend and list tenants (operator)")
     _add_share(tenants.add("create", "create a tenant"), lambda default: f" (default {default})")
     _add_share(
         tenants.add("set", "change a tenant's share; it applies from the next request", has_json=True),
         lambda _default: "",
     )
-    tenants.add("list", "list the tenants with their shares", has_json=True)
+    suspend = tenants.add("suspend", "refuse a tenant's requests, and end those in progress")
+    suspend.add_argument("name")
+    tenants.add("resume", "serve a suspended tenant again").add_argument("name")
+    tenants.add("list", "list the tenants with their status and share", has_json=True)
 
     keys = commands.group("key", "create, list and revoke API keys (operator)")
     create = keys.add(

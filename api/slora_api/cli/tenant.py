@@ -7,9 +7,13 @@ from urllib.parse import quote
 from slora_api.cli.output import print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained
 
-__all__ = ["change", "create", "show"]
+__all__ = ["change", "create", "resume", "show", "suspend"]
 
 _SHARE = ("weight", "min_pool_share", "max_pool_share", "priority")
+
+
+def _path(tenant: str) -> str:
+    return f"/admin/tenants/{quote(tenant, safe='')}"
 
 
 def _share(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -19,6 +23,7 @@ def _share(arguments: argparse.Namespace) -> dict[str, Any]:
 
 _COLUMNS = {
     "TENANT": lambda tenant: tenant["name"],
+    "STATUS": lambda tenant: tenant["status"],
     "WEIGHT": lambda tenant: f"{tenant['weight']:g}",
     "MIN POOL": lambda tenant: f"{tenant['min_pool_share']:g}",
     "MAX POOL": lambda tenant: f"{tenant['max_pool_share']:g}",
@@ -40,8 +45,22 @@ def change(arguments: argparse.Namespace) -> None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in _SHARE)
         raise CommandFailed(f"there is nothing to change; give at least one of {flags}")
     with admin_client() as client:
-        tenant = check(client.patch(f"/admin/tenants/{quote(arguments.name, safe='')}", json=share))
+        tenant = check(client.patch(_path(arguments.name), json=share))
     print_records([tenant], _COLUMNS, as_json=arguments.json)
+
+
+@explained
+def suspend(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        check(client.post(_path(arguments.name) + "/suspend"))
+    print(f"tenant {arguments.name} is suspended; `slora tenant resume {arguments.name}` serves it again")
+
+
+@explained
+def resume(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        check(client.post(_path(arguments.name) + "/resume"))
+    print(f"tenant {arguments.name} is active")
 
 
 @explained

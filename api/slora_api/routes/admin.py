@@ -21,6 +21,7 @@ def _tenant_json(tenant: Tenant) -> dict[str, Any]:
         "object": "tenant",
         "name": tenant.name,
         "created": tenant.created_at,
+        "status": tenant.status,
         "weight": share.weight,
         "min_pool_share": share.min_share,
         "max_pool_share": share.max_share,
@@ -67,6 +68,16 @@ async def change_tenant(
     tenant: str, body: TenantChanges, _operator: Operator, services: Wired
 ) -> dict[str, Any]:
     return _tenant_json(await services.pinning.change_share(tenant, _changes(body)))
+
+
+@router.post("/tenants/{tenant}/suspend")
+def suspend_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return _tenant_json(services.tenant_store.suspend(tenant))
+
+
+@router.post("/tenants/{tenant}/resume")
+def resume_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return _tenant_json(services.tenant_store.resume(tenant))
 
 
 @router.get("/pins")

@@ -238,7 +238,9 @@ async def _open_services(
         reserve,
         tenant_store,
         ModelCatalog(base, adapters, client, pinning),
-        Publisher(base, quarantine, inspector, templates, quota, adapters, canary, client, pinning),
+        Publisher(
+            base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, client, pinning
+        ),
         Aliases(registry, pinning),
         pinning,
         ChangeFollower(registry, tenant_store, client, pinning.refresh),

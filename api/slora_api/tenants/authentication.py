@@ -19,9 +19,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import Forbidden, Unauthorized, error_response
+from slora_api.errors import Forbidden, TenantSuspended, Unauthorized, error_response
 from slora_api.tenants.admin_key import AdminKey
-from slora_api.tenants.tenant_store import KeyRecord, TenantStore
+from slora_api.tenants.tenant_store import KeyRecord, TenantStatus, TenantStore
 
 __all__ = ["PUBLIC_PATHS", "AuthenticationMiddleware", "CurrentKey", "Operator", "is_operator"]
 
@@ -80,6 +80,8 @@ def _current_key(request: Request) -> KeyRecord:
         raise Forbidden(
             "This route is for tenants; the operator's key has no adapters. Use a tenant's API key."
         )
+    if caller.status is not TenantStatus.ACTIVE:
+        raise TenantSuspended(caller.tenant)
     return caller
 
 

@@ -1,7 +1,7 @@
 """Tenants and their API keys.
 
-A tenant is a name with a share of the engine. A key belongs to one tenant and may have a default adapter: a name, or
-`name@alias`, which is resolved at each request. Keys are stored as hashes.
+A tenant is a name with a share of the engine. While it is suspended, its keys are refused. A key belongs to one tenant
+and may have a default adapter: a name, or `name@alias`, which is resolved at each request. Keys are stored as hashes.
 
 Each process caches the keys that it has seen, with their tenant's share. A revocation or a new share applies to the
 next request in the process that makes it. Other processes apply it when they read the feed of changes, within a second.
@@ -24,6 +24,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import bindparam, insert, select, update
@@ -36,12 +37,12 @@ from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.reference import parse_reference
-from slora_api.errors import BadRequest, Conflict, NotFound
+from slora_api.errors import BadRequest, Conflict, NotFound, TenantSuspended
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.revocation_journal import RevocationJournal
 
-__all__ = ["KeyRecord", "ShareChanges", "Tenant", "TenantStore", "check_name"]
+__all__ = ["KeyRecord", "ShareChanges", "Tenant", "TenantStatus", "TenantStore", "check_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,13 @@ _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
 _SUM_SLACK = 1e-9
 
 
+class TenantStatus(StrEnum):
+    """ACTIVE: the tenant is served. SUSPENDED: its keys are refused until the operator resumes it."""
+
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A tenant and its share. created_at: Unix time in seconds."""
@@ -80,6 +88,12 @@ class Tenant:
     name: str
     created_at: int
     share: TenantShare
+    status: TenantStatus = TenantStatus.ACTIVE
+
+    def check_active(self) -> None:
+        """Raises TenantSuspended unless the tenant is active."""
+        if self.status is not TenantStatus.ACTIVE:
+            raise TenantSuspended(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,7 @@ class KeyRecord:
     """An API key without its secret.
 
     adapter: the default adapter, which `model="default"` selects; None selects the base model.
-    share: the tenant's share when the key was read.
+    share, status: the tenant's share and status when the key was read.
     """
 
     key_id: str
@@ -131,6 +145,7 @@ class KeyRecord:
     created_at: int
     revoked_at: int | None
     share: TenantShare
+    status: TenantStatus = TenantStatus.ACTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +161,11 @@ class _StoredKey:
 
 
 _t, _k = schema.tenants.c, schema.api_keys.c
-_SHARE_COLUMNS = (_t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
-_TENANTS = select(_t.name, _t.created_at, *_SHARE_COLUMNS).order_by(_t.name)
+_TERM_COLUMNS = (_t.status, _t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
+_TENANTS = select(_t.name, _t.created_at, *_TERM_COLUMNS).order_by(_t.name)
 _ONE_TENANT = _TENANTS.where(_t.name == bindparam("name"))
 _KEYS = (
-    select(_k.key_id, _k.tenant, _k.adapter, _k.created_at, _k.revoked_at, *_SHARE_COLUMNS)
+    select(_k.key_id, _k.tenant, _k.adapter, _k.created_at, _k.revoked_at, *_TERM_COLUMNS)
     .join_from(schema.api_keys, schema.tenants)
     .order_by(_k.created_at, _k.key_id)
 )
@@ -224,6 +239,27 @@ class TenantStore:
             publish(connection, Change(name, moved_pin=True))
         self._cache.drop_tenant(name)
         return tenant
+
+    def suspend(self, name: str) -> Tenant:
+        """Refuses the tenant's requests and pushes from now on, in every process within a second. Its pins end until it
+        is resumed. Suspending it again is a no-op. Raises NotFound.
+        """
+        return self._set_status(name, TenantStatus.SUSPENDED)
+
+    def resume(self, name: str) -> Tenant:
+        """Serves a suspended tenant again. Resuming an active tenant is a no-op. Raises NotFound."""
+        return self._set_status(name, TenantStatus.ACTIVE)
+
+    def _set_status(self, name: str, status: TenantStatus) -> Tenant:
+        with self._database.transaction(CHANGES) as connection:
+            before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
+            if before.status is status:
+                return before
+            connection.execute(update(schema.tenants).where(_t.name == name).values(status=status))
+            # The engine has no pins of a suspended tenant.
+            publish(connection, Change(name, moved_pin=True))
+        self._cache.drop_tenant(name)
+        return replace(before, status=status)
 
     def find_tenant(self, name: str) -> Tenant:
         """Raises NotFound."""
@@ -394,8 +430,8 @@ class TenantStore:
 
 
 def _read_tenant(row: Sequence[Any]) -> Tenant:
-    name, created_at, *share = row
-    return Tenant(name, created_at, TenantShare(*share))
+    name, created_at, status, *share = row
+    return Tenant(name, created_at, TenantShare(*share), TenantStatus(status))
 
 
 def _find_tenant(rows: Sequence[Sequence[Any]], name: str) -> Tenant:
@@ -405,8 +441,10 @@ def _find_tenant(rows: Sequence[Sequence[Any]], name: str) -> Tenant:
 
 
 def _make_record(row: Sequence[Any]) -> KeyRecord:
-    key_id, tenant, adapter, created_at, revoked_at, *share = row
-    return KeyRecord(key_id, tenant, adapter, created_at, revoked_at, TenantShare(*share))
+    key_id, tenant, adapter, created_at, revoked_at, status, *share = row
+    return KeyRecord(
+        key_id, tenant, adapter, created_at, revoked_at, TenantShare(*share), TenantStatus(status)
+    )
 
 
 def _share_row(share: TenantShare) -> dict[str, float]:

@@ -17,7 +17,7 @@ from sqlalchemy import inspect, text
 from slora.tenant_share import TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_adapters.database.migration import VERSION_TABLE
+from slora_adapters.database.migration import VERSION_TABLE, _scripts
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.registry import Registry, StorageUsage
@@ -133,7 +133,9 @@ def test_processes_that_start_together_migrate_once(empty_database: str) -> None
     processes = [subprocess.Popen(command) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4
     with closing(Database(empty_database)) as database:
-        assert database.read(text(f"SELECT version_num FROM {VERSION_TABLE}")) == [("0001",)]
+        assert database.read(text(f"SELECT version_num FROM {VERSION_TABLE}")) == [
+            (_scripts().get_current_head(),)
+        ]
         assert len(database.read(schema.platform.select())) == 1
 
 
