@@ -1,0 +1,60 @@
+"""The child processes that `slora serve` supervises, with their arguments and environments."""
+
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+from slora_adapters.loader.loader_config import LoaderConfig
+from slora_api.data_dir import DataDir
+from slora_api.server.base_model_files import BaseModelFiles
+from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
+from slora_api.server.sockets import Sockets
+from slora_api.server.supervisor import Child
+from slora_api.settings import Settings
+
+__all__ = ["engine_and_loader", "store_url"]
+
+
+def store_url(settings: Settings, data: DataDir) -> str:
+    return settings.store or str(data.adapters)
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def engine_and_loader(
+    settings: Settings, model: BaseModelFiles, data: DataDir, sockets: Sockets
+) -> list[Child]:
+    engine: dict[str, Any] = {
+        "socket": str(sockets.engine),
+        "loader_socket": str(sockets.loader),
+        "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
+    }
+    loader = LoaderConfig(
+        socket=sockets.loader,
+        store=store_url(settings, data),
+        warm=settings.redis or None,
+        shape=model.shape,
+        dtype=model.dtype,
+        host_cache_bytes=settings.host_cache_bytes,
+        max_lora_rank=settings.engine.max_lora_rank,
+    )
+    return [
+        # In a file: the URLs of the stores may contain passwords, and every user of the machine can read a command
+        # line.
+        Child(
+            "loader",
+            "slora_adapters.loader.loader_process",
+            [data.write_arguments("--config", loader.to_json())],
+            pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
+            waits_for_others=True,
+        ),
+        Child(
+            "engine",
+            "slora.engine.process",
+            ["--config", json.dumps(engine)],
+            pass_on(os.environ, ENGINE_VARIABLES),
+        ),
+    ]
