@@ -50,6 +50,8 @@ from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.tenants.usage_report import UsageReport
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
@@ -182,6 +184,7 @@ def running_platform(
         templates,
         Generator(engine, tokenizer, limiter, Metrics("base")),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
+        UsageReport(UsageLedger(database), registry.find_names, "base"),
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, pinning.run] if follows else []

@@ -1,10 +1,10 @@
-"""Copies tenants, keys and names from one database into another, to move from a SQLite file to PostgreSQL."""
+"""Copies tenants, keys, names and usage from one database into another, to move from a SQLite file to PostgreSQL."""
 
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Table, func, insert, select, update
+from sqlalchemy import Select, Table, func, insert, select, tuple_, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -22,6 +22,8 @@ _NAME_TABLES = (
 )
 # Tolerance for rounding errors in the sum of all floors, such as 0.7 + 0.2 + 0.1.
 _SUM_SLACK = 1e-9
+# Rows of the usage ledger in one statement.
+_ROWS_AT_ONCE = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ def copy_database(source: Database, target: Database) -> Copied:
             connection, registry
         ):
             num_names, *_ = [_copy_missing(source, connection, table) for table in _NAME_TABLES]
+        for table in (schema.usage_records, schema.usage_buckets):
+            _copy_usage(source, connection, table)
         return Copied(num_tenants, num_keys, num_names)
 
 
@@ -97,3 +101,20 @@ def _copy_missing(source: Database, connection: Connection, table: Table) -> int
     if rows:
         connection.execute(insert(table), rows)
     return len(rows)
+
+
+def _copy_usage(source: Database, connection: Connection, table: Table) -> None:
+    """Copies the rows whose primary key the target does not have, a part at a time: there may be millions. Sums of two
+    sources have different keys, because they are by API key.
+    """
+    key = tuple(table.primary_key.columns)
+    first: Select[Any] = table.select().order_by(*key).limit(_ROWS_AT_ONCE)
+    rows = source.read(first)
+    while rows:
+        found = [dict(row._mapping) for row in rows]
+        last = tuple(found[-1][column.name] for column in key)
+        keys = [tuple(row[column.name] for column in key) for row in found]
+        present = {tuple(row) for row in connection.execute(select(*key).where(tuple_(*key).in_(keys)))}
+        if missing := [row for row, own in zip(found, keys, strict=True) if own not in present]:
+            connection.execute(insert(table), missing)
+        rows = source.read(first.where(tuple_(*key) > tuple_(*last)))

@@ -3,6 +3,8 @@
 The migrations in `migrations/versions` create them; a test proves that both agree. Times are Unix times.
 """
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -31,12 +33,25 @@ __all__ = [
     "metadata",
     "platform",
     "tenants",
+    "usage_buckets",
+    "usage_records",
 ]
 
 metadata = MetaData()
 
 # Text that is sorted in byte order, as SQLite does. PostgreSQL would otherwise sort by its locale.
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
+
+
+def _usage_columns() -> list[Column[Any]]:
+    return [
+        Column("prompt_tokens", BigInteger, nullable=False),
+        Column("cached_tokens", BigInteger, nullable=False),
+        Column("generated_tokens", BigInteger, nullable=False),
+        Column("adapter_bytes", BigInteger, nullable=False),
+        Column("page_seconds", Double, nullable=False),
+    ]
+
 
 # One row. id: identifies this control plane; it claims a store of adapters under this id. pepper_check: the digest of
 # the empty text under the pepper of API keys; NULL until the first server has started.
@@ -177,4 +192,36 @@ changes = Table(
     Column("orphaned", Text, nullable=False),
     Column("moved_pin", Boolean, nullable=False),
     sqlite_autoincrement=True,
+)
+
+# The usage ledger: one row for each request. It has no foreign keys, because the usage of a tenant outlives the tenant.
+# adapter: the digest; empty for the base model. is_complete: see `UsageRecord`.
+usage_records = Table(
+    "usage_records",
+    metadata,
+    Column("request_id", _KEY, primary_key=True),
+    Column("tenant", _KEY, nullable=False),
+    Column("key_id", _KEY, nullable=False),
+    Column("adapter", _KEY, nullable=False),
+    Column("ended_at", Double, nullable=False),
+    Column("is_complete", Boolean, nullable=False),
+    *_usage_columns(),
+    Index("usage_records_ended", "ended_at"),
+    sqlite_with_rowid=False,
+)
+
+# Sums of the rows of `usage_records`, written in the same transaction. width: seconds of a bucket.
+usage_buckets = Table(
+    "usage_buckets",
+    metadata,
+    Column("width", Integer),
+    Column("tenant", _KEY),
+    Column("start", BigInteger),
+    Column("key_id", _KEY),
+    Column("adapter", _KEY),
+    Column("num_requests", BigInteger, nullable=False),
+    *_usage_columns(),
+    PrimaryKeyConstraint("width", "tenant", "start", "key_id", "adapter"),
+    Index("usage_buckets_of_all", "width", "start"),
+    sqlite_with_rowid=False,
 )

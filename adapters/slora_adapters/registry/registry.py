@@ -23,7 +23,7 @@ names are stored (see `registry_storage.py`) or whether a tenant exists.
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -191,6 +191,10 @@ class Registry:
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         """Returns the given versions that at least one name of their tenant still has. Engines may drop the others."""
         return self._storage.named(versions)
+
+    def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
+        """Returns the reference `name@number` of each of the given versions that has one. Of several, the newest."""
+        return self._storage.find_names(versions)
 
     # -- adding and deleting versions -------------------------------------------------------------------------------
 

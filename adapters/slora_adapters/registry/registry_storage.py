@@ -5,10 +5,10 @@ and publishes the change to all processes; see `change_feed.py`.
 """
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import bindparam, delete, insert, select, union_all
+from sqlalchemy import bindparam, delete, insert, select, tuple_, union_all
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -53,6 +53,13 @@ _REFERENCED = union_all(
     select(_v.digest).where(_v.digest == bindparam("digest")),
     select(_r.digest).where(_r.digest == bindparam("digest"), _r.expires_at > bindparam("now")),
 ).limit(1)
+_NAMES = (
+    select(_v.tenant, _v.digest, _v.name, _v.number)
+    .where(tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True)))
+    .order_by(_v.created_at, _v.name, _v.number)
+)
+# Versions in one query. SQLite accepts at most 32,766 parameters.
+_NAMES_AT_ONCE = 1000
 _NAMED = select(_v.digest).where(_v.digest == bindparam("digest"), _v.tenant == bindparam("tenant")).limit(1)
 
 
@@ -123,6 +130,17 @@ class RegistryStorage:
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         """Returns the given versions that at least one name of their tenant has."""
         return {one for one in versions if self._database.read(_NAMED, _version(one))}
+
+    def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
+        """Returns the reference `name@number` of each of the given versions that has one. Of several, the newest."""
+        keys = sorted((one.tenant, one.digest) for one in versions)
+        found = {}
+        for at in range(0, len(keys), _NAMES_AT_ONCE):
+            rows = self._database.read(_NAMES, {"versions": keys[at : at + _NAMES_AT_ONCE]})
+            found.update(
+                {AdapterVersion(tenant, digest): f"{name}@{number}" for tenant, digest, name, number in rows}
+            )
+        return found
 
     def is_referenced(self, digest: str, now: float) -> bool:
         """Returns whether a version of any tenant, or a reservation, needs the blob."""

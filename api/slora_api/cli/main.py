@@ -37,6 +37,7 @@ _HANDLERS = {
     "adapter pin": ("slora_api.cli.adapter", "pin"),
     "adapter pins": ("slora_api.cli.adapter", "pins"),
     "adapter unpin": ("slora_api.cli.adapter", "unpin"),
+    "usage": ("slora_api.cli.usage", "show"),
     "complete": ("slora_api.cli.complete", "complete"),
     "health": ("slora_api.cli.health", "health"),
 }
@@ -47,8 +48,8 @@ _EXTRAS = {"adapter verify": "verify"}
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key and adapter pin
-  SLORA_API_KEY    a tenant's key, for the commands adapter and complete
+  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, usage and adapter pin
+  SLORA_API_KEY    a tenant's key, for the commands adapter, usage and complete
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub
 
 try it:
@@ -285,6 +286,29 @@ def _positive(text: str) -> int:
     return value
 
 
+def _add_usage(commands: _Commands) -> None:
+    usage = commands.add(
+        "usage",
+        "show what the tenant of SLORA_API_KEY has used, or with SLORA_ADMIN_KEY what all tenants have used",
+    )
+    usage.add_argument("--tenant", metavar="NAME", help="show this tenant (operator)")
+    usage.add_argument("--by", choices=("minute", "hour", "day"), default="day", help="default day")
+    usage.add_argument(
+        "--since", metavar="TIME",
+        help="30m, 24h or 7d ago, a time in ISO 8601, or Unix seconds (default: the last 60 minutes, 24 hours or "
+        "7 days)",
+    )  # fmt: skip
+    usage.add_argument("--until", metavar="TIME", help="the same forms (default: now)")
+    usage.add_argument(
+        "--group-by",
+        metavar="NAMES",
+        help="keep sums apart by any of api_key_id, model and, for the operator, tenant; separated by commas",
+    )
+    forms = usage.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print JSON for programs")
+    forms.add_argument("--csv", action="store_true", help="print CSV for spreadsheets")
+
+
 def _add_complete(commands: _Commands) -> None:
     parser = commands.add("complete", "send a chat message and print the answer as it streams")
     parser.add_argument("prompt")
@@ -327,6 +351,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_migrate(commands)
     _add_tenants_and_keys(commands)
     _add_adapters(commands)
+    _add_usage(commands)
     _add_complete(commands)
     _add_health(commands)
     return parser

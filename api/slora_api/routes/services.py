@@ -22,6 +22,7 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.usage_report import UsageReport
 
 __all__ = ["Services", "Wired"]
 
@@ -29,6 +30,10 @@ __all__ = ["Services", "Wired"]
 _WRITING_SLOTS = 3
 # Long answers of one tenant that may wait for a slot. `RequestLimiter` limits answers in progress to fewer than this.
 _MAX_WRITING = 4096
+
+# Queries of usage that run concurrently, and those of one tenant that may wait for a slot.
+_READING_SLOTS = 3
+_MAX_READING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,12 @@ class Services:
     templates: ChatTemplates
     generator: Generator
     encoder: PromptEncoder
+    usage: UsageReport
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
+    )
+    reading: FairSlots = field(
+        default_factory=lambda: FairSlots(_READING_SLOTS, _MAX_READING, "queries of usage")
     )
 
     def bounds(self) -> RequestBounds:

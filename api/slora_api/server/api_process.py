@@ -36,6 +36,8 @@ from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.tenants.usage_report import UsageReport
 
 __all__ = ["connection_limits", "open_services"]
 
@@ -90,6 +92,7 @@ async def open_services(
         templates,
         Generator(client, model.tokenizer, limiter, Metrics(model.name)),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant),
+        UsageReport(UsageLedger(database), registry.find_names, model.name),
     )
 
 

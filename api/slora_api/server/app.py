@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.errors import error_response
-from slora_api.routes import adapters, admin, completions, health, limits, models, vllm_adapters
+from slora_api.routes import adapters, admin, completions, health, limits, models, usage, vllm_adapters
 from slora_api.routes.services import Services
 from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.server.request_scope import RequestScopeMiddleware
@@ -24,7 +24,7 @@ __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (completions, models, limits, adapters, vllm_adapters, admin, health)
+_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, health)
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 

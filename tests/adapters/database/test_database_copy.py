@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, update
 
+from slora.request import RequestUsage
+from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.database.database_copy import Copied, copy_database
@@ -14,6 +16,7 @@ from slora_adapters.errors import StoreUnfit
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
+from slora_api.tenants.usage_ledger import UsageLedger
 from tests.adapters.database.test_migration import check_old_names, contents, write_old_database
 
 
@@ -84,3 +87,19 @@ def test_a_copy_that_is_refused_changes_nothing(source: Database, target: Databa
     with pytest.raises(StoreUnfit, match="has 1 adapter names already"):
         copy_database(source, target)
     assert contents(target) == before
+
+
+def test_the_usage_ledger_is_copied_once(source: Database, target: Database) -> None:
+    records = [
+        UsageRecord(f"{number:04x}", "acme", "key1", None, 60.0 * number, RequestUsage(3, 1, 2, 4, 0.5))
+        for number in range(2500)
+    ]
+    UsageLedger(source).add(records)
+    later = UsageRecord("later", "acme", "key1", None, 0.0, RequestUsage(1, 0, 1))
+    copy_database(source, target)
+    UsageLedger(target).add([later])
+    copy_database(source, target)
+    UsageLedger(source).add([later])
+    for table in (schema.usage_records, schema.usage_buckets):
+        rows = table.select().order_by(*table.primary_key.columns)
+        assert target.read(rows) == source.read(rows)

@@ -1,0 +1,94 @@
+"""/v1/usage for a tenant and /admin/usage for the operator: what was used, by minute, hour or day."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Response
+from fastapi.responses import StreamingResponse
+
+from slora_api.routes.services import Services, Wired
+from slora_api.tenants.authentication import CurrentKey, Operator
+from slora_api.tenants.usage_report import BucketWidth, UsageQuery
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+# The operator's queries are charged to this name, which no tenant has.
+_OPERATOR = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The query parameters of both routes. They have the names of OpenAI's usage API."""
+
+    start_time: str | None = None
+    end_time: str | None = None
+    bucket_width: BucketWidth = "1d"
+    group_by: Annotated[list[str] | None, Query()] = None
+    limit: int | None = None
+    page: str | None = None
+    format: Literal["json", "csv"] = "json"
+
+    def query(self, tenant: str | None, *, is_operator: bool) -> UsageQuery:
+        return UsageQuery.parse(
+            tenant=tenant,
+            width=self.bucket_width,
+            start_time=self.start_time,
+            end_time=self.end_time,
+            group_by=self.group_by or (),
+            limit=self.limit,
+            page=self.page,
+            now=time.time(),
+            is_operator=is_operator,
+        )
+
+
+_Asked = Annotated[_Parameters, Depends()]
+
+
+@router.get("/v1/usage")
+async def show_own_usage(asked: _Asked, key: CurrentKey, services: Wired) -> Response:
+    return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
+
+
+@router.get("/admin/usage")
+async def show_usage(
+    asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
+) -> Response:
+    """The tenant need not exist any more."""
+    return await _answer(services, asked, asked.query(tenant, is_operator=True), _OPERATOR)
+
+
+async def _answer(services: Services, asked: _Parameters, query: UsageQuery, charged: str) -> Response:
+    if asked.format == "json":
+        async with services.reading.hold(charged):
+            body = await asyncio.to_thread(services.usage.write_json, query)
+        return Response(body, media_type="application/json")
+    lines = _csv(services, query.for_csv(), charged)
+    # The first page is read before the status is sent, because reading may fail.
+    first = await anext(lines)
+    headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
+    return StreamingResponse(_joined(first, lines), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+async def _csv(services: Services, query: UsageQuery, charged: str) -> AsyncIterator[bytes]:
+    """All pages from `start_time` to `end_time`. The slot is free while the client reads a page."""
+    following: UsageQuery | None = query
+    with_header = True
+    while following is not None:
+        async with services.reading.hold(charged):
+            body, following = await asyncio.to_thread(
+                services.usage.write_csv, following, with_header=with_header
+            )
+        with_header = False
+        yield body
+
+
+async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for lines in others:
+        yield lines

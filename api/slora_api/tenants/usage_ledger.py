@@ -1,0 +1,190 @@
+"""The usage ledger in the database: what each request has used, and the sums by minute, hour and day.
+
+A record is added once, however often it is sent: its request id is the primary key, and the sums grow in the same
+transaction, by new records only. Nothing changes a record later. `delete_old` deletes records and the sums of minutes
+and hours after the retention. The sums of days stay.
+
+Every call blocks, so an event loop should make it on a thread.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Select, Table, bindparam, delete, func, select, tuple_, union_all
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from slora.request import RequestUsage
+from slora.usage_journal.record import UsageRecord
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+
+__all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "UsageFilter", "UsageLedger", "UsageRow"]
+
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+_WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
+_SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
+# Of several processes that delete old rows, one works and the others wait.
+_RETENTION = "usage retention"
+# Rows deleted in one transaction, so that other writers wait for milliseconds only.
+_DELETED_AT_ONCE = 2000
+
+_r, _b = schema.usage_records.c, schema.usage_buckets.c
+# The dialects have classes of their own for INSERT ... ON CONFLICT.
+_INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
+_BUCKET_KEY = (_b.width, _b.tenant, _b.start, _b.key_id, _b.adapter)
+_OLD_RECORDS = delete(schema.usage_records).where(
+    _r.request_id.in_(select(_r.request_id).where(_r.ended_at < bindparam("before")).limit(_DELETED_AT_ONCE))
+)
+_OLD_BUCKETS = delete(schema.usage_buckets).where(
+    tuple_(*_BUCKET_KEY).in_(
+        select(*_BUCKET_KEY)
+        .where(_b.width.in_((MINUTE_S, HOUR_S)), _b.start < bindparam("before"))
+        .limit(_DELETED_AT_ONCE)
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageFilter:
+    """Which sums to read: buckets of `width` seconds that start in [start, end), of one tenant or of all.
+
+    group_by: the columns that keep sums apart, of `tenant`, `key_id` and `adapter`, in this order.
+    """
+
+    width: int
+    start: int
+    end: int
+    group_by: tuple[str, ...] = ()
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """The sum of one group in one bucket. tenant, key_id, adapter: None unless the rows are grouped by it. adapter: the
+    digest, or empty for the base model.
+    """
+
+    start: int
+    num_requests: int
+    usage: RequestUsage
+    tenant: str | None = None
+    key_id: str | None = None
+    adapter: str | None = None
+
+    def key(self, group_by: Iterable[str]) -> tuple[int | str, ...]:
+        """The position of the row in the order of `UsageLedger.read`."""
+        return (self.start, *(getattr(self, name) for name in group_by))
+
+
+class UsageLedger:
+    """Methods may be called from several threads. They raise StoreUnavailable, or DiskFull."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, records: Sequence[UsageRecord]) -> int:
+        """Adds the records that the ledger does not have yet, in one transaction. Returns their number."""
+        # Sorted, because concurrent transactions that lock rows in different orders could wait for each other.
+        rows = {record.request_id: record for record in sorted(records, key=lambda one: one.request_id)}
+        if not rows:
+            return 0
+        with self._database.transaction() as connection:
+            make_insert = _INSERT[connection.dialect.name]
+            statement = make_insert(schema.usage_records).on_conflict_do_nothing().returning(_r.request_id)
+            new = connection.execute(statement, [_record_row(one) for one in rows.values()]).scalars().all()
+            if new:
+                _add_to_buckets(connection, [rows[request_id] for request_id in new])
+            return len(new)
+
+    def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
+        """Returns the prompt and generated tokens of a tenant, or of one of its keys, since the beginning of the minute
+        of `since`. The minutes and hours of the first day may be missing if it is older than the retention.
+        """
+        day = _round_up(since, DAY_S)
+        hour = min(_round_up(since, HOUR_S), day)
+        minute = int(since // MINUTE_S) * MINUTE_S
+        ranges = ((MINUTE_S, minute, hour), (HOUR_S, hour, day), (DAY_S, day, None))
+        parts = [_tokens_in(tenant, key_id, *one) for one in ranges if one[1] != one[2]]
+        return sum(int(tokens or 0) for (tokens,) in self._database.read(union_all(*parts)))
+
+    def read(self, asked: UsageFilter, after: Sequence[int | str] | None, limit: int) -> Sequence[UsageRow]:
+        """Returns up to `limit` rows, sorted by start and group. after: the `UsageRow.key` of the last row before."""
+        groups = [_b[name] for name in asked.group_by]
+        query = (
+            select(_b.start, *groups, func.sum(_b.num_requests), *(func.sum(_b[name]) for name in _SUMS))
+            .where(_b.width == asked.width, _b.start >= asked.start, _b.start < asked.end)
+            .group_by(_b.start, *groups)
+            .order_by(_b.start, *groups)
+            .limit(limit)
+        )
+        if asked.tenant is not None:
+            query = query.where(_b.tenant == asked.tenant)
+        if after is not None:
+            query = query.where(tuple_(_b.start, *groups) > tuple_(*after))
+        return [_read_row(row, asked.group_by) for row in self._database.read(query)]
+
+    def delete_old(self, before: float) -> bool:
+        """Deletes a number of records and of sums by minute and hour from before that day (UTC). Returns whether more
+        are left.
+        """
+        parameters = {"before": int(before // DAY_S) * DAY_S}
+        with self._database.transaction(_RETENTION, even_if_full=True) as connection:
+            counts = [connection.execute(one, parameters).rowcount for one in (_OLD_RECORDS, _OLD_BUCKETS)]
+        return max(counts) >= _DELETED_AT_ONCE
+
+
+def _record_row(record: UsageRecord) -> dict[str, Any]:
+    return {
+        "request_id": record.request_id,
+        "tenant": record.tenant,
+        "key_id": record.account,
+        "adapter": record.adapter_digest or "",
+        "ended_at": record.ended_at,
+        "is_complete": record.is_complete,
+        **{name: getattr(record.usage, name) for name in _SUMS},
+    }
+
+
+def _add_to_buckets(connection: Connection, records: Iterable[UsageRecord]) -> None:
+    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * (1 + len(_SUMS)))
+    for record in records:
+        for width in _WIDTHS:
+            start = int(record.ended_at // width) * width
+            of_bucket = sums[width, record.tenant, start, record.account, record.adapter_digest or ""]
+            of_bucket[0] += 1
+            for at, name in enumerate(_SUMS, 1):
+                of_bucket[at] += getattr(record.usage, name)
+    names = [column.name for column in _BUCKET_KEY] + ["num_requests", *_SUMS]
+    insert = _INSERT[connection.dialect.name](schema.usage_buckets)
+    added = {name: _b[name] + insert.excluded[name] for name in ("num_requests", *_SUMS)}
+    statement = insert.on_conflict_do_update(index_elements=_BUCKET_KEY, set_=added)
+    rows = [dict(zip(names, (*key, *values), strict=True)) for key, values in sorted(sums.items())]
+    connection.execute(statement, rows)
+
+
+def _tokens_in(tenant: str, key_id: str | None, width: int, start: int, end: int | None) -> Select[Any]:
+    query = select(func.sum(_b.prompt_tokens + _b.generated_tokens)).where(
+        _b.width == width, _b.tenant == tenant, _b.start >= start
+    )
+    if key_id is not None:
+        query = query.where(_b.key_id == key_id)
+    return query if end is None else query.where(_b.start < end)
+
+
+def _read_row(row: Sequence[Any], group_by: Sequence[str]) -> UsageRow:
+    start, *others = row
+    groups, sums = others[: len(group_by)], others[len(group_by) :]
+    num_requests, prompt, cached, generated, adapter_bytes, page_seconds = sums
+    # PostgreSQL returns the sum of integers as a Decimal.
+    usage = RequestUsage(int(prompt), int(cached), int(generated), int(adapter_bytes), float(page_seconds))
+    return UsageRow(start, int(num_requests), usage, **dict(zip(group_by, groups, strict=True)))
+
+
+def _round_up(seconds: float, width: int) -> int:
+    return -int(-seconds // width) * width

@@ -1,0 +1,264 @@
+"""Pages of the usage ledger as JSON or CSV, in the form of OpenAI's usage API.
+
+A page has at most `limit` buckets and `MAX_RESULTS` results. A bucket with more results continues on the next page.
+Buckets begin at multiples of their width (UTC).
+"""
+
+import base64
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any, Literal
+
+from slora_adapters.version import AdapterVersion
+from slora_api.errors import BadRequest
+from slora_api.tenants.usage_ledger import DAY_S, HOUR_S, MINUTE_S, UsageFilter, UsageLedger, UsageRow
+
+__all__ = ["MAX_RESULTS", "BucketWidth", "UsagePage", "UsageQuery", "UsageReport"]
+
+BucketWidth = Literal["1m", "1h", "1d"]
+
+MAX_RESULTS = 2000
+_WIDTHS: Mapping[BucketWidth, int] = {"1m": MINUTE_S, "1h": HOUR_S, "1d": DAY_S}
+# Buckets on one page: the default and the limit, as in OpenAI's API. A page of sums without groups is never split.
+_DEFAULT_BUCKETS: Mapping[int, int] = {MINUTE_S: 60, HOUR_S: 24, DAY_S: 7}
+_MAX_BUCKETS: Mapping[int, int] = {MINUTE_S: 1440, HOUR_S: 168, DAY_S: 31}
+# Name in `group_by` -> the ledger's column.
+_GROUPS = {"tenant": "tenant", "api_key_id": "key_id", "model": "adapter"}
+# The last second of the year 9999, which is the last year that ISO 8601 can write.
+_MAX_TIME = 253_402_300_799
+
+# Returns the name, such as `voice@2`, of each of the given versions that its tenant still has.
+FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageQuery:
+    """A query of `GET /v1/usage` or `GET /admin/usage`. limit: buckets on one page. after: where the page begins."""
+
+    asked: UsageFilter
+    limit: int
+    after: tuple[int | str, ...] | None = None
+
+    @staticmethod
+    def parse(
+        *,
+        tenant: str | None,
+        width: BucketWidth,
+        start_time: str | None,
+        end_time: str | None,
+        group_by: Sequence[str],
+        limit: int | None,
+        page: str | None,
+        now: float,
+        is_operator: bool,
+    ) -> "UsageQuery":
+        """Raises BadRequest, which names the parameter."""
+        seconds = _WIDTHS[width]
+        most = _MAX_BUCKETS[seconds]
+        if limit is not None and not 1 <= limit <= most:
+            raise BadRequest(
+                f"`limit` is {limit}; it must be from 1 to {most} for buckets of {width}.", "limit"
+            )
+        num_buckets = limit or _DEFAULT_BUCKETS[seconds]
+        end = math.ceil((now if end_time is None else _read_time(end_time, "end_time")) / seconds) * seconds
+        if start_time is None:
+            start = max(0, end - num_buckets * seconds)
+        else:
+            start = int(_read_time(start_time, "start_time") // seconds) * seconds
+        if start >= end:
+            raise BadRequest(
+                f"`start_time` is {_show_time(start)}, which is not before the end, {_show_time(end)}.",
+                "start_time",
+            )
+        groups = _read_groups(group_by, is_operator=is_operator)
+        asked = UsageFilter(seconds, start, end, groups, tenant)
+        return UsageQuery(asked, num_buckets, None if page is None else _read_cursor(page, asked))
+
+    def for_csv(self) -> "UsageQuery":
+        """The same query with the largest pages."""
+        return replace(self, limit=_MAX_BUCKETS[self.asked.width])
+
+
+@dataclass(frozen=True, slots=True)
+class UsagePage:
+    """The buckets from `start` to `end`. next_after: where the next page begins; None if there is none."""
+
+    start: int
+    end: int
+    rows: Sequence[UsageRow]
+    next_after: tuple[int | str, ...] | None
+
+
+class UsageReport:
+    """base_model: the name of the base model, as the reports show it."""
+
+    def __init__(self, ledger: UsageLedger, find_names: FindNames, base_model: str) -> None:
+        self._ledger = ledger
+        self._find_names = find_names
+        self._base_model = base_model
+
+    def read_page(self, query: UsageQuery) -> UsagePage:
+        """Blocks, and raises StoreUnavailable."""
+        asked, after = query.asked, query.after
+        start = asked.start if after is None else int(after[0])
+        end = min(asked.end, start + query.limit * asked.width)
+        # A cursor without a group is the start of a bucket.
+        behind = after if after is not None and len(after) > 1 else None
+        rows = self._ledger.read(replace(asked, start=start, end=end), behind, MAX_RESULTS + 1)
+        if len(rows) > MAX_RESULTS:
+            last = rows[MAX_RESULTS - 1]
+            return UsagePage(start, last.start + asked.width, rows[:MAX_RESULTS], last.key(asked.group_by))
+        return UsagePage(start, end, rows, (end,) if end < asked.end else None)
+
+    def write_json(self, query: UsageQuery) -> bytes:
+        """Returns one page. Blocks like `read_page`."""
+        page, asked = self.read_page(query), query.asked
+        names = self._names(page.rows, asked)
+        results: dict[int, list[dict[str, Any]]] = {
+            start: [{"object": "usage.result", **self._result(row, asked, names)} for row in rows]
+            for start, rows in groupby(page.rows, key=lambda row: row.start)
+        }
+        buckets = [
+            {
+                "object": "bucket",
+                "start_time": start,
+                "end_time": start + asked.width,
+                "results": results.get(start, []),
+            }
+            for start in range(page.start, page.end, asked.width)
+        ]
+        next_page = None if page.next_after is None else _write_cursor(page.next_after)
+        body = {"object": "page", "data": buckets, "has_more": next_page is not None, "next_page": next_page}
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    def write_csv(self, query: UsageQuery, *, with_header: bool) -> tuple[bytes, UsageQuery | None]:
+        """Returns the lines of one page, and the query of the next one. Blocks like `read_page`."""
+        page, asked = self.read_page(query), query.asked
+        names = self._names(page.rows, asked)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        if with_header:
+            writer.writerow(_columns(asked))
+        # Tenants and adapters have names that begin with a letter or digit, so a spreadsheet takes none for a formula.
+        for row in page.rows:
+            times = _show_time(row.start), _show_time(row.start + asked.width)
+            writer.writerow([*times, *self._cells(row, asked, names)])
+        following = None if page.next_after is None else replace(query, after=page.next_after)
+        return text.getvalue().encode(), following
+
+    def _names(self, rows: Sequence[UsageRow], asked: UsageFilter) -> Mapping[AdapterVersion, str]:
+        if "adapter" not in asked.group_by:
+            return {}
+        return self._find_names({_version(row, asked) for row in rows if row.adapter})
+
+    def _result(
+        self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]
+    ) -> dict[str, Any]:
+        usage = row.usage
+        return {
+            "tenant": row.tenant,
+            "api_key_id": row.key_id,
+            "model": self._model(row, asked, names),
+            "adapter_digest": row.adapter or None,
+            "num_model_requests": row.num_requests,
+            "input_tokens": usage.prompt_tokens,
+            "input_cached_tokens": usage.cached_tokens,
+            "output_tokens": usage.generated_tokens,
+            "adapter_bytes": usage.adapter_bytes,
+            "page_seconds": usage.page_seconds,
+        }
+
+    def _cells(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> Iterator[Any]:
+        result = self._result(row, asked, names)
+        return (result[name] for name in _columns(asked)[2:])
+
+    def _model(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> str | None:
+        if row.adapter is None:
+            return None
+        return names.get(_version(row, asked)) if row.adapter else self._base_model
+
+
+def _columns(asked: UsageFilter) -> list[str]:
+    """The columns of the CSV: those of the groups, and the sums."""
+    shown = {
+        "tenant": "tenant" in asked.group_by,
+        "api_key_id": "key_id" in asked.group_by,
+        "model": "adapter" in asked.group_by,
+        "adapter_digest": "adapter" in asked.group_by,
+    }
+    groups = [name for name, is_shown in shown.items() if is_shown]
+    sums = ["num_model_requests", "input_tokens", "input_cached_tokens", "output_tokens"]
+    return ["start_time", "end_time", *groups, *sums, "adapter_bytes", "page_seconds"]
+
+
+def _version(row: UsageRow, asked: UsageFilter) -> AdapterVersion:
+    tenant = row.tenant if asked.tenant is None else asked.tenant
+    assert tenant is not None and row.adapter, "sums by adapter are of one tenant, or also by tenant"
+    return AdapterVersion(tenant, row.adapter)
+
+
+def _read_groups(group_by: Sequence[str], *, is_operator: bool) -> tuple[str, ...]:
+    """Returns the ledger's columns. Versions of adapters belong to tenants, so sums by model are also by tenant."""
+    known = {name: column for name, column in _GROUPS.items() if is_operator or name != "tenant"}
+    columns = set()
+    for name in (part.strip() for text in group_by for part in text.split(",")):
+        if name not in known:
+            accepted = " and ".join([", ".join([*known][:-1]), [*known][-1]])
+            raise BadRequest(f"`group_by` has {name[:64]!r}; it accepts {accepted}.", "group_by")
+        columns.add(known[name])
+    if is_operator and "adapter" in columns:
+        columns.add("tenant")
+    return tuple(column for column in _GROUPS.values() if column in columns)
+
+
+def _read_time(text: str, param: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise BadRequest(
+                f"`{param}` is {text[:64]!r}; it must be a Unix time in seconds, or a time in ISO 8601 such as "
+                "2026-11-01T00:00:00Z.",
+                param,
+            ) from None
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if not 0 <= seconds <= _MAX_TIME:
+        raise BadRequest(f"`{param}` is {text[:64]}; it must be from 0 to {_MAX_TIME}.", param)
+    return seconds
+
+
+def _show_time(seconds: int) -> str:
+    if seconds > _MAX_TIME:  # the end of the last bucket
+        seconds = _MAX_TIME
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _write_cursor(after: Sequence[int | str]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(after, separators=(",", ":")).encode()).decode().rstrip("=")
+
+
+def _read_cursor(page: str, asked: UsageFilter) -> tuple[int | str, ...]:
+    try:
+        found = json.loads(base64.b64decode(page + "=" * (-len(page) % 4), "-_", validate=True))
+    except ValueError:
+        found = None
+    if (
+        not isinstance(found, list)
+        or len(found) not in (1, 1 + len(asked.group_by))
+        or type(found[0]) is not int
+        or not all(isinstance(name, str) for name in found[1:])
+        or not (asked.start <= found[0] < asked.end and found[0] % asked.width == 0)
+    ):
+        raise BadRequest(
+            "`page` is not the `next_page` of an answer to the same query; omit it to get the first page.",
+            "page",
+        )
+    return tuple(found)
