@@ -32,12 +32,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any
+from typing import Any, NotRequired
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
 
 from slora.errors import (
     AdapterFetchFailed,
@@ -69,6 +70,7 @@ __all__ = [
     "ClientGone",
     "Conflict",
     "ErrorAnswer",
+    "ErrorObject",
     "Forbidden",
     "HeadersTooLarge",
     "InUse",
@@ -86,6 +88,7 @@ __all__ = [
     "Unauthorized",
     "describe_error",
     "error_response",
+    "find_status",
 ]
 
 
@@ -94,6 +97,8 @@ class ApiError(SloraError):
 
 
 class Unauthorized(ApiError):
+    """The API key is missing or invalid."""
+
     def __init__(self) -> None:
         super().__init__("The API key is missing or invalid; send it as 'Authorization: Bearer <key>'.")
 
@@ -157,12 +162,16 @@ class BadRequest(ApiError):
 
 
 class BodyTooLarge(ApiError):
+    """The body has more bytes than this route accepts."""
+
     def __init__(self, limit_bytes: int, setting: str) -> None:
         super().__init__(f"The body is larger than {limit_bytes} bytes, this server's limit ({setting}).")
         self.limit_bytes = limit_bytes
 
 
 class BodyEncoded(ApiError):
+    """The body has a Content-Encoding."""
+
     def __init__(self, encoding: str) -> None:
         super().__init__(
             f"The body has the Content-Encoding {encoding[:80]!r}; this server accepts only bodies "
@@ -207,6 +216,8 @@ class InspectionFailed(ApiError):
 
 
 class Stopping(ApiError):
+    """The server is shutting down."""
+
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request again.")
 
@@ -289,6 +300,29 @@ _STATUS_RULES = {
 }
 
 
+class RefusalReason(TypedDict):
+    """One rule that a refused adapter breaks."""
+
+    code: str
+    message: str
+
+
+class ErrorDetails(TypedDict):
+    """param: the field that is wrong. reasons: all rules that a refused adapter breaks."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    reasons: NotRequired[list[RefusalReason]]
+
+
+class ErrorObject(TypedDict):
+    """An error, in OpenAI's form."""
+
+    error: ErrorDetails
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
     """An error as HTTP carries it. `body` also serves as an SSE event."""
@@ -300,6 +334,14 @@ class ErrorAnswer:
     @property
     def message(self) -> str:
         return str(self.body["error"]["message"])
+
+
+def find_status(kind: type[Exception]) -> tuple[int, str | None]:
+    """Returns the status and the code of a class of error. The code is None if it differs between the errors of the
+    class.
+    """
+    rule = next((rule for known, rule in _RULES if issubclass(kind, known)), _INTERNAL)
+    return rule.status, rule.code
 
 
 def _find_rule(error: BaseException) -> _Rule:

@@ -4,23 +4,40 @@
 the next page, even if that item has been deleted meanwhile. This module does not depend on HTTP.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
 
-__all__ = ["DEFAULT_LIMIT", "MAX_LIMIT", "list_json"]
+from typing_extensions import TypedDict
 
-Json = dict[str, Any]
+__all__ = ["DEFAULT_LIMIT", "MAX_LIMIT", "ListObject", "PageObject", "list_json"]
+
+T = TypeVar("T", bound=Mapping[str, Any])
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 
 
-def list_json(found: Sequence[Json], called: str, limit: int | None = None) -> Json:
+class ListObject(TypedDict, Generic[T]):
+    """A whole list."""
+
+    object: Literal["list"]
+    data: list[T]
+
+
+class PageObject(ListObject[T], Generic[T]):
+    """One page of a list. An identifier is null if the page is empty."""
+
+    first_id: str | int | None
+    last_id: str | int | None
+    has_more: bool
+
+
+def list_json(found: Sequence[T], called: str, limit: int | None = None) -> PageObject[T]:
     """Makes the JSON of one page.
 
     found: the items of the page, and one more if there is a next page.
     called: the field that identifies an item.
     """
-    data = found[:limit]
+    data = list(found[:limit])
     return {
         "object": "list",
         "data": data,

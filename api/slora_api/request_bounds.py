@@ -8,7 +8,7 @@ This module does not depend on HTTP.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from slora.engine.info import EngineInfo
@@ -128,9 +128,6 @@ class RequestBounds:
             answer_logprobs=_MAX_ANSWER_LOGPROBS,
             echo_chars=_MAX_ECHO_CHARS,
         )
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
 
     def check_counts(self, body: Mapping[str, Any]) -> None:
         """Checks how many items each list or object of a parsed body has. Raises BadRequest or RequestRefused.

@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -40,6 +41,7 @@ __all__ = [
     "StreamOptions",
     "TenantChanges",
     "UnloadLoraRequest",
+    "UploadForm",
     "VersionNumber",
 ]
 
@@ -233,7 +235,9 @@ class GenerationFields(BaseModel):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[
+        list[_Text] | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
+    ] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
@@ -264,10 +268,13 @@ class GenerationFields(BaseModel):
         return self
 
 
+_Prompt = str | list[str] | list[int] | list[list[int]]
+
+
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_check_prompt)]
+    prompt: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -288,12 +295,20 @@ class CompletionRequest(GenerationFields):
         return cast(Sequence[str | list[int]], self.prompt)
 
 
+class TextPart(BaseModel):
+    """A part of a message's content. `_join_text_parts` reads it; this describes it."""
+
+    model_config = _STRICT
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(BaseModel):
     """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`."""
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[_Text, BeforeValidator(_join_text_parts)]
+    content: Annotated[_Text, BeforeValidator(_join_text_parts, json_schema_input_type=str | list[TextPart])]
     name: _Name | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -390,6 +405,26 @@ class AliasMove(BaseModel):
     versions: _Targets
     expected: Annotated[dict[int, int] | None, BeforeValidator(_check_targets)] = None
     follows_pushes: bool = False
+
+
+_File = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
+
+
+class UploadForm(BaseModel):
+    """POST /v1/adapters. `Uploads` reads the form; this describes it.
+
+    archive: replaces all files. It is a .zip, .tar or .tar.gz of them, each named as peft and transformers name it.
+    base_fingerprint: of the base model that the adapter was trained on.
+    """
+
+    name: _Name
+    config: _File | None = None
+    weights: _File | None = None
+    tokenizer_config: _File | None = None
+    chat_template: _File | None = None
+    generation_config: _File | None = None
+    archive: _File | None = None
+    base_fingerprint: str | None = None
 
 
 class LoadLoraRequest(BaseModel):

@@ -5,7 +5,7 @@ is wrong. The certificate shows such mistakes.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,15 +60,6 @@ class Certificate:
         """Reads the output of `dataclasses.asdict` after a round trip through JSON."""
         modules = {name: ModuleSummary(**summary) for name, summary in fields["modules"].items()}
         return Certificate(**{**fields, "modules": modules})
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the form that /v1/adapters shows."""
-        return {
-            "modules_adapted": self.adapted,
-            "modules_total": self.base_modules,
-            "modules": {name: asdict(summary) for name, summary in self.modules.items()},
-            "pool_bytes": self.pool_bytes,
-        }
 
 
 def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certificate:

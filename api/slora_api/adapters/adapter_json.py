@@ -4,34 +4,110 @@ This module does not depend on HTTP or the database.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Literal
 
+from typing_extensions import TypedDict
+
+from slora_adapters.inspection.certificate import ModuleSummary
 from slora_adapters.registry.registry import AdapterRecord, Rollout
+from slora_api.adapters.base_identity import BaseMatch
 
-__all__ = ["adapter_json", "alias_json", "digest_text", "version_json"]
+__all__ = [
+    "AdapterObject",
+    "AliasObject",
+    "CertificateObject",
+    "PublishedObject",
+    "VersionObject",
+    "adapter_json",
+    "alias_json",
+    "digest_text",
+    "version_json",
+]
 
-Json = dict[str, Any]
+
+class AdapterObject(TypedDict):
+    """A name or an alias, with the version that it serves.
+
+    bytes: size of the weights. stored_bytes: what the version counts against the tenant's quota by itself.
+    created: when the name was made. updated: when the version was made. Both are Unix times in seconds.
+    """
+
+    object: Literal["adapter"]
+    name: str
+    version: int
+    digest: str
+    rank: int
+    target_modules: list[str]
+    bytes: int
+    stored_bytes: int
+    chat_template: bool
+    generation_config: bool
+    pinned: bool
+    created: int
+    updated: int
+
+
+class VersionObject(AdapterObject):
+    """A version. aliases: alias -> percentage of the alias's requests that this version gets."""
+
+    aliases: dict[str, int]
+
+
+class AliasObject(TypedDict):
+    """An alias. versions: version number -> percentage of the requests."""
+
+    object: Literal["adapter.alias"]
+    name: str
+    alias: str
+    versions: dict[str, int]
+    follows_pushes: bool
+    pinned: bool
+    updated: int
+
+
+class CertificateObject(TypedDict):
+    """What the checks of an upload found.
+
+    modules: by module name. pool_bytes: size in the page pool.
+    logprob_change: greatest change that the canary found; null if the version was tried out before.
+    predicted_load_ms: for each tier; null if no adapter was loaded from it yet.
+    """
+
+    modules_adapted: int
+    modules_total: int
+    modules: dict[str, ModuleSummary]
+    pool_bytes: int
+    base: BaseMatch
+    logprob_change: float | None
+    predicted_load_ms: dict[str, float | None] | None
+
+
+class PublishedObject(VersionObject):
+    """The version that an upload has made. new_version: false if the newest version already was this adapter."""
+
+    new_version: bool
+    certificate: CertificateObject
 
 
 def digest_text(record: AdapterRecord) -> str:
     return f"sha256:{record.version.digest}"
 
 
-def adapter_json(rollout: Rollout) -> Json:
+def adapter_json(rollout: Rollout) -> AdapterObject:
     """The JSON of a name or an alias. For an alias that splits requests, the version with the largest part is shown."""
     return _fields(rollout.main, rollout.label, pinned=rollout.pinned)
 
 
-def version_json(record: AdapterRecord, rollouts: Iterable[Rollout]) -> Json:
+def version_json(record: AdapterRecord, rollouts: Iterable[Rollout]) -> VersionObject:
     """The JSON of a version, with the aliases that point at it. Each alias is shown with the percentage of its requests
     that this version gets.
     """
     using = [one for one in rollouts if record.number in one.targets]
     fields = _fields(record, record.name, pinned=any(one.pinned for one in using))
-    return fields | {"aliases": {one.alias: one.targets[record.number] for one in using}}
+    return {**fields, "aliases": {one.alias: one.targets[record.number] for one in using}}
 
 
-def alias_json(rollout: Rollout) -> Json:
+def alias_json(rollout: Rollout) -> AliasObject:
     return {
         "object": "adapter.alias",
         "name": rollout.main.name,
@@ -43,7 +119,7 @@ def alias_json(rollout: Rollout) -> Json:
     }
 
 
-def _fields(record: AdapterRecord, name: str, *, pinned: bool) -> Json:
+def _fields(record: AdapterRecord, name: str, *, pinned: bool) -> AdapterObject:
     details = record.details
     return {
         "object": "adapter",

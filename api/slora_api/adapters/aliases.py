@@ -7,17 +7,14 @@ This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
 import asyncio
-from typing import Any
 
 from slora_adapters.registry.alias import Targets
 from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import Registry, Rollout
-from slora_api.adapters.adapter_json import alias_json
+from slora_api.adapters.adapter_json import AliasObject, alias_json
 from slora_api.adapters.pinning import Pinning
 
 __all__ = ["Aliases"]
-
-Json = dict[str, Any]
 
 
 class Aliases:
@@ -29,11 +26,11 @@ class Aliases:
         self._registry = registry
         self._pinning = pinning
 
-    def list(self, tenant: str, name: str) -> list[Json]:
+    def list(self, tenant: str, name: str) -> list[AliasObject]:
         self._registry.rollout(tenant, f"{name}@{LATEST}")  # raises AdapterNotFound for an unknown name
         return [alias_json(rollout) for rollout in self._registry.aliases(tenant, name)]
 
-    def describe(self, tenant: str, name: str, alias: str) -> Json:
+    def describe(self, tenant: str, name: str, alias: str) -> AliasObject:
         return alias_json(self._registry.rollout(tenant, f"{name}@{alias}"))
 
     async def move(
@@ -45,7 +42,7 @@ class Aliases:
         *,
         expected: Targets | None,
         follows_pushes: bool,
-    ) -> Json:
+    ) -> AliasObject:
         """Raises what `Registry.move` raises."""
         rollout = await asyncio.to_thread(
             self._registry.move,
@@ -58,7 +55,7 @@ class Aliases:
         )
         return self._moved(rollout)
 
-    async def roll_back(self, tenant: str, name: str, alias: str) -> Json:
+    async def roll_back(self, tenant: str, name: str, alias: str) -> AliasObject:
         """Raises AliasConflict if the alias has no earlier targets."""
         return self._moved(await asyncio.to_thread(self._registry.roll_back, tenant, name, alias))
 
@@ -66,7 +63,7 @@ class Aliases:
         """Raises BadAlias for `latest`."""
         self._moved(await asyncio.to_thread(self._registry.delete_alias, tenant, name, alias))
 
-    def _moved(self, rollout: Rollout) -> Json:
+    def _moved(self, rollout: Rollout) -> AliasObject:
         if rollout.pinned:
             self._pinning.refresh()
         return alias_json(rollout)

@@ -10,14 +10,17 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from slora.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterInvalid, Reason
 
-__all__ = ["BaseIdentity"]
+__all__ = ["BaseIdentity", "BaseMatch"]
 
 logger = logging.getLogger(__name__)
+
+BaseMatch = Literal["verified", "name-matched", "unverified"]
 
 
 class BaseIdentity:
@@ -31,10 +34,8 @@ class BaseIdentity:
         self._names = frozenset(name.lower() for name in names)
         self._computed: asyncio.Future[str | None] | None = None
 
-    async def compare(self, claimed: str | None, base_name: str | None) -> str:
-        """Returns "verified", "name-matched" or "unverified".
-
-        claimed: the fingerprint that the client sent, if any.
+    async def compare(self, claimed: str | None, base_name: str | None) -> BaseMatch:
+        """claimed: the fingerprint that the client sent, if any.
         base_name: the base model that the adapter's config names, if any.
 
         Raises AdapterInvalid if the fingerprint is of another base model.

@@ -11,8 +11,11 @@ This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from typing import Literal
 
+from typing_extensions import TypedDict
+
+from slora.adapter_place import AdapterPlace
 from slora.engine.client import EngineClient
 from slora.errors import EngineUnavailable
 from slora.text.generation_defaults import read_generation_defaults
@@ -21,17 +24,52 @@ from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.reference import parse_reference
 from slora_adapters.registry.registry import AdapterRecord, Rollout
-from slora_api.adapters.adapter_json import adapter_json, digest_text, version_json
+from slora_api.adapters.adapter_json import (
+    AdapterObject,
+    VersionObject,
+    adapter_json,
+    digest_text,
+    version_json,
+)
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.adapters.pinning import Pinning
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.generation.served_model import ServedModel
-from slora_api.listing import DEFAULT_LIMIT, list_json
+from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.tenants.tenant_store import KeyRecord
 
-__all__ = ["ModelCatalog"]
+__all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
 
-Json = dict[str, Any]
+
+class ModelObject(TypedDict):
+    """The base model, or a tenant's adapter as a model.
+
+    root: digest of the adapter, or the name of the base model. parent: the base model of an adapter.
+    max_model_len: null until the engine has started for the first time.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    permission: list[str]
+    max_model_len: int | None
+
+
+class VersionPlace(TypedDict):
+    """Where a version is now. `pool` means that a request can run at once."""
+
+    version: int
+    digest: str
+    place: AdapterPlace
+
+
+class PrewarmObject(TypedDict):
+    object: Literal["adapter.prewarm"]
+    name: str
+    versions: list[VersionPlace]
 
 
 class ModelCatalog:
@@ -92,7 +130,9 @@ class ModelCatalog:
             name, record.version, record.label, extras.chat_template, own.override(self._base.defaults)
         )
 
-    def list_models(self, key: KeyRecord, limit: int | None = None, after: str | None = None) -> Json:
+    def list_models(
+        self, key: KeyRecord, limit: int | None = None, after: str | None = None
+    ) -> PageObject[ModelObject]:
         """Lists the base model and the tenant's names and aliases in OpenAI's form. Single versions are not listed.
 
         limit: items per page; None lists all. after: the last model of the page before; raises BadRequest if no model
@@ -106,7 +146,7 @@ class ModelCatalog:
         models += [self._adapter_model(one.label, one.main) for one in rollouts]
         return list_json(models, "id", limit)
 
-    def describe_model(self, key: KeyRecord, name: str) -> Json:
+    def describe_model(self, key: KeyRecord, name: str) -> ModelObject:
         """Describes a listed model or a single version. Raises ModelNotFound."""
         wanted = self._reference(key, name)
         if wanted is None:
@@ -117,12 +157,14 @@ class ModelCatalog:
         record = self._find_version(key.tenant, wanted)
         return self._adapter_model(record.label, record)
 
-    def list_adapters(self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None) -> Json:
+    def list_adapters(
+        self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None
+    ) -> PageObject[AdapterObject]:
         """Lists a page of the tenant's names, sorted."""
         rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
         return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
-    def describe_adapter(self, tenant: str, reference: str) -> Json:
+    def describe_adapter(self, tenant: str, reference: str) -> AdapterObject | VersionObject:
         """Raises ModelNotFound."""
         rollout = self._find_rollout(tenant, reference)
         if rollout is not None:
@@ -131,7 +173,7 @@ class ModelCatalog:
 
     def list_versions(
         self, tenant: str, name: str, limit: int = DEFAULT_LIMIT, after: int | None = None
-    ) -> Json:
+    ) -> PageObject[VersionObject]:
         """Lists a page of the versions of a name, newest first. Raises AdapterNotFound."""
         registry = self._adapters.registry
         rollouts = registry.aliases(tenant, name)
@@ -156,17 +198,17 @@ class ModelCatalog:
         if removal.moved_pin:
             self._pinning.refresh()
 
-    async def prewarm(self, key: KeyRecord, reference: str) -> Json:
+    async def prewarm(self, key: KeyRecord, reference: str) -> PrewarmObject:
         """Starts to load all versions that the reference stands for, and returns where each of them is now.
 
         A version is copied into the page pool only if that needs no eviction. Raises ModelNotFound, EngineUnavailable.
         """
         records = await asyncio.to_thread(self._find_versions, key.tenant, reference)
-        versions = [
+        versions: list[VersionPlace] = [
             {
                 "version": record.number,
                 "digest": digest_text(record),
-                "place": (await self._client.prewarm(record.version, key.share)).value,
+                "place": await self._client.prewarm(record.version, key.share),
             }
             for record in records
         ]
@@ -203,17 +245,17 @@ class ModelCatalog:
         except AdapterNotFound:
             return None
 
-    def _version_json(self, record: AdapterRecord) -> Json:
+    def _version_json(self, record: AdapterRecord) -> VersionObject:
         return version_json(record, self._adapters.registry.aliases(record.version.tenant, record.name))
 
-    def _base_model(self) -> Json:
+    def _base_model(self) -> ModelObject:
         return self._model(self._base.name, "slora", self._base.created_at, self._base.name, None)
 
-    def _adapter_model(self, name: str, record: AdapterRecord) -> Json:
+    def _adapter_model(self, name: str, record: AdapterRecord) -> ModelObject:
         owner, root = record.version.tenant, digest_text(record)
         return self._model(name, owner, int(record.named_at), root, self._base.name)
 
-    def _model(self, name: str, owner: str, created_at: int, root: str, parent: str | None) -> Json:
+    def _model(self, name: str, owner: str, created_at: int, root: str, parent: str | None) -> ModelObject:
         return {
             "id": name,
             "object": "model",

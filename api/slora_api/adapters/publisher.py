@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.types import Receive
@@ -37,7 +37,7 @@ from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.reference import check_adapter_name
 from slora_adapters.registry.registry import RESERVATION_S, StorageUsage
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.adapter_json import version_json
+from slora_api.adapters.adapter_json import CertificateObject, PublishedObject, VersionObject, version_json
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.adapters.canary import Canary
 from slora_api.adapters.inspector import Inspector
@@ -56,7 +56,6 @@ _log = logging.getLogger(__name__)
 # Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.
 _MAX_WRITERS = 4
 
-Json = dict[str, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -91,7 +90,9 @@ class Publisher:
         # A lock exists only while an upload of its tenant uses it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def publish(self, tenant: str, upload: StagedUpload, receive: Receive | None = None) -> Json:
+    async def publish(
+        self, tenant: str, upload: StagedUpload, receive: Receive | None = None
+    ) -> PublishedObject:
         """Makes the upload the next version of its name, and returns the version with its certificate.
 
         receive: the ASGI channel of the client. If the client hangs up, the inspection is cancelled. After the
@@ -114,13 +115,18 @@ class Publisher:
             await self._check_extras(tenant, adapter)
             # One upload of a tenant at a time, so that one tenant never has all writers or several canaries.
             async with self._locks.setdefault(tenant, asyncio.Lock()):
-                answer, effect = await self._store_and_commit(tenant, upload.name, adapter)
-        certificate = adapter.certificate.to_json() | {
+                version, is_new, effect = await self._store_and_commit(tenant, upload.name, adapter)
+        certificate = adapter.certificate
+        shown: CertificateObject = {
+            "modules_adapted": certificate.adapted,
+            "modules_total": certificate.base_modules,
+            "modules": dict(certificate.modules),
+            "pool_bytes": certificate.pool_bytes,
             "base": base,
             "logprob_change": effect,
             "predicted_load_ms": await self._predict_load_ms(adapter),
         }
-        return answer | {"certificate": certificate}
+        return {**version, "new_version": is_new, "certificate": shown}
 
     async def sweep(self) -> None:
         """Deletes blobs that crashed uploads left in the store, until cancelled. It runs on a thread, because it looks
@@ -154,8 +160,8 @@ class Publisher:
 
     async def _store_and_commit(
         self, tenant: str, name: str, adapter: CheckedAdapter
-    ) -> tuple[Json, float | None]:
-        """Returns the version, and the change of log-probabilities that the canary found.
+    ) -> tuple[VersionObject, bool, float | None]:
+        """Returns the version, whether it is new, and the change of log-probabilities that the canary found.
 
         If the newest version is the same adapter, the change is None: that version was tried out when it was uploaded.
         """
@@ -182,7 +188,7 @@ class Publisher:
         if published.moved_pin:
             self._pinning.refresh()
         aliases = await asyncio.to_thread(registry.aliases, tenant, name)
-        return version_json(published.record, aliases) | {"new_version": published.is_new}, effect
+        return version_json(published.record, aliases), published.is_new, effect
 
     async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
         """Runs the canary. It loads the adapter without regard to the tenant's share of the pool. The engine therefore

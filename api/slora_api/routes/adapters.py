@@ -3,22 +3,49 @@
 A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
 """
 
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, Request, status
+from typing_extensions import TypedDict
 
-from slora_api.listing import DEFAULT_LIMIT
+from slora.errors import EngineUnavailable
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
+from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
+from slora_api.adapters.model_catalog import PrewarmObject
+from slora_api.errors import InspectionFailed, InUse, ModelNotFound, QuotaExceeded, ServerBusy, TenantBusy
+from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject
+from slora_api.routes.openapi import errors, form_body
 from slora_api.routes.services import Wired
-from slora_api.schemas import AliasMove, Limit, VersionNumber
+from slora_api.schemas import AliasMove, Limit, UploadForm, VersionNumber
 from slora_api.tenants.authentication import CurrentKey
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(tags=["adapters"])
 
 
-@router.post("/v1/adapters", status_code=status.HTTP_201_CREATED)
-async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> dict[str, Any]:
+class DeletedAdapter(TypedDict):
+    object: Literal["adapter"]
+    name: str
+    deleted: bool
+
+
+class DeletedAlias(TypedDict):
+    object: Literal["adapter.alias"]
+    name: str
+    alias: str
+    deleted: bool
+
+
+@router.post(
+    "/v1/adapters",
+    status_code=status.HTTP_201_CREATED,
+    openapi_extra=form_body(UploadForm),
+    responses=errors(
+        AdapterInvalid, QuotaExceeded, TenantBusy, ServerBusy, EngineUnavailable, InspectionFailed, DiskFull
+    ),
+)
+async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> PublishedObject:
     """Multipart fields: name, config, weights, and optionally tokenizer_config, chat_template, generation_config and
     base_fingerprint. An archive may replace all files.
     """
@@ -31,19 +58,19 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
 @router.get("/v1/adapters")
 def list_adapters(
     key: CurrentKey, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
-) -> dict[str, Any]:
+) -> PageObject[AdapterObject]:
     return services.catalog.list_adapters(key.tenant, limit, after)
 
 
-@router.get("/v1/adapters/{reference}")
-def get_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+@router.get("/v1/adapters/{reference}", responses=errors(ModelNotFound))
+def get_adapter(reference: str, key: CurrentKey, services: Wired) -> VersionObject | AdapterObject:
     return services.catalog.describe_adapter(key.tenant, reference)
 
 
-@router.delete("/v1/adapters/{reference}")
+@router.delete("/v1/adapters/{reference}", responses=errors(ModelNotFound, InUse, DiskFull))
 async def delete_adapter(
     reference: str, key: CurrentKey, services: Wired, force: bool = False
-) -> dict[str, Any]:
+) -> DeletedAdapter:
     """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at it, unless `force` is
     set.
     """
@@ -51,37 +78,39 @@ async def delete_adapter(
     return {"name": reference, "object": "adapter", "deleted": True}
 
 
-@router.post("/v1/adapters/{reference}/prewarm", status_code=status.HTTP_202_ACCEPTED)
-async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+@router.post(
+    "/v1/adapters/{reference}/prewarm",
+    status_code=status.HTTP_202_ACCEPTED,
+    responses=errors(ModelNotFound, EngineUnavailable),
+)
+async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> PrewarmObject:
     """Starts to load the adapter and answers where it is now. Repeat the request to follow the progress."""
     return await services.catalog.prewarm(key, reference)
 
 
-@router.get("/v1/adapters/{name}/versions")
+@router.get("/v1/adapters/{name}/versions", responses=errors(AdapterNotFound))
 def list_versions(
     name: str,
     key: CurrentKey,
     services: Wired,
     limit: Limit = DEFAULT_LIMIT,
     after: VersionNumber | None = None,
-) -> dict[str, Any]:
+) -> PageObject[VersionObject]:
     return services.catalog.list_versions(key.tenant, name, limit, after)
 
 
-@router.get("/v1/adapters/{name}/aliases")
-def list_aliases(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+@router.get("/v1/adapters/{name}/aliases", responses=errors(AdapterNotFound))
+def list_aliases(name: str, key: CurrentKey, services: Wired) -> ListObject[AliasObject]:
     return {"object": "list", "data": services.aliases.list(key.tenant, name)}
 
 
-@router.get("/v1/adapters/{name}/aliases/{alias}")
-def get_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+@router.get("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound))
+def get_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> AliasObject:
     return services.aliases.describe(key.tenant, name, alias)
 
 
-@router.put("/v1/adapters/{name}/aliases/{alias}")
-async def move_alias(
-    name: str, alias: str, body: AliasMove, key: CurrentKey, services: Wired
-) -> dict[str, Any]:
+@router.put("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, AliasConflict, DiskFull))
+async def move_alias(name: str, alias: str, body: AliasMove, key: CurrentKey, services: Wired) -> AliasObject:
     return await services.aliases.move(
         key.tenant,
         name,
@@ -92,12 +121,15 @@ async def move_alias(
     )
 
 
-@router.delete("/v1/adapters/{name}/aliases/{alias}")
-async def delete_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+@router.delete("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, DiskFull))
+async def delete_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> DeletedAlias:
     await services.aliases.delete(key.tenant, name, alias)
     return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
 
 
-@router.post("/v1/adapters/{name}/aliases/{alias}/rollback")
-async def roll_back_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+@router.post(
+    "/v1/adapters/{name}/aliases/{alias}/rollback",
+    responses=errors(AdapterNotFound, AliasConflict, DiskFull),
+)
+async def roll_back_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> AliasObject:
     return await services.aliases.roll_back(key.tenant, name, alias)

@@ -1,21 +1,69 @@
 """/admin: the operator's routes for tenants, API keys and pins."""
 
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, status
+from typing_extensions import TypedDict
 
-from slora_api.adapters.adapter_json import adapter_json, alias_json
+from slora.errors import EngineUnavailable
+from slora_adapters.errors import DiskFull
+from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
+from slora_api.errors import Conflict, NotFound, PinsFull
+from slora_api.listing import ListObject
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
 from slora_api.tenants.authentication import Operator
-from slora_api.tenants.tenant_store import KeyRecord, ShareChanges, Tenant
+from slora_api.tenants.tenant_store import KeyRecord, ShareChanges, Tenant, TenantStatus
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/admin")
+router = APIRouter(prefix="/admin", tags=["operator"])
 
 
-def _tenant_json(tenant: Tenant) -> dict[str, Any]:
+class TenantObject(TypedDict):
+    """created: Unix time in seconds."""
+
+    object: Literal["tenant"]
+    name: str
+    created: int
+    status: TenantStatus
+    weight: float
+    min_pool_share: float
+    max_pool_share: float
+    priority: int
+
+
+class KeyObject(TypedDict):
+    """adapter: the default adapter of the key; null for the base model. created: Unix time in seconds."""
+
+    object: Literal["api_key"]
+    key_id: str
+    tenant: str
+    adapter: str | None
+    created: int
+    revoked: bool
+
+
+class NewKey(KeyObject):
+    """key: the secret, which the server cannot show again."""
+
+    key: str
+
+
+class RevokedKey(TypedDict):
+    object: Literal["api_key"]
+    key_id: str
+    revoked: bool
+
+
+class PinObject(AliasObject):
+    """A pinned alias of a tenant."""
+
+    tenant: str
+
+
+def _tenant_json(tenant: Tenant) -> TenantObject:
     share = tenant.share
     return {
         "object": "tenant",
@@ -33,7 +81,7 @@ def _changes(body: TenantChanges) -> ShareChanges:
     return ShareChanges(body.weight, body.min_pool_share, body.max_pool_share, body.priority)
 
 
-def _key_json(key: KeyRecord) -> dict[str, Any]:
+def _key_json(key: KeyRecord) -> KeyObject:
     return {
         "object": "api_key",
         "key_id": key.key_id,
@@ -45,62 +93,66 @@ def _key_json(key: KeyRecord) -> dict[str, Any]:
 
 
 # Functions without `async`: FastAPI runs them on a thread, because the database may wait for a disk.
-@router.post("/tenants", status_code=status.HTTP_201_CREATED)
-def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.post("/tenants", status_code=status.HTTP_201_CREATED, responses=errors(Conflict, DiskFull))
+def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.create_tenant(body.name, _changes(body)))
 
 
 @router.get("/tenants")
-def list_tenants(_operator: Operator, services: Wired) -> dict[str, Any]:
+def list_tenants(_operator: Operator, services: Wired) -> ListObject[TenantObject]:
     return {
         "object": "list",
         "data": [_tenant_json(tenant) for tenant in services.tenant_store.list_tenants()],
     }
 
 
-@router.get("/tenants/{tenant}")
-def get_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.get("/tenants/{tenant}", responses=errors(NotFound))
+def get_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.find_tenant(tenant))
 
 
-@router.patch("/tenants/{tenant}")
+@router.patch("/tenants/{tenant}", responses=errors(NotFound, PinsFull, EngineUnavailable, DiskFull))
 async def change_tenant(
     tenant: str, body: TenantChanges, _operator: Operator, services: Wired
-) -> dict[str, Any]:
+) -> TenantObject:
     return _tenant_json(await services.pinning.change_share(tenant, _changes(body)))
 
 
-@router.post("/tenants/{tenant}/suspend")
-def suspend_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.post("/tenants/{tenant}/suspend", responses=errors(NotFound, DiskFull))
+def suspend_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.suspend(tenant))
 
 
-@router.post("/tenants/{tenant}/resume")
-def resume_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.post("/tenants/{tenant}/resume", responses=errors(NotFound, DiskFull))
+def resume_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.resume(tenant))
 
 
 @router.get("/pins")
-async def list_pins(_operator: Operator, services: Wired) -> dict[str, Any]:
+async def list_pins(_operator: Operator, services: Wired) -> ListObject[PinObject]:
     """Lists the pins of all tenants, each as the alias that is pinned."""
     pinned = await services.pinning.list()
     return {"object": "list", "data": [{"tenant": one.tenant, **alias_json(one)} for one in pinned]}
 
 
-@router.put("/tenants/{tenant}/adapters/{name}/pin")
-async def pin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.put(
+    "/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, PinsFull, EngineUnavailable, DiskFull)
+)
+async def pin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> AdapterObject:
     return adapter_json(await services.pinning.pin(tenant, name))
 
 
-@router.delete("/tenants/{tenant}/adapters/{name}/pin")
-async def unpin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.delete("/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, DiskFull))
+async def unpin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> AdapterObject:
     return adapter_json(await services.pinning.unpin(tenant, name))
 
 
-@router.post("/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED)
+@router.post(
+    "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
+)
 def create_key(
     tenant: str, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
-) -> dict[str, Any]:
+) -> NewKey:
     adapter = body.adapter if body else None
     if adapter is not None:
         services.catalog.check_key_adapter(adapter)
@@ -108,12 +160,12 @@ def create_key(
     return {**_key_json(record), "key": key.secret}
 
 
-@router.get("/tenants/{tenant}/keys")
-def list_keys(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
+def list_keys(tenant: str, _operator: Operator, services: Wired) -> ListObject[KeyObject]:
     return {"object": "list", "data": [_key_json(key) for key in services.tenant_store.list_keys(tenant)]}
 
 
-@router.delete("/keys/{key_id}")
-def revoke_key(key_id: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+@router.delete("/keys/{key_id}", responses=errors(NotFound))
+def revoke_key(key_id: str, _operator: Operator, services: Wired) -> RevokedKey:
     services.tenant_store.revoke_key(key_id)
     return {"object": "api_key", "key_id": key_id, "revoked": True}

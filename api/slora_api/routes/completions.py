@@ -5,8 +5,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from slora.errors import AdapterFetchFailed
+from slora.errors import AdapterFetchFailed, DeadlineMissed, EngineUnavailable, RequestFailed, StepFailed
+from slora_adapters.errors import AdapterCorrupt
+from slora_api.errors import ModelNotFound
 from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat
+from slora_api.generation.answer_objects import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+)
 from slora_api.generation.answering import answer_request
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
@@ -14,6 +22,7 @@ from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.sse import unless_disconnected
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.json_body import read_json
+from slora_api.routes.openapi import errors, event_stream, json_body
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import CurrentKey
@@ -21,8 +30,10 @@ from slora_api.tenants.tenant_store import KeyRecord
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(tags=["completions"])
 
+# The codes of AdapterFetchFailed are those of ModelNotFound, StoreUnavailable and AdapterCorrupt.
+_ERRORS = errors(ModelNotFound, EngineUnavailable, StepFailed, DeadlineMissed, RequestFailed, AdapterCorrupt)
 
 # Identifies the user of a request without the field `user`. If an alias splits requests, a user stays with one version.
 _SESSION_HEADER = "x-session-id"
@@ -78,7 +89,12 @@ _CompletionBody = Annotated[CompletionRequest, Depends(_completion_body)]
 _ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
 
 
-@router.post("/v1/completions")
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses=event_stream(CompletionChunk) | _ERRORS,
+    openapi_extra=json_body(CompletionRequest),
+)
 async def complete(request: Request, body: _CompletionBody, key: CurrentKey, services: Wired) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, services, model)
@@ -109,7 +125,12 @@ async def _complete(
     )
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=event_stream(ChatCompletionChunk) | _ERRORS,
+    openapi_extra=json_body(ChatRequest),
+)
 async def chat(request: Request, body: _ChatBody, key: CurrentKey, services: Wired) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, services, model)

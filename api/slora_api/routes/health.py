@@ -1,36 +1,51 @@
 """/healthz, /readyz and /metrics, for load balancers, container engines and dashboards."""
 
 import asyncio
-from typing import Any
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from typing_extensions import TypedDict
 
 from slora.engine.info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
 from slora_api.errors import Starting
 from slora_api.generation.generation import Generator
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.tenants.authentication import Operator
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(tags=["server"])
 
 # The engine answers between two steps. The longest steps take well below a second.
 _STATS_S = 2.0
 
 
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Readiness(TypedDict):
+    """read_only: present if the disk of the data directory is full."""
+
+    status: Literal["ready"]
+    read_only: NotRequired[bool]
+    detail: NotRequired[str]
+
+
 @router.get("/healthz")
-async def healthz() -> dict[str, Any]:
+async def healthz() -> Health:
     """Always 200 while this process answers. A restart of the engine does not change that: killing the server would not
     help.
     """
     return {"status": "ok"}
 
 
-@router.get("/readyz")
-async def readyz(services: Wired) -> dict[str, Any]:
+@router.get("/readyz", responses=errors(Starting))
+async def readyz(services: Wired) -> Readiness:
     """Answers 200 if a request sent now would be computed, else 503 with the reason.
 
     In demo mode the server is ready when the demo's adapters are published. If the engine or the loader makes no
@@ -45,7 +60,7 @@ async def readyz(services: Wired) -> dict[str, Any]:
     return {"status": "ready"}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(_operator: Operator, services: Wired) -> Response:
     generator = services.generator
     generator.metrics.set_read_only(is_read_only=services.reserve.is_full)

@@ -1,17 +1,26 @@
 """/v1/limits: the bounds of a request, for any valid API key of a tenant."""
 
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from fastapi import APIRouter
 
+from slora_api.errors import Starting
+from slora_api.request_bounds import RequestBounds
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.tenants.authentication import CurrentKey
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(tags=["models"])
 
 
-@router.get("/v1/limits")
-async def show_limits(_key: CurrentKey, services: Wired) -> dict[str, Any]:
-    return {"object": "limits", **services.bounds().to_json()}
+@dataclass(frozen=True, slots=True)
+class LimitsObject(RequestBounds):
+    object: Literal["limits"] = "limits"
+
+
+@router.get("/v1/limits", responses=errors(Starting))
+async def show_limits(_key: CurrentKey, services: Wired) -> LimitsObject:
+    return LimitsObject(**asdict(services.bounds()))

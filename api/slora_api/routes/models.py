@@ -1,21 +1,29 @@
 """/v1/models: the models that the API key may use."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from slora_api.errors import Starting
+from slora_api.adapters.model_catalog import ModelObject
+from slora_api.errors import ModelNotFound, Starting
+from slora_api.listing import PageObject
+from slora_api.request_bounds import RequestBounds
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import Limit
 from slora_api.tenants.authentication import CurrentKey
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(tags=["models"])
 
 
-@router.get("/v1/models")
+class DescribedModel(ModelObject):
+    """A model with the bounds of its requests. They are null while there is no engine."""
+
+    limits: RequestBounds | None
+
+
+@router.get("/v1/models", response_model=PageObject[ModelObject])
 def list_models(
     key: CurrentKey, services: Wired, limit: Limit | None = None, after: str | None = None
 ) -> JSONResponse:
@@ -24,14 +32,14 @@ def list_models(
     return JSONResponse(services.catalog.list_models(key, limit, after))
 
 
-@router.get("/v1/models/{model:path}")
-def get_model(model: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    """Describes one model. `limits` has the bounds of its requests, or null while there is no engine."""
-    return services.catalog.describe_model(key, model) | {"limits": _limits(services)}
+@router.get("/v1/models/{model:path}", responses=errors(ModelNotFound))
+def get_model(model: str, key: CurrentKey, services: Wired) -> DescribedModel:
+    """Describes one model."""
+    return {**services.catalog.describe_model(key, model), "limits": _limits(services)}
 
 
-def _limits(services: Services) -> dict[str, int] | None:
+def _limits(services: Services) -> RequestBounds | None:
     try:
-        return services.bounds().to_json()
+        return services.bounds()
     except Starting:
         return None

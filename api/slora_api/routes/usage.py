@@ -4,18 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import StreamingResponse
 
+from slora_api.errors import TenantBusy
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.tenants.authentication import CurrentKey, Operator
-from slora_api.tenants.usage_report import BucketWidth, UsageQuery
+from slora_api.tenants.usage_report import BucketWidth, UsagePageObject, UsageQuery
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(tags=["usage"])
 
 # The operator's queries are charged to this name, which no tenant has.
 _OPERATOR = ""
@@ -48,14 +50,16 @@ class _Parameters:
 
 
 _Asked = Annotated[_Parameters, Depends()]
+_CSV: dict[int | str, Any] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+_ANSWERS = _CSV | errors(TenantBusy)
 
 
-@router.get("/v1/usage")
+@router.get("/v1/usage", response_model=UsagePageObject, responses=_ANSWERS)
 async def show_own_usage(asked: _Asked, key: CurrentKey, services: Wired) -> Response:
     return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
 
 
-@router.get("/admin/usage")
+@router.get("/admin/usage", response_model=UsagePageObject, responses=_ANSWERS)
 async def show_usage(
     asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
 ) -> Response:

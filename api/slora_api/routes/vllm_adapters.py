@@ -7,17 +7,42 @@ so it need not be loaded again after a restart. Unloading deletes the name.
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from slora_api.errors import BadRequest
+from slora.errors import EngineUnavailable
+from slora_adapters.errors import AdapterInvalid, DiskFull
+from slora_api.errors import (
+    BadRequest,
+    InspectionFailed,
+    InUse,
+    ModelNotFound,
+    NotFound,
+    QuotaExceeded,
+    ServerBusy,
+    TenantBusy,
+)
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import LoadLoraRequest, UnloadLoraRequest
 from slora_api.tenants.authentication import Operator
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", tags=["adapters"])
 
 
-@router.post("/load_lora_adapter")
+@router.post(
+    "/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(
+        NotFound,
+        AdapterInvalid,
+        QuotaExceeded,
+        TenantBusy,
+        ServerBusy,
+        EngineUnavailable,
+        InspectionFailed,
+        DiskFull,
+    ),
+)
 async def load_lora_adapter(
     request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
@@ -28,7 +53,11 @@ async def load_lora_adapter(
     return PlainTextResponse(f"Success: {loaded['name']}@{loaded['version']} of tenant {tenant} is loaded.")
 
 
-@router.post("/unload_lora_adapter")
+@router.post(
+    "/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(NotFound, ModelNotFound, InUse, DiskFull),
+)
 async def unload_lora_adapter(
     body: UnloadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:

@@ -6,14 +6,25 @@ from http import HTTPStatus
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.errors import error_response
-from slora_api.routes import adapters, admin, completions, health, limits, models, usage, vllm_adapters
+from slora_api.routes import (
+    adapters,
+    admin,
+    completions,
+    health,
+    limits,
+    models,
+    openapi,
+    usage,
+    vllm_adapters,
+)
 from slora_api.routes.services import Services
 from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.server.request_scope import RequestScopeMiddleware
@@ -24,7 +35,8 @@ __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, health)
+_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, health, openapi)
+_ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
@@ -42,19 +54,19 @@ def _allowed_methods(request: Request) -> set[str]:
     """Returns the methods of all routes of this path. Starlette names only those of the first route."""
     return {
         method
-        for module in _MODULES
-        for route in module.router.routes
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for route in _ROUTES
+        if route.matches(request.scope)[0] is not Match.NONE
         for method in route.methods or ()
     }
 
 
 def make_router(services: Services) -> FastAPI:
-    """Makes the routes without the layers that guard them. The documentation pages are off, because they load scripts
-    from other hosts.
+    """Makes the routes without the layers that guard them. FastAPI's documentation pages are off, because they load
+    scripts from other hosts.
     """
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
+    app.state.openapi_document = openapi.OpenApiDocument(_ROUTES)
     for module in _MODULES:
         app.include_router(module.router)
     for kind in _ERRORS:

@@ -11,8 +11,9 @@ Prometheus sends a key with `authorization: {credentials_file: ...}`.
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
@@ -23,12 +24,20 @@ from slora_api.errors import Forbidden, TenantSuspended, Unauthorized, error_res
 from slora_api.tenants.admin_key import AdminKey
 from slora_api.tenants.tenant_store import KeyRecord, TenantStatus, TenantStore
 
-__all__ = ["PUBLIC_PATHS", "AuthenticationMiddleware", "CurrentKey", "Operator", "is_operator"]
+__all__ = [
+    "PUBLIC_PATHS",
+    "AuthenticationMiddleware",
+    "CurrentKey",
+    "Operator",
+    "find_needed_key",
+    "is_operator",
+]
 
 logger = logging.getLogger(__name__)
 
-# Load balancers and container engines call these without a key. They reveal only whether the server is up and ready.
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
+# Load balancers and container engines call the first two without a key. They reveal only whether the server is up and
+# ready. The document of the API is the same for every server of a release.
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
@@ -88,6 +97,11 @@ def _current_key(request: Request) -> KeyRecord:
 def _operator(request: Request) -> None:
     if not is_operator(request):
         raise Forbidden("This route is for the operator; use the admin key.")
+
+
+def find_needed_key(dependency: Callable[..., Any]) -> str | None:
+    """Returns the kind of key that a dependency of a route demands. None if it demands no key."""
+    return {_current_key: "tenant", _operator: "admin"}.get(dependency)
 
 
 def is_operator(request: Request) -> bool:

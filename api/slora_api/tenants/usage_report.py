@@ -15,11 +15,13 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import BadRequest
 from slora_api.tenants.usage_ledger import DAY_S, HOUR_S, MINUTE_S, UsageFilter, UsageLedger, UsageRow
 
-__all__ = ["MAX_RESULTS", "BucketWidth", "UsagePage", "UsageQuery", "UsageReport"]
+__all__ = ["MAX_RESULTS", "BucketWidth", "UsagePage", "UsagePageObject", "UsageQuery", "UsageReport"]
 
 BucketWidth = Literal["1m", "1h", "1d"]
 
@@ -35,6 +37,43 @@ _MAX_TIME = 253_402_300_799
 
 # Returns the name, such as `voice@2`, of each of the given versions that its tenant still has.
 FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
+
+
+class UsageSums(TypedDict):
+    """tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest."""
+
+    tenant: str | None
+    api_key_id: str | None
+    model: str | None
+    adapter_digest: str | None
+    num_model_requests: int
+    input_tokens: int
+    input_cached_tokens: int
+    output_tokens: int
+    adapter_bytes: int
+    page_seconds: float
+
+
+class UsageResultObject(UsageSums):
+    object: Literal["usage.result"]
+
+
+class UsageBucketObject(TypedDict):
+    """The usage from `start_time` to before `end_time`, which are Unix times in seconds."""
+
+    object: Literal["bucket"]
+    start_time: int
+    end_time: int
+    results: list[UsageResultObject]
+
+
+class UsagePageObject(TypedDict):
+    """next_page: the `page` of the next request; null on the last page."""
+
+    object: Literal["page"]
+    data: list[UsageBucketObject]
+    has_more: bool
+    next_page: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +159,11 @@ class UsageReport:
         """Returns one page. Blocks like `read_page`."""
         page, asked = self.read_page(query), query.asked
         names = self._names(page.rows, asked)
-        results: dict[int, list[dict[str, Any]]] = {
+        results: dict[int, list[UsageResultObject]] = {
             start: [{"object": "usage.result", **self._result(row, asked, names)} for row in rows]
             for start, rows in groupby(page.rows, key=lambda row: row.start)
         }
-        buckets = [
+        buckets: list[UsageBucketObject] = [
             {
                 "object": "bucket",
                 "start_time": start,
@@ -134,7 +173,12 @@ class UsageReport:
             for start in range(page.start, page.end, asked.width)
         ]
         next_page = None if page.next_after is None else _write_cursor(page.next_after)
-        body = {"object": "page", "data": buckets, "has_more": next_page is not None, "next_page": next_page}
+        body: UsagePageObject = {
+            "object": "page",
+            "data": buckets,
+            "has_more": next_page is not None,
+            "next_page": next_page,
+        }
         return json.dumps(body, separators=(",", ":")).encode()
 
     def write_csv(self, query: UsageQuery, *, with_header: bool) -> tuple[bytes, UsageQuery | None]:
@@ -157,9 +201,7 @@ class UsageReport:
             return {}
         return self._find_names({_version(row, asked) for row in rows if row.adapter})
 
-    def _result(
-        self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]
-    ) -> dict[str, Any]:
+    def _result(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> UsageSums:
         usage = row.usage
         return {
             "tenant": row.tenant,
@@ -175,7 +217,7 @@ class UsageReport:
         }
 
     def _cells(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> Iterator[Any]:
-        result = self._result(row, asked, names)
+        result: Mapping[str, Any] = self._result(row, asked, names)
         return (result[name] for name in _columns(asked)[2:])
 
     def _model(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> str | None:

@@ -8,6 +8,7 @@ from urllib.parse import quote
 from fastapi.routing import APIRoute
 from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
+from pydantic import BaseModel
 
 from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
 from slora_api.schemas import (
@@ -22,24 +23,31 @@ from slora_api.schemas import (
 )
 from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
-__all__ = ["HttpRequest", "http_requests", "routes"]
+__all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
 
 _OPERATORS = ("/admin", "/metrics", "/v1/load_lora", "/v1/unload_lora")
 _ROUTERS = (adapters, admin, completions, health, models, vllm_adapters)
 _GENERATION = {"model": "default", "max_tokens": 3}
-# For each path, the schema of the body and an accepted body.
-_BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "/v1/completions": (CompletionRequest, {**_GENERATION, "prompt": "a"}),
-    "/v1/chat/completions": (
-        ChatRequest,
-        {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
-    ),
-    "/v1/adapters/{name}/aliases/{alias}": (AliasMove, {"versions": {"1": 100}}),
-    "/admin/tenants": (NewTenantRequest, {"name": "fuzzed"}),
-    "/admin/tenants/{tenant}": (TenantChanges, {"weight": 2.0}),
-    "/admin/tenants/{tenant}/keys": (NewKeyRequest, {"adapter": "small"}),
-    "/v1/load_lora_adapter": (LoadLoraRequest, {"lora_name": "a", "lora_path": "b"}),
-    "/v1/unload_lora_adapter": (UnloadLoraRequest, {"lora_name": "a"}),
+# For each path, an accepted body. It is accepted once, if it creates or deletes something.
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**_GENERATION, "prompt": "a"},
+    "/v1/chat/completions": {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/adapters/{name}/aliases/{alias}": {"versions": {"1": 100}},
+    "/admin/tenants": {"name": "fuzzed"},
+    "/admin/tenants/{tenant}": {"weight": 2.0},
+    "/admin/tenants/{tenant}/keys": {"adapter": "small"},
+    "/v1/load_lora_adapter": {"lora_name": "local", "lora_path": "small", "tenant": "fuzz"},
+    "/v1/unload_lora_adapter": {"lora_name": "local", "tenant": "fuzz"},
+}
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/adapters/{name}/aliases/{alias}": AliasMove,
+    "/admin/tenants": NewTenantRequest,
+    "/admin/tenants/{tenant}": TenantChanges,
+    "/admin/tenants/{tenant}/keys": NewKeyRequest,
+    "/v1/load_lora_adapter": LoadLoraRequest,
+    "/v1/unload_lora_adapter": UnloadLoraRequest,
 }
 # Values that are valid by themselves, so that their combinations reach the engine.
 _PLAUSIBLE: dict[str, list[Any]] = {
@@ -119,9 +127,9 @@ def routes() -> list[tuple[str, str]]:
 
 
 def _bodies(path: str) -> st.SearchStrategy[bytes]:
-    if path not in _BODIES:
+    if path not in _SCHEMAS:
         return st.one_of(st.just(b""), odd_json.map(str.encode))
-    schema, proper = _BODIES[path]
+    schema, proper = _SCHEMAS[path], ACCEPTED[path]
     mutated = mutated_object(proper, list(schema.model_fields), _PLAUSIBLE).map(str.encode)
     whole = json.dumps(proper).encode()
     broken = st.builds(

@@ -108,7 +108,8 @@ def _explain_error(status: int, content: bytes) -> str | None:
 @contextmanager
 def watched_server(base: Path, adapter: Path, folder: Path) -> Iterator[WatchedServer]:
     slow_file = folder / "slow.jsonl"
-    with serving(base, folder / "data", command=recorded_slora(slow_file)) as served:
+    command = recorded_slora(slow_file)
+    with serving(base, folder / "data", "--lora-root", str(adapter.parent), command=command) as served:
         served.wait_until_ready()
         server = WatchedServer(served, slow_file, served.make_key("fuzz", "small"))
         names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
