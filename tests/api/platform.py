@@ -15,6 +15,7 @@ import httpx
 
 from slora.engine_config import EngineConfig
 from slora.text.generation_defaults import GenerationDefaults
+from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
@@ -170,6 +171,7 @@ def running_platform(
         chosen,
         reserve,
         tenant_store,
+        AuditLog(database),
         ModelCatalog(base, adapters, engine, pinning),
         Publisher(
             base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning

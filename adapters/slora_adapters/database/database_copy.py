@@ -1,13 +1,14 @@
 """Copies tenants, keys, names and usage from one database into another, to move from a SQLite file to PostgreSQL."""
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import Select, Table, func, insert, select, tuple_, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
+from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
 
@@ -66,7 +67,10 @@ def copy_database(source: Database, target: Database) -> Copied:
             num_names, *_ = [_copy_missing(source, connection, table) for table in _NAME_TABLES]
         for table in (schema.usage_records, schema.usage_buckets):
             _copy_usage(source, connection, table)
-        return Copied(num_tenants, num_keys, num_names)
+        copied = Copied(num_tenants, num_keys, num_names)
+        if copied != Copied(0, 0, 0):
+            record_change(connection, "database.copy", "", source.label, asdict(copied))
+        return copied
 
 
 def take_over_registry(connection: Connection, registry: str) -> bool:

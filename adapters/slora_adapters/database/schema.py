@@ -29,6 +29,7 @@ __all__ = [
     "adapter_reservations",
     "adapter_versions",
     "api_keys",
+    "audit_log",
     "changes",
     "metadata",
     "platform",
@@ -224,4 +225,27 @@ usage_buckets = Table(
     PrimaryKeyConstraint("width", "tenant", "start", "key_id", "adapter"),
     Index("usage_buckets_of_all", "width", "start"),
     sqlite_with_rowid=False,
+)
+
+# See `audit_log.py`. details: a JSON object. Entries outlive the tenants that they name.
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column(
+        "entry_id",
+        BigInteger().with_variant(Integer, "sqlite"),
+        primary_key=True,
+        autoincrement=True,
+    ),
+    Column("created_at", Double, nullable=False),
+    Column("actor_kind", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("request_id", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("tenant", _KEY, nullable=False),
+    Column("target", Text, nullable=False),
+    Column("details", Text, nullable=False),
+    Index("audit_log_of_tenant", "tenant", "entry_id"),
+    sqlite_autoincrement=True,
 )

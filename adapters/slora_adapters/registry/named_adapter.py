@@ -7,6 +7,7 @@ them to other processes.
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from slora_adapters.errors import (
     AdapterInUse,
@@ -38,6 +39,15 @@ class Alias:
     @property
     def targets(self) -> Targets:
         return self.history.state.targets
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the JSON that the audit log shows. Percentages are by version number."""
+        targets = {str(number): percent for number, percent in self.targets.items()}
+        return {
+            "targets": targets,
+            "follows_pushes": self.history.state.follows_pushes,
+            "pinned": self.pinned,
+        }
 
 
 @dataclass(slots=True)
@@ -71,6 +81,22 @@ class NamedAdapter:
     def pins(self) -> Mapping[str, Targets]:
         """Returns the targets of each pinned alias."""
         return {alias: one.targets for alias, one in self.aliases.items() if one.pinned}
+
+    def changes_since(self, before: "NamedAdapter") -> dict[str, Any]:
+        """Describes what differs from `before`, as JSON for the audit log. An alias that was deleted is null."""
+        if not self.records:
+            return {"num_versions_removed": len(before.records)}
+        found: dict[str, Any] = {}
+        if added := self.records.keys() - before.records.keys():
+            found["added"] = {str(number): self.records[number].version.digest for number in sorted(added)}
+        if removed := sorted(before.records.keys() - self.records.keys()):
+            found["removed"] = removed
+        moved = {
+            alias: None if one is None else one.describe()
+            for alias in sorted({*before.aliases, *self.aliases})
+            if (one := self.aliases.get(alias)) != before.aliases.get(alias)
+        }
+        return {**found, "aliases": moved} if moved else found
 
     def rollout(self, alias: str) -> Rollout:
         """Raises AdapterNotFound."""

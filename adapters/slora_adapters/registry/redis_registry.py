@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.database.database_copy import take_over_registry
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
@@ -54,6 +55,7 @@ def copy_registry(url: str, database: Database) -> int | None:
                 num_names += 1
             if client.xrevrange(f"{_PREFIX}changes", count=1) != last:
                 raise StoreUnfit("a server still changes this registry: stop all servers, and copy it again")
+            record_change(connection, "registry.copy", "", details={"num_names": num_names})
             return num_names
     finally:
         client.close()

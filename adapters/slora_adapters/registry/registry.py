@@ -251,6 +251,7 @@ class Registry:
             )
         now = self._clock()
         records, change = self._change(
+            "adapter.delete",
             (tenant, wanted.name),
             ALL_VERSIONS if wanted.number is None else (wanted.number,),
             lambda named: named.remove(wanted.number, now, force=force),
@@ -280,6 +281,7 @@ class Registry:
         """
         now = self._clock()
         return self._change(
+            "alias.move",
             (tenant, name),
             tuple(targets),
             lambda named: named.move(alias, targets, expected, now, follows_pushes=follows_pushes),
@@ -292,11 +294,13 @@ class Registry:
         Raises AdapterNotFound, and AliasConflict if there is no earlier state.
         """
         now = self._clock()
-        return self._change((tenant, name), (), lambda named: named.roll_back(alias, now))[0]
+        return self._change("alias.rollback", (tenant, name), (), lambda named: named.roll_back(alias, now))[
+            0
+        ]
 
     def delete_alias(self, tenant: str, name: str, alias: str) -> Rollout:
         """Deletes an alias and returns its last state. Raises AdapterNotFound, and BadAlias for `latest`."""
-        return self._change((tenant, name), (), lambda named: named.delete_alias(alias))[0]
+        return self._change("alias.delete", (tenant, name), (), lambda named: named.delete_alias(alias))[0]
 
     # -- pins -------------------------------------------------------------------------------------------------------
 
@@ -322,7 +326,9 @@ class Registry:
     def unpin(self, tenant: str, reference: str) -> Rollout:
         """Unpins an alias; a no-op if it is not pinned. Raises AdapterNotFound, and BadAlias for a version number."""
         name, alias = _parse_pinnable(reference)
-        return self._change((tenant, name), (), lambda named: named.set_pinned(alias, pinned=False))[0]
+        return self._change(
+            "adapter.unpin", (tenant, name), (), lambda named: named.set_pinned(alias, pinned=False)
+        )[0]
 
     # -- blobs ------------------------------------------------------------------------------------------------------
 
@@ -401,13 +407,14 @@ class Registry:
 
     def _change(
         self,
+        action: str,
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
         *,
         frees_room: bool = False,
     ) -> tuple[T, Change]:
-        done = self._storage.change(key, wanted, edit, frees_room=frees_room)
+        done = self._storage.change(action, key, wanted, edit, frees_room=frees_room)
         self._drop_changed(key)
         return done
 

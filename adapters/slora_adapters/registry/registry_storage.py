@@ -1,7 +1,7 @@
 """The registry's tables: lookups, changes of names, and references to blobs.
 
 A change of a name is one transaction. It applies a rule of `named_adapter.py` to the stored name. It writes the result
-and publishes the change to all processes; see `change_feed.py`.
+with an entry of the audit log, and publishes the change to all processes; see `change_feed.py`.
 """
 
 import uuid
@@ -12,6 +12,7 @@ from sqlalchemy import bindparam, delete, insert, select, tuple_, union_all
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
+from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, Changes, publish, read_changes
 from slora_adapters.database.database import CHANGES, Database, blob_lock
 from slora_adapters.errors import TryAgain
@@ -150,6 +151,7 @@ class RegistryStorage:
 
     def change(
         self,
+        action: str,
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
@@ -160,14 +162,14 @@ class RegistryStorage:
 
         If `edit` raises, the error is propagated and nothing changes.
 
-        wanted: the version numbers whose records `edit` needs, or ALL_VERSIONS. frees_room: try the change even on a
-        full disk.
+        action: see `AuditEntry`. wanted: the version numbers whose records `edit` needs, or ALL_VERSIONS. frees_room:
+        try the change even on a full disk.
         """
         with self._database.transaction(CHANGES, even_if_full=frees_room) as connection:
             before = load_name(connection, key, wanted)
             after = before.copy()
             result = edit(after)
-            return result, _keep(connection, before, after)
+            return result, _keep(connection, action, before, after)
 
     def push(
         self,
@@ -190,7 +192,7 @@ class RegistryStorage:
             after = before.copy()
             usage = connection.execute(STORAGE_USAGE, {"tenant": key[0], "digest": digest}).one()
             result = edit(after, _usage(usage))
-            return result, _keep(connection, before, after)
+            return result, _keep(connection, "adapter.push", before, after)
 
     def change_pins(
         self, key: NameKey, edit: Callable[[NamedAdapter, Sequence[Rollout]], T]
@@ -200,7 +202,7 @@ class RegistryStorage:
             before = load_name(connection, key, ())
             after = before.copy()
             result = edit(after, read_rollouts(connection.execute(PINNED)))
-            return result, _keep(connection, before, after)
+            return result, _keep(connection, "adapter.pin", before, after)
 
     # -- blobs ------------------------------------------------------------------------------------------------------
 
@@ -264,8 +266,8 @@ def _release(connection: Connection, reservation: str, now: float) -> None:
         raise TryAgain("the upload took too long, so its reservation expired; upload again")
 
 
-def _keep(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> Change:
-    """Writes the changes of a name. If there are any, also publishes them."""
+def _keep(connection: Connection, action: str, before: NamedAdapter, after: NamedAdapter) -> Change:
+    """Writes the changes of a name. If there are any, also publishes and records them."""
     if after == before:
         return Change(after.tenant, after.name)
     save_name(connection, before, after)
@@ -277,4 +279,5 @@ def _keep(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> 
     )
     change = Change(after.tenant, after.name, orphaned, before.pins() != after.pins())
     publish(connection, change)
+    record_change(connection, action, after.tenant, after.name, after.changes_since(before))
     return change

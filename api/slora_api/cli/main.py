@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from slora_api.settings import server_setting_specs
 
@@ -26,6 +27,7 @@ _HANDLERS = {
     "key create": ("slora_api.cli.key", "create"),
     "key list": ("slora_api.cli.key", "show"),
     "key revoke": ("slora_api.cli.key", "revoke"),
+    "audit log": ("slora_api.cli.audit", "log"),
     "adapter push": ("slora_api.cli.adapter", "push"),
     "adapter verify": ("slora.verify.verify_command", "verify"),
     "adapter list": ("slora_api.cli.adapter", "show"),
@@ -48,7 +50,7 @@ _EXTRAS = {"adapter verify": "verify"}
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, usage and adapter pin
+  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, usage, audit and adapter pin
   SLORA_API_KEY    a tenant's key, for the commands adapter, usage and complete
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub
 
@@ -144,6 +146,29 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     )
     keys.add("list", "list a tenant's keys, without the secrets", has_json=True).add_argument("tenant")
     keys.add("revoke", "revoke a key immediately").add_argument("key_id", help="as in slora_KEYID_..._...")
+
+
+def _add_audit(commands: _Commands) -> None:
+    audit = commands.group("audit", "show who changed what (operator)")
+    log = audit.add("log", "list changes of tenants, keys and adapters, newest first", has_json=True)
+    log.add_argument("--tenant", metavar="T", help="only changes of this tenant")
+    log.add_argument(
+        "--actor", metavar="KEY_ID", help="only changes made with this key; bootstrap is the admin key"
+    )
+    log.add_argument(
+        "--action", metavar="NAME", help="only this action, such as key.revoke, or key for all on keys"
+    )
+    log.add_argument(
+        "--since", type=_time, metavar="TIME", help="only from this time on, such as 2026-11-23T14:00"
+    )
+    log.add_argument("--until", type=_time, metavar="TIME", help="only before this time")
+    log.add_argument(
+        "--limit", type=_positive, default=100, metavar="N", help="largest number of entries (default 100)"
+    )
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
 
 
 def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> None:
@@ -350,6 +375,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_migrate(commands)
     _add_tenants_and_keys(commands)
+    _add_audit(commands)
     _add_adapters(commands)
     _add_usage(commands)
     _add_complete(commands)

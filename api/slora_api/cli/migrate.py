@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from slora.errors import SloraError
+from slora_adapters.database.audit_log import acting_as, command_actor
 from slora_adapters.database.database import Database
 from slora_adapters.database.database_copy import copy_database
 from slora_adapters.store.store_url import load_optional
@@ -27,7 +28,7 @@ def migrate(arguments: argparse.Namespace) -> None:
             "give --registry to copy from Redis, or --data-dir and --database to copy from a file"
         )
     try:
-        with ExitStack() as stack:
+        with ExitStack() as stack, acting_as(command_actor()):
             if database:
                 target = stack.enter_context(closing(Database(database)))
                 if directory and ((Path(directory) / "slora.db").exists() or not registry):

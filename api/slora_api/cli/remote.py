@@ -85,9 +85,12 @@ def check(response: httpx.Response) -> Any:
     raise CommandFailed(_message(response))
 
 
-def walk(client: httpx.Client, path: str) -> Iterator[Any]:
-    """Yields the items of a list from all of its pages. Raises CommandFailed like `check`."""
-    params: dict[str, str | int] = {"limit": MAX_LIMIT}
+def walk(client: httpx.Client, path: str, **wanted: str | float) -> Iterator[Any]:
+    """Yields the items of a list from all of its pages. Raises CommandFailed like `check`.
+
+    wanted: further parameters of the request.
+    """
+    params: dict[str, str | float] = {"limit": MAX_LIMIT, **wanted}
     while True:
         page = check(client.get(path, params=params))
         yield from page["data"]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.disk_reserve import DiskReserve
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.change_follower import ChangeFollower
@@ -43,6 +44,7 @@ class Services:
     settings: Settings
     reserve: DiskReserve
     tenant_store: TenantStore
+    audit_log: AuditLog
     catalog: ModelCatalog
     publisher: Publisher
     aliases: Aliases

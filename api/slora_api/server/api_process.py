@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from slora.engine.client import RemoteEngine
+from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
@@ -78,6 +79,7 @@ async def open_services(
         settings,
         reserve,
         tenant_store,
+        AuditLog(database),
         ModelCatalog(base, adapters, client, pinning),
         Publisher(
             base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, client, pinning

@@ -17,6 +17,7 @@ from slora_api.errors import error_response
 from slora_api.routes import (
     adapters,
     admin,
+    audit,
     completions,
     health,
     limits,
@@ -35,7 +36,7 @@ __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, health, openapi)
+_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, audit, health, openapi)
 _ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)

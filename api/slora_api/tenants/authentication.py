@@ -19,6 +19,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from slora_adapters.database.audit_log import Actor, ActorKind, acting_as
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import Forbidden, TenantSuspended, Unauthorized, error_response
 from slora_api.tenants.admin_key import AdminKey
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 # Load balancers and container engines call the first two without a key. They reveal only whether the server is up and
 # ready. The document of the API is the same for every server of a release.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+
+# The audit log's name of the admin key.
+BOOTSTRAP_KEY_ID = "bootstrap"
 
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
@@ -70,7 +74,10 @@ class AuthenticationMiddleware:
                 await error_response(Unauthorized())(scope, receive, send)
                 return
             scope["state"]["caller"] = caller
-        await self._app(scope, receive, send)
+            with acting_as(_actor(caller, scope)):
+                await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     async def _identify(self, header: str) -> _Caller | None:
         match = _BEARER.fullmatch(header.strip())
@@ -81,6 +88,15 @@ class AuthenticationMiddleware:
         if self._tenant_store.is_lookup_local(match[1]):
             return self._tenant_store.authenticate(match[1])
         return await asyncio.to_thread(self._tenant_store.authenticate, match[1])
+
+
+def _actor(caller: _Caller, scope: Scope) -> Actor:
+    """Returns whom the audit log names for changes that this request makes."""
+    address = scope["client"][0] if scope.get("client") else ""
+    request_id = scope["state"].get("request_id", "")
+    if isinstance(caller, KeyRecord):
+        return Actor(ActorKind.TENANT, caller.key_id, address, request_id)
+    return Actor(ActorKind.OPERATOR, BOOTSTRAP_KEY_ID, address, request_id)
 
 
 def _current_key(request: Request) -> KeyRecord:

@@ -33,6 +33,7 @@ from sqlalchemy.engine import Connection
 from slora.request import MAX_PRIORITY
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.database import schema
+from slora_adapters.database.audit_log import Actor, current_actor, record_change
 from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
@@ -196,6 +197,8 @@ class TenantStore:
         self._clock = clock
         self._cache = KeyCache[_StoredKey]()
         self._current_at = clock()
+        # Who made the revocations that are not in the database yet.
+        self._revokers: dict[str, Actor] = {}
         # An unknown key id is compared with this digest, so that it takes as long as a wrong secret.
         self._no_digest = pepper.digest("")
         self._check_pepper()
@@ -213,6 +216,7 @@ class TenantStore:
             row = {"name": tenant.name, "created_at": tenant.created_at, **_share_row(share)}
             connection.execute(insert(schema.tenants), row)
             _check_floors(connection, share)
+            record_change(connection, "tenant.create", name, details=_share_row(share))
         return tenant
 
     def change_share(
@@ -237,6 +241,7 @@ class TenantStore:
             _check_floors(connection, tenant.share)
             # The engine's pins carry the share of their tenant.
             publish(connection, Change(name, moved_pin=True))
+            record_change(connection, "tenant.change", name, details=_differences(before.share, tenant.share))
         self._cache.drop_tenant(name)
         return tenant
 
@@ -244,13 +249,13 @@ class TenantStore:
         """Refuses the tenant's requests and pushes from now on, in every process within a second. Its pins end until it
         is resumed. Suspending it again is a no-op. Raises NotFound.
         """
-        return self._set_status(name, TenantStatus.SUSPENDED)
+        return self._set_status("tenant.suspend", name, TenantStatus.SUSPENDED)
 
     def resume(self, name: str) -> Tenant:
         """Serves a suspended tenant again. Resuming an active tenant is a no-op. Raises NotFound."""
-        return self._set_status(name, TenantStatus.ACTIVE)
+        return self._set_status("tenant.resume", name, TenantStatus.ACTIVE)
 
-    def _set_status(self, name: str, status: TenantStatus) -> Tenant:
+    def _set_status(self, action: str, name: str, status: TenantStatus) -> Tenant:
         with self._database.transaction(CHANGES) as connection:
             before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
             if before.status is status:
@@ -258,6 +263,7 @@ class TenantStore:
             connection.execute(update(schema.tenants).where(_t.name == name).values(status=status))
             # The engine has no pins of a suspended tenant.
             publish(connection, Change(name, moved_pin=True))
+            record_change(connection, action, name)
         self._cache.drop_tenant(name)
         return replace(before, status=status)
 
@@ -275,7 +281,7 @@ class TenantStore:
         share = self.find_tenant(tenant).share
         key = make_key()
         record = KeyRecord(key.key_id, tenant, adapter, int(time.time()), None, share)
-        self._insert(record, key.secret)
+        self._insert("key.create", record, key.secret)
         return record, key
 
     def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
@@ -289,7 +295,7 @@ class TenantStore:
             raise BadRequest("The text is not an API key of slora.")
         share = self.find_tenant(tenant).share
         record = KeyRecord(key_id, tenant, adapter, int(time.time()), None, share)
-        self._insert(record, secret)
+        self._insert("key.import", record, secret)
         return record
 
     def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
@@ -308,6 +314,7 @@ class TenantStore:
         """
         if not self._database.read(_KEY_EXISTS, {"key_id": key_id}):
             raise NotFound(f"There is no key `{key_id[:64]}`.")
+        self._revokers[key_id] = current_actor()
         is_kept = self._journal.add(key_id)
         self._cache.drop(key_id)
         try:
@@ -342,6 +349,8 @@ class TenantStore:
                 raise
             self._mark_revoked(key_ids)
         self._journal.remove(key_ids)
+        for key_id in key_ids:
+            self._revokers.pop(key_id, None)
 
     def _mark_revoked(self, key_ids: Sequence[str]) -> None:
         with self._database.transaction(CHANGES, even_if_full=True) as connection:
@@ -354,6 +363,7 @@ class TenantStore:
                 )
                 for (tenant,) in connection.execute(revoked).fetchall():
                     publish(connection, Change(tenant, key_id=key_id))
+                    record_change(connection, "key.revoke", tenant, key_id, actor=self._revokers.get(key_id))
         for key_id in key_ids:
             self._cache.drop(key_id)
 
@@ -416,7 +426,7 @@ class TenantStore:
             return replace(record, revoked_at=int(time.time()))
         return record
 
-    def _insert(self, record: KeyRecord, secret: str) -> None:
+    def _insert(self, action: str, record: KeyRecord, secret: str) -> None:
         row = {
             "key_id": record.key_id,
             "tenant": record.tenant,
@@ -427,6 +437,8 @@ class TenantStore:
         with self._database.transaction(CHANGES) as connection:
             if connection.execute(_KEY_EXISTS, {"key_id": record.key_id}).first() is None:
                 connection.execute(insert(schema.api_keys), row)
+                details = {"adapter": record.adapter}
+                record_change(connection, action, record.tenant, record.key_id, details)
 
 
 def _read_tenant(row: Sequence[Any]) -> Tenant:
@@ -445,6 +457,12 @@ def _make_record(row: Sequence[Any]) -> KeyRecord:
     return KeyRecord(
         key_id, tenant, adapter, created_at, revoked_at, TenantShare(*share), TenantStatus(status)
     )
+
+
+def _differences(before: TenantShare, after: TenantShare) -> dict[str, list[float]]:
+    """Returns the old and the new value of each part of a share that differs."""
+    old, new = _share_row(before), _share_row(after)
+    return {name: [old[name], new[name]] for name in old if old[name] != new[name]}
 
 
 def _share_row(share: TenantShare) -> dict[str, float]:

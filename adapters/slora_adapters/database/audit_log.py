@@ -1,0 +1,169 @@
+"""The audit log: one entry for each change of the control plane, with who made it, from where and when.
+
+An entry is written in the transaction of its change, so there is no change without an entry and no entry without a
+change. That transaction holds the lock CHANGES, so the ids of entries are in commit order. Entries hold no secrets.
+
+Who makes a change is known only where it begins, for example at an HTTP request. `acting_as` states it there for all
+code that runs within. Without it, the server itself is the actor.
+"""
+
+import getpass
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import insert, select
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+
+__all__ = [
+    "Actor",
+    "ActorKind",
+    "AuditEntry",
+    "AuditFilter",
+    "AuditLog",
+    "acting_as",
+    "command_actor",
+    "current_actor",
+    "record_change",
+]
+
+
+class ActorKind(StrEnum):
+    """COMMAND is a command of `slora` that changes the database itself. SERVER is work that no request asked for."""
+
+    OPERATOR = "operator"
+    TENANT = "tenant"
+    COMMAND = "command"
+    SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who makes a change.
+
+    name: the id of an API key, or the user who runs a command. address: the client's IP address, or the host on which a
+    command runs. request_id: the id in the answer's header `x-request-id`.
+    """
+
+    kind: ActorKind
+    name: str = ""
+    address: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """action: such as `tenant.create`. target: what was changed, such as a key id or the name of an adapter."""
+
+    entry_id: int
+    created_at: float
+    actor: Actor
+    action: str
+    tenant: str
+    target: str
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFilter:
+    """Which entries to read; None does not restrict. action: an action, or its first part, such as `tenant`. since,
+    until: Unix times, the second one exclusive.
+    """
+
+    tenant: str | None = None
+    actor: str | None = None
+    action: str | None = None
+    since: float | None = None
+    until: float | None = None
+
+
+_SERVER = Actor(ActorKind.SERVER)
+_actor: ContextVar[Actor] = ContextVar("actor", default=_SERVER)
+_c = schema.audit_log.c
+_ENTRIES = select(
+    *(_c.entry_id, _c.created_at, _c.actor_kind, _c.actor, _c.address, _c.request_id),
+    *(_c.action, _c.tenant, _c.target, _c.details),
+).order_by(_c.entry_id.desc())
+
+
+@contextmanager
+def acting_as(actor: Actor) -> Iterator[None]:
+    """States who makes the changes of the block, also in the tasks and threads that asyncio starts from it."""
+    token = _actor.set(actor)
+    try:
+        yield
+    finally:
+        _actor.reset(token)
+
+
+def current_actor() -> Actor:
+    return _actor.get()
+
+
+def command_actor() -> Actor:
+    """Returns the actor for a command of `slora` that changes the database itself."""
+    return Actor(ActorKind.COMMAND, getpass.getuser(), socket.gethostname())
+
+
+def record_change(
+    connection: Connection,
+    action: str,
+    tenant: str,
+    target: str = "",
+    details: Mapping[str, Any] | None = None,
+    actor: Actor | None = None,
+) -> None:
+    """Adds an entry. The transaction of `connection` must hold the lock CHANGES. actor: the current one if None."""
+    actor = actor or current_actor()
+    row = {
+        "created_at": time.time(),
+        "actor_kind": actor.kind,
+        "actor": actor.name,
+        "address": actor.address,
+        "request_id": actor.request_id,
+        "action": action,
+        "tenant": tenant,
+        "target": target,
+        "details": json.dumps(details or {}),
+    }
+    connection.execute(insert(schema.audit_log), row)
+
+
+class AuditLog:
+    """Reads the entries."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(self, wanted: AuditFilter, limit: int, after: int | None = None) -> Sequence[AuditEntry]:
+        """Returns at most `limit` entries, newest first. after: only entries older than the one with this id."""
+        query = _ENTRIES.limit(limit)
+        if wanted.tenant is not None:
+            query = query.where(_c.tenant == wanted.tenant)
+        if wanted.actor is not None:
+            query = query.where(_c.actor == wanted.actor)
+        if wanted.action is not None:
+            part = _c.action.startswith(wanted.action + ".", autoescape=True)
+            query = query.where((_c.action == wanted.action) | part)
+        if wanted.since is not None:
+            query = query.where(_c.created_at >= wanted.since)
+        if wanted.until is not None:
+            query = query.where(_c.created_at < wanted.until)
+        if after is not None:
+            query = query.where(_c.entry_id < after)
+        return [_read_entry(row) for row in self._database.read(query)]
+
+
+def _read_entry(row: Sequence[Any]) -> AuditEntry:
+    entry_id, created_at, kind, name, address, request_id, action, tenant, target, details = row
+    actor = Actor(ActorKind(kind), name, address, request_id)
+    return AuditEntry(entry_id, created_at, actor, action, tenant, target, json.loads(details))

@@ -1,0 +1,69 @@
+"""/admin/audit: the audit log, for operators."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from typing_extensions import TypedDict
+
+from slora_adapters.database.audit_log import ActorKind, AuditEntry, AuditFilter
+from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.routes.services import Wired
+from slora_api.schemas import Limit
+from slora_api.tenants.authentication import Operator
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["operator"])
+
+_Time = Annotated[float, Query(ge=0, allow_inf_nan=False)]
+_EntryId = Annotated[int, Query(ge=1, lt=2**63)]
+
+
+class AuditEntryObject(TypedDict):
+    """created: Unix time in seconds. actor: the id of a key, or the user of a command. details depend on the action."""
+
+    object: Literal["audit_entry"]
+    id: int
+    created: float
+    actor: str
+    actor_kind: ActorKind
+    address: str
+    request_id: str
+    action: str
+    tenant: str
+    target: str
+    details: dict[str, Any]
+
+
+def _entry_json(entry: AuditEntry) -> AuditEntryObject:
+    return {
+        "object": "audit_entry",
+        "id": entry.entry_id,
+        "created": entry.created_at,
+        "actor": entry.actor.name,
+        "actor_kind": entry.actor.kind,
+        "address": entry.actor.address,
+        "request_id": entry.actor.request_id,
+        "action": entry.action,
+        "tenant": entry.tenant,
+        "target": entry.target,
+        "details": dict(entry.details),
+    }
+
+
+@router.get("/admin/audit")
+def read_audit_log(
+    _operator: Operator,
+    services: Wired,
+    tenant: str | None = None,
+    actor: str | None = None,
+    action: str | None = None,
+    since: _Time | None = None,
+    until: _Time | None = None,
+    limit: Limit = DEFAULT_LIMIT,
+    after: _EntryId | None = None,
+) -> PageObject[AuditEntryObject]:
+    """Lists changes, newest first. since, until: Unix times."""
+    wanted = AuditFilter(tenant, actor, action, since, until)
+    entries = services.audit_log.read(wanted, limit + 1, after)
+    return list_json([_entry_json(entry) for entry in entries], "id", limit)

@@ -1,0 +1,231 @@
+"""Every change has one entry, written in its transaction, with who made it, from where and when."""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import event
+
+from slora_adapters.database.audit_log import Actor, ActorKind, AuditFilter, AuditLog, acting_as
+from slora_adapters.database.database import Database
+from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.version import AdapterVersion
+from slora_api.server.app import make_router
+from slora_api.tenants.tenant_store import ShareChanges
+from tests.adapters.hand_made import make_members
+from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.tenants.test_authentication import walk
+
+ALL = AuditFilter()
+# Routes that change nothing in the database.
+_NO_CHANGES = {"/v1/completions", "/v1/chat/completions", "/v1/adapters/{reference}/prewarm"}
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    root = tmp_path_factory.mktemp("data")
+    for name, raw in make_members().items():
+        (root / "lora" / "local").mkdir(parents=True, exist_ok=True)
+        (root / "lora" / "local" / name).write_bytes(raw)
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(root, engine, lora_root=str(root / "lora")) as running:
+        yield running
+
+
+def entries(platform: Platform, **wanted: Any) -> list[dict[str, Any]]:
+    with platform.client(ADMIN_KEY) as admin:
+        answer = admin.get("/admin/audit", params=wanted).raise_for_status().json()
+    found: list[dict[str, Any]] = answer["data"]
+    return found
+
+
+# Method, route and body of each change, in an order in which all succeed -> the actions that are recorded.
+_CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
+    ("operator", "POST", "/admin/tenants", {"name": "acme"}, ["tenant.create"]),
+    ("operator", "PATCH", "/admin/tenants/{tenant}", {"weight": 2}, ["tenant.change"]),
+    ("operator", "POST", "/admin/tenants/{tenant}/suspend", None, ["tenant.suspend"]),
+    ("operator", "POST", "/admin/tenants/{tenant}/resume", None, ["tenant.resume"]),
+    ("operator", "POST", "/admin/tenants/{tenant}/keys", None, ["key.create"]),
+    ("tenant", "POST", "/v1/adapters", "voice", ["adapter.push"]),
+    ("tenant", "POST", "/v1/adapters", "voice", []),  # the same adapter again
+    ("tenant", "PUT", "/v1/adapters/{name}/aliases/{alias}", {"versions": {"1": 100}}, ["alias.move"]),
+    ("tenant", "PUT", "/v1/adapters/{name}/aliases/{alias}", {"versions": {"1": 100}}, []),
+    (
+        "tenant",
+        "PUT",
+        "/v1/adapters/{name}/aliases/{alias}",
+        {"versions": {"1": 100}, "follows_pushes": True},
+        ["alias.move"],
+    ),
+    ("tenant", "POST", "/v1/adapters/{name}/aliases/{alias}/rollback", None, ["alias.rollback"]),
+    ("operator", "PUT", "/admin/tenants/{tenant}/adapters/{name}/pin", None, ["adapter.pin"]),
+    ("operator", "DELETE", "/admin/tenants/{tenant}/adapters/{name}/pin", None, ["adapter.unpin"]),
+    ("tenant", "DELETE", "/v1/adapters/{name}/aliases/{alias}", None, ["alias.delete"]),
+    ("tenant", "DELETE", "/v1/adapters/{reference}", None, ["adapter.delete"]),
+    (
+        "operator",
+        "POST",
+        "/v1/load_lora_adapter",
+        {"lora_name": "local", "lora_path": "local", "tenant": "acme"},
+        ["adapter.push"],
+    ),
+    (
+        "operator",
+        "POST",
+        "/v1/unload_lora_adapter",
+        {"lora_name": "local", "tenant": "acme"},
+        ["adapter.delete"],
+    ),
+    ("operator", "DELETE", "/admin/keys/{key_id}", None, ["key.revoke"]),
+]
+
+
+def test_every_route_that_changes_something_records_it_once(platform: Platform) -> None:
+    routes = {
+        (method, route.path)
+        for route in walk(make_router(platform.services).routes)
+        for method in route.methods
+        if method != "GET" and route.path not in _NO_CHANGES
+    }
+    assert routes == {(method, path) for _, method, path, _, _ in _CHANGES}
+    secret = ""
+    for caller, method, path, body, actions in _CHANGES:
+        last = max((entry["id"] for entry in entries(platform)), default=0)
+        place = path.format(
+            tenant="acme", name="voice", alias="prod", reference="voice", key_id=(secret + "__").split("_")[1]
+        )
+        started = time.time()
+        if path == "/v1/adapters":
+            answer = platform.upload(secret, body)
+        else:
+            with platform.client(ADMIN_KEY if caller == "operator" else secret) as client:
+                answer = client.request(method, place, json=body)
+        assert answer.is_success, (method, path, answer.text)
+        new = [entry for entry in entries(platform) if entry["id"] > last]
+        assert [entry["action"] for entry in new] == actions, (method, path)
+        if path.endswith("/keys"):
+            secret = answer.json()["key"]
+        for entry in new:
+            name = "bootstrap" if caller == "operator" else secret.split("_")[1]
+            assert (entry["actor_kind"], entry["actor"]) == (caller, name)
+            assert (entry["address"], entry["tenant"]) == ("127.0.0.1", "acme")
+            assert entry["request_id"] == answer.headers["x-request-id"]
+            assert started - 1 <= entry["created"] <= time.time() + 1
+            assert (secret or ADMIN_KEY).split("_")[-2:][0] not in repr(entry)
+
+
+def test_entries_say_what_changed(platform: Platform) -> None:
+    key = platform.key("detailed", "voice@prod")
+    with platform.client(ADMIN_KEY) as admin:
+        admin.patch("/admin/tenants/detailed", json={"weight": 3, "max_pool_share": 0.5})
+        digest = platform.upload(key, "voice").json()["digest"].removeprefix("sha256:")
+        admin.delete(f"/admin/keys/{key.split('_')[1]}")
+    revoked, pushed, changed, _, created = entries(platform, tenant="detailed")
+    assert (revoked["action"], revoked["target"]) == ("key.revoke", key.split("_")[1])
+    assert (pushed["target"], pushed["details"]["added"]) == ("voice", {"1": digest})
+    latest = {"targets": {"1": 100}, "follows_pushes": True, "pinned": False}
+    assert pushed["details"]["aliases"] == {"latest": latest}
+    assert changed["details"] == {"weight": [1.0, 3.0], "max_pool_share": [1.0, 0.5]}
+    assert created["action"] == "tenant.create"
+
+
+def test_entries_are_filtered_and_paged_newest_first(platform: Platform) -> None:
+    for name in ("page-a", "page-b", "page-c"):
+        platform.key(name)
+    assert {entry["action"] for entry in entries(platform, action="key")} == {"key.create", "key.revoke"}
+    assert {entry["action"] for entry in entries(platform, action="tenant.create")} == {"tenant.create"}
+    assert entries(platform, action="ten") == []
+    assert entries(platform, actor="bootstrap", tenant="page-a") == [], "the test itself made the key"
+    with platform.client(ADMIN_KEY) as admin:
+        params: dict[str, Any] = {"limit": 2, "action": "tenant.create"}
+        first = admin.get("/admin/audit", params=params).json()
+        second = admin.get("/admin/audit", params={**params, "after": first["last_id"]}).json()
+    assert [entry["tenant"] for entry in first["data"]] == ["page-c", "page-b"] and first["has_more"]
+    newest, made_at = second["data"][0], first["data"][1]["created"]
+    assert newest["tenant"] == "page-a"
+    ids = {entry["id"] for entry in entries(platform, since=made_at, limit=1000)}
+    assert first["data"][1]["id"] in ids and newest["id"] not in ids
+    assert newest["id"] in {entry["id"] for entry in entries(platform, until=made_at, limit=1000)}
+
+
+@pytest.mark.parametrize(
+    ("params", "param"), [({"since": "x"}, "since"), ({"until": "nan"}, "until"), ({"after": 0}, "after")]
+)
+def test_an_invalid_filter_is_refused_by_field(
+    platform: Platform, params: dict[str, Any], param: str
+) -> None:
+    with platform.client(ADMIN_KEY) as admin:
+        answer = admin.get("/admin/audit", params=params)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_client_cannot_choose_the_address_that_is_recorded(platform: Platform) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}", "X-Forwarded-For": "203.0.113.9"}
+    httpx.post(platform.url + "/admin/tenants", json={"name": "spoofed"}, headers=headers)
+    (entry,) = entries(platform, tenant="spoofed")
+    assert entry["address"] == "127.0.0.1"
+
+
+def test_a_change_that_is_refused_leaves_no_entry(platform: Platform) -> None:
+    last = entries(platform, limit=1)
+    with platform.client(ADMIN_KEY) as admin:
+        assert admin.post("/admin/tenants", json={"name": "greedy", "min_pool_share": 1}).status_code == 201
+        assert admin.post("/admin/tenants", json={"name": "late", "min_pool_share": 1}).status_code == 400
+        assert admin.post("/admin/tenants", json={"name": "greedy"}).status_code == 409
+        admin.patch("/admin/tenants/greedy", json={"min_pool_share": 0})
+    post(platform, platform.key("greedy"), "/v1/completions", {"model": "base", "prompt": "x"})
+    new = entries(platform, since=last[0]["created"])
+    assert not [entry for entry in new if entry["tenant"] == "late"]
+
+
+# -- on both databases -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def database(database_place: str) -> Iterator[Database]:
+    with closing(Database(database_place)) as opened:
+        yield opened
+
+
+def test_a_change_without_an_actor_is_the_servers(database: Database, tmp_path: Path) -> None:
+    store = open_tenant_store(database, tmp_path)
+    store.create_tenant("a")
+    operator = Actor(ActorKind.OPERATOR, "bootstrap", "10.0.0.1", "req_1")
+    with acting_as(operator):
+        store.change_share("a", ShareChanges(weight=2))
+    changed, created = AuditLog(database).read(ALL, 10)
+    assert (changed.actor, created.actor) == (operator, Actor(ActorKind.SERVER))
+
+
+def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, tmp_path: Path) -> None:
+    store, registry = open_tenant_store(database, tmp_path), Registry(RegistryStorage(database))
+    store.create_tenant("a")
+    _, key = store.create_key("a")
+
+    def refuse(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if "INSERT INTO audit_log" in statement:
+            raise KeyError("no room")
+
+    event.listen(database._engine, "before_cursor_execute", refuse)
+    details = AdapterDetails(8, ("q_proj",), 1)
+    for change in (
+        lambda: store.create_tenant("b"),
+        lambda: store.suspend("a"),
+        lambda: store.create_key("a"),
+        lambda: store.change_share("a", ShareChanges(weight=2)),
+        lambda: registry.put("voice", AdapterVersion("a", "1" * 64), details),
+    ):
+        with pytest.raises(KeyError):
+            change()
+    event.remove(database._engine, "before_cursor_execute", refuse)
+    (tenant,) = store.list_tenants()
+    assert (tenant.name, tenant.share.weight, tenant.status) == ("a", 1.0, "active")
+    assert len(store.list_keys("a")) == 1 and registry.list("a") == []
+    assert [entry.action for entry in AuditLog(database).read(ALL, 10)] == ["key.create", "tenant.create"]
+    assert store.authenticate(key.secret) is not None
