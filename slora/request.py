@@ -24,6 +24,7 @@ class EngineRequest:
         every token, so any cached KV must be keyed by adapter and weight.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
+    account: who is billed within the tenant. The engine only copies it to usage records.
     deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
         search has its first token when the search is over. None: no deadline.
     """
@@ -37,16 +38,22 @@ class EngineRequest:
     share: TenantShare = DEFAULT_SHARE
     priority: int = 0
     deadline_s: float | None = None
+    account: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
     """What one request has used, all of its choices and beams together.
 
-    cached_tokens: the prompt tokens that the prefix cache had.
-    generated_tokens: sampled tokens, also those of choices and beams that the answer does not contain.
-    adapter_bytes: bytes of adapters that were loaded into the page pool at this request's expense.
-    page_seconds: pages held, integrated over time. It is a multiple of 2**-20, so that sums are exact.
+    prompt_tokens: the prompt tokens that were computed or found in the prefix cache. A request that ends before its
+        prompt is computed has fewer than its prompt has.
+    cached_tokens: how many of these the prefix cache had.
+    generated_tokens: sampled tokens, including those of choices and beams that are not part of the answer.
+    adapter_bytes: bytes of adapter loads that this request caused. A load that the fair scheduler does not charge to
+        the tenant is not counted.
+    page_seconds: number of pages held, integrated over time. A page that several sequences hold is divided among them,
+        and so are the pages of an adapter among the sequences that run on it. It is a multiple of 2**-20, so that sums
+        are exact.
     """
 
     prompt_tokens: int = 0
@@ -54,6 +61,15 @@ class RequestUsage:
     generated_tokens: int = 0
     adapter_bytes: int = 0
     page_seconds: float = 0.0
+
+    def __add__(self, other: "RequestUsage") -> "RequestUsage":
+        return RequestUsage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.generated_tokens + other.generated_tokens,
+            self.adapter_bytes + other.adapter_bytes,
+            self.page_seconds + other.page_seconds,
+        )
 
 
 class FinishReason(StrEnum):

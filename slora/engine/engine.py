@@ -19,7 +19,7 @@ from slora.errors import RequestFailed, RequestRefused, StepFailed
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
-from slora.request import EngineRequest, StepOutput
+from slora.request import EngineRequest, RequestUsage, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.runner import Runner
@@ -140,6 +140,7 @@ class Engine:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one choice of it, and frees its pages. A no-op for an unknown or finished request."""
+        self._scheduler.advance_clock(time.monotonic())
         self._scheduler.abort(request_id, index)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
@@ -170,7 +171,9 @@ class Engine:
         try:
             result = self._isolation.run(plan)
         except PageTransferFailed:
+            self._scheduler.advance_clock(time.monotonic())
             return self._scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
+        self._scheduler.advance_clock(time.monotonic())
         if not (result.culprits or result.given_up):
             self._learn(plan, time.perf_counter() - started_s)
         ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
@@ -178,6 +181,10 @@ class Engine:
         self._num_steps += bool(plan.chunks)
         self._generated_tokens += len(result.sampled)
         return ended + self._scheduler.postprocess(plan, result.sampled)
+
+    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
+        """The requests that ended since the last call, each with what it used. Refused requests are not among them."""
+        return self._scheduler.pop_usage()
 
     def check_invariants(self) -> None:
         """Checks that no page is lost. Raises AssertionError, naming the numbers that do not add up."""
@@ -219,6 +226,7 @@ class Engine:
             steps=self._num_steps,
             load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
             costs=self._costs,
+            usage=scheduler.total_usage,
         )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slora.cost_model import CostModel
 from slora.engine.load_paces import LoadPaces
+from slora.request import RequestUsage
 from slora_kernels.layout import ModelShape
 
 
@@ -41,6 +42,7 @@ class EngineStats:
     deadline_misses: requests that ended because their first token could not meet the deadline.
     pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
     load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
+    usage: the sum of the usage of all requests that have ended.
     """
 
     running: int
@@ -72,3 +74,4 @@ class EngineStats:
     steps: int
     load_paces: LoadPaces
     costs: CostModel
+    usage: RequestUsage

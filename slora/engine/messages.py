@@ -23,7 +23,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
+from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -123,6 +123,7 @@ def decode_stats(message: Message) -> EngineStats:
     stats["running_adapters"] = tuple(stats["running_adapters"])
     stats["load_paces"] = LoadPaces(**stats["load_paces"])
     stats["costs"] = CostModel(**stats["costs"])
+    stats["usage"] = RequestUsage(**stats["usage"])
     return EngineStats(**stats)
 
 

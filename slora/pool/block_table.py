@@ -22,14 +22,18 @@ class BlockTable:
     Worked example, 16 tokens per block: 33 tokens need 3 pages; the third has room for 15 more.
 
     Entries [0, num_freed) were freed. The sequence has one reference to each page in [num_freed, num_pages).
+
+    page_seconds: the pages held, integrated over time. It is valid only while no page is held: until then, it lacks the
+        readings of the held pages.
     """
 
-    __slots__ = ("_array", "block_tokens", "num_freed", "num_pages")
+    __slots__ = ("_array", "block_tokens", "num_freed", "num_pages", "page_seconds")
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.num_pages = 0
         self.num_freed = 0
+        self.page_seconds = 0.0
         # An array, not a list: building a batch copies it row by row in each step.
         self._array: Int32Array = np.zeros(8, np.int32)
 
@@ -47,7 +51,15 @@ class BlockTable:
         """Number of pages to allocate before the sequence can hold `num_tokens` tokens."""
         return max(0, -(-num_tokens // self.block_tokens) - self.num_pages)
 
+    def allocate(self, count: int, tenant: TenantAccount, kv: KVCache) -> None:
+        """Appends `count` new pages that `tenant` owns. The caller has made room."""
+        if count:
+            pages = kv.allocate(count, tenant)
+            self.page_seconds -= kv.read(pages)
+            self.extend(pages)
+
     def extend(self, pages: list[int]) -> None:
+        """Appends pages without measuring how long they are held."""
         end = self.num_pages + len(pages)
         if end > len(self._array):
             grown = np.zeros(max(end, 2 * len(self._array)), np.int32)
@@ -60,25 +72,29 @@ class BlockTable:
     def fork(self, kv: KVCache) -> "BlockTable":
         """Returns a new table of the same pages, with its own reference to each held page."""
         table = BlockTable(self.block_tokens)
-        kv.retain(self.held_pages)
+        held = self.held_pages
+        kv.retain(held)
         table.extend(self.pages.tolist())
         table.num_freed = self.num_freed
+        table.page_seconds = -kv.read(held)
         return table
 
-    def adopt(self, num_freed: int, pages: list[int]) -> None:
-        """Takes over the references to `pages`, preceded by `num_freed` freed blocks. The table must be empty.
+    def adopt(self, num_freed: int, pages: list[int], kv: KVCache) -> None:
+        """Takes over the references to `pages`, which were acquired just now, preceded by `num_freed` freed blocks. The
+        table must be empty.
 
-        Worked example: adopt(2, [7, 9]) gives the entries 7, 7, 7, 9; the last two are held.
+        Worked example: adopt(2, [7, 9], kv) gives the entries 7, 7, 7, 9; the last two are held.
         """
         assert self.num_pages == 0, f"a block table with {self.num_pages} pages cannot adopt other pages"
         self.num_freed = num_freed
+        self.page_seconds -= kv.read(pages)
         self.extend([0] * num_freed + pages)
 
     def free_before(self, token: int, kv: KVCache) -> None:
         """Frees the blocks that lie completely before `token`."""
         end = min(token // self.block_tokens, self.num_pages)
         if end > self.num_freed:
-            kv.release(self._array[self.num_freed : end].tolist())
+            self._release(self._array[self.num_freed : end].tolist(), kv)
             self.num_freed = end
             self._fill_freed()
 
@@ -102,15 +118,20 @@ class BlockTable:
         index = token // self.block_tokens
         source = int(self._array[index])
         (target,) = kv.allocate(1, tenant)
-        kv.release([source])
+        self.page_seconds -= kv.read([target])
+        self._release([source], kv)
         self._array[index] = target
         self._fill_freed()
         return source, target
 
     def release(self, kv: KVCache) -> None:
         """Releases every page and empties the table."""
-        kv.release(self.held_pages)
+        self._release(self.held_pages, kv)
         self.num_pages = self.num_freed = 0
+
+    def _release(self, pages: list[int], kv: KVCache) -> None:
+        self.page_seconds += kv.read(pages)
+        kv.release(pages)
 
     def _fill_freed(self) -> None:
         # If no page is held, there is no page to point to. The next page is written before any entry is read.

@@ -139,6 +139,10 @@ class KVCache:
                 self._become_idle(block)
         self._pool.release(without_key)
 
+    def read(self, pages: Iterable[int]) -> float:
+        """The sum of the readings of held pages, in page-seconds; see `PagePool`."""
+        return self._pool.read(pages)
+
     def is_shared(self, page: int) -> bool:
         """Whether a held page has more than one reference. A shared page must not be written."""
         return self._pool.is_shared(page)

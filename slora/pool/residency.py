@@ -42,6 +42,8 @@ class Resident:
     evict_on_release: it is evicted when its last user releases it, because it was deleted or its load was abandoned.
     is_pinned: it is evicted only as a last resort.
     rank: its eviction rank while it is idle.
+    reading: the time that its pages were held so far, divided by the number of sequences that ran on it at each moment,
+        in page-seconds. It is the reading at the time `read_at`.
     """
 
     content = Content.ADAPTER
@@ -58,6 +60,8 @@ class Resident:
         "num_users",
         "pages",
         "rank",
+        "read_at",
+        "reading",
         "slot",
         "targets",
         "tenant",
@@ -92,6 +96,7 @@ class Resident:
         self.is_pinned = False
         self.ticket = 0
         self.rank = 0.0
+        self.reading = self.read_at = 0.0
 
     def __repr__(self) -> str:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
@@ -213,7 +218,20 @@ class Residency:
         resident.evict_on_release = True
         self._end_load(resident)
 
+    def read(self, resident: Resident) -> float:
+        """The present reading of the adapter. The difference of two readings is what one of the sequences that run on
+        it costs in between.
+
+        A load without a sequence costs no request anything.
+        """
+        num_sequences = resident.num_users - resident.is_loading
+        if num_sequences:
+            resident.reading += (self._pool.now - resident.read_at) * len(resident.pages) / num_sequences
+        resident.read_at = self._pool.now
+        return resident.reading
+
     def acquire(self, resident: Resident) -> None:
+        self.read(resident)
         if resident.num_users == 0:
             del self._idle[resident.version]
             self._evictor.record_reuse(resident)
@@ -222,6 +240,7 @@ class Residency:
 
     def release(self, resident: Resident) -> None:
         assert resident.num_users > 0, f"{resident.version} has no user to release"
+        self.read(resident)
         resident.num_users -= 1
         if resident.num_users:
             return
@@ -277,6 +296,7 @@ class Residency:
         self._evictor.add(resident, partial(self._evict, resident), resident.rank)
 
     def _end_load(self, resident: Resident) -> None:
+        self.read(resident)
         resident.is_loading = False
         self.release(resident)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 
 from slora.cost_model import Costs
 from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_fetching import AdapterFetching
 from slora.scheduler.charges import charge_load
@@ -121,17 +120,17 @@ class AdapterLoading:
         self.budget.begin_step(len(batch) - num_waiting, num_waiting)
         self.plan_slices(plan)
 
-    def load_for_request(self, version: AdapterVersion, tenant: TenantAccount, plan: StepPlan) -> Resident:
-        """Starts a load that a request of `tenant` needs, and evicts an idle adapter if no slot is free.
+    def load_for(self, sequence: Sequence, version: AdapterVersion, plan: StepPlan) -> Resident:
+        """Starts a load of the sequence's adapter, and evicts an idle adapter if no slot is free.
 
-        The caller has made room for the pages. The load is charged to `tenant`, unless the adapter was in the pool
+        The caller has made room for the pages. The load is charged to the sequence, unless the adapter was in the pool
         before and was evicted for another tenant that exceeded its share.
         """
-        self._residency.ensure_free_slot(tenant)
+        self._residency.ensure_free_slot(sequence.tenant)
         is_charged = not self._residency.was_displaced(version)
         resident = self.start_load(version)
         if is_charged:
-            charge_load(tenant, resident.num_bytes, self._costs)
+            charge_load(sequence, resident.num_bytes, self._costs)
         self.plan_slices(plan)
         return resident
 

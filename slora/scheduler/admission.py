@@ -167,7 +167,7 @@ class Admission:
         """
         version = sequence.request.adapter
         if version is not None and sequence.resident is None:
-            sequence.resident = self._adapters.load_for_request(version, sequence.tenant, plan)
+            sequence.resident = self._adapters.load_for(sequence, version, plan)
             self._paging.residency.acquire(sequence.resident)
         if not sequence.num_preemptions:
             self._prefixes.count_hits(sequence)
@@ -194,5 +194,5 @@ class Admission:
                 continue
             if budget.num_pages <= 0 or not residency.has_free_slot:
                 break
-            self._adapters.load_for_request(version, sequence.tenant, plan)
+            self._adapters.load_for(sequence, version, plan)
             free_pages -= num_pages

@@ -6,7 +6,6 @@ could be prefilled in the same time.
 """
 
 from slora.cost_model import Costs
-from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 _PROMPT_PRICE = 1.0
@@ -24,9 +23,11 @@ def charge_prompt(sequence: Sequence, num_tokens: int) -> None:
 
 def charge_output(sequence: Sequence) -> None:
     """Charges one sampled token."""
+    sequence.usage.generated_tokens += 1
     sequence.tenant.charge(_OUTPUT_PRICE)
 
 
-def charge_load(tenant: TenantAccount, num_bytes: int, costs: Costs) -> None:
-    """Charges the load of an adapter into the pool."""
-    tenant.charge(_PROMPT_PRICE * costs.tokens(costs.load_s(num_bytes)))
+def charge_load(sequence: Sequence, num_bytes: int, costs: Costs) -> None:
+    """Charges the load of an adapter into the pool to the sequence that it is loaded for."""
+    sequence.usage.adapter_bytes += num_bytes
+    sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(costs.load_s(num_bytes)))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from slora.errors import AdapterFetchFailed, ContextTooLong
 from slora.pool.unified_paging import UnifiedPaging
-from slora.request import StepOutput
+from slora.request import RequestUsage, StepOutput
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.fair_queue import FairQueue
@@ -31,6 +31,9 @@ from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.version import AdapterVersion
 
+# Page-seconds are rounded to a binary fraction, so that sums do not depend on their order.
+_PAGE_SECOND = 1 << 20
+
 
 class Lifecycle:
     """Every unfinished sequence is in `unfinished`.
@@ -44,6 +47,8 @@ class Lifecycle:
         self.queue: WaitingQueue = FairQueue() if config.scheduling == "fair" else FifoQueue()
         self.batch = RunningBatch(config.max_num_seqs)
         self.unfinished = UnfinishedRequests()
+        self.total_usage = RequestUsage()
+        self._ended: list[tuple[str, RequestUsage]] = []
         self._footprint = config.footprint
         self._rope_switch = config.rope_switch
         self._paging = paging
@@ -81,10 +86,10 @@ class Lifecycle:
         if sequence.swapped is not None:
             self._swapping.swap_in(sequence, plan)
         missing = sequence.blocks.pages_missing(num_tokens)
-        sequence.blocks.extend(self._paging.kv.allocate(missing, sequence.tenant))
+        sequence.blocks.allocate(missing, sequence.tenant, self._paging.kv)
         self.batch.assign_row(sequence)
         plan.rows_to_write.append(sequence)
-        self.batch.add(sequence)
+        self._add_to_batch(sequence)
 
     def dequeue(self, sequence: Sequence) -> None:
         """Removes a sequence from the queue, and releases its use of its adapter's copy in the host cache."""
@@ -123,7 +128,7 @@ class Lifecycle:
         if sequence.resident is not None:
             self._paging.residency.acquire(sequence.resident)
         self.unfinished.add(sequence)
-        self.batch.add(sequence)
+        self._add_to_batch(sequence)
 
     def requeue(self, sequence: Sequence) -> ContextTooLong | None:
         """Moves a running sequence back to the queue.
@@ -274,13 +279,40 @@ class Lifecycle:
         elif version is not None:
             self._adapters.remove_waiter(sequence, version)
         self._swapping.discard(sequence)
+        sequence.usage.page_seconds += sequence.blocks.page_seconds
+        if not self.unfinished.find(sequence.request.request_id):
+            self._record_usage(sequence)
         if version is not None:
             self._remove_deleted(version)
+
+    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
+        """The requests that ended since the last call, with what they used."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _record_usage(self, last: Sequence) -> None:
+        """last: the sequence of the request that ended last."""
+        counter = last.usage
+        usage = RequestUsage(
+            prompt_tokens=last.num_charged,
+            cached_tokens=last.num_cached,
+            generated_tokens=counter.generated_tokens,
+            adapter_bytes=counter.adapter_bytes,
+            page_seconds=round(counter.page_seconds * _PAGE_SECOND) / _PAGE_SECOND,
+        )
+        self._ended.append((last.request.request_id, usage))
+        self.total_usage += usage
+
+    def _add_to_batch(self, sequence: Sequence) -> None:
+        if sequence.resident is not None:
+            sequence.usage.page_seconds -= self._paging.residency.read(sequence.resident)
+        self.batch.add(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.batch.remove(sequence)
         sequence.blocks.release(self._paging.kv)
         if sequence.resident is not None:
+            sequence.usage.page_seconds += self._paging.residency.read(sequence.resident)
             self._paging.residency.release(sequence.resident)
             sequence.resident = None
 

@@ -40,7 +40,8 @@ class PrefixCache:
         them.
         """
         first = self._first_needed(num_blocks)
-        sequence.blocks.adopt(first, self._kv.acquire(sequence.block_keys[first:num_blocks]))
+        pages = self._kv.acquire(sequence.block_keys[first:num_blocks])
+        sequence.blocks.adopt(first, pages, self._kv)
         sequence.num_computed = num_blocks * self._footprint.block_tokens
         sequence.num_inserted = num_blocks
 

@@ -37,7 +37,7 @@ from slora.cost_model import Costs
 from slora.errors import DeadlineMissed, RequestFailed
 from slora.pool.swap_space import SwapSpace
 from slora.pool.unified_paging import UnifiedPaging
-from slora.request import FinishReason, StepOutput, TokenDelta, TokenLogprobs
+from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.beams import Beams
@@ -164,8 +164,22 @@ class Scheduler:
         self.prewarming.remove(version)
         self._lifecycle.remove_adapter(version)
 
+    def advance_clock(self, now: float) -> None:
+        """Sets the time up to which the following calls count page-seconds, in seconds on the clock of `schedule`."""
+        self.paging.pool.now = max(self.paging.pool.now, now)
+
+    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
+        """The requests that ended since the last call, with what they used."""
+        return self._lifecycle.pop_usage()
+
+    @property
+    def total_usage(self) -> RequestUsage:
+        """The sum over all requests that have ended."""
+        return self._lifecycle.total_usage
+
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plans one step. now: seconds on any monotonic clock."""
+        self.advance_clock(now)
         plan = StepPlan()
         self._preemption.begin_step()
         self._fail_missed_deadlines(plan, now)
@@ -334,7 +348,7 @@ class Scheduler:
             copied = blocks.needs_copy(start, kv)
         if copied:
             plan.copies.append(blocks.copy_on_write(start, kv, sequence.tenant))
-        blocks.extend(kv.allocate(missing, sequence.tenant))
+        blocks.allocate(missing, sequence.tenant, kv)
         return True
 
     def _fork(self, chunk: Chunk) -> None:

@@ -25,6 +25,7 @@ from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest, TokenLogprobs
 from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
+from slora.scheduler.usage_counter import UsageCounter
 
 _arrivals = itertools.count()
 # A sequence that was preempted this often without a new token in between is starving.
@@ -53,6 +54,7 @@ class Sequence:
     the pool.
     uses_long_rope: its KV is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when it was first admitted.
+    usage: counts what the request uses; all of its sequences share it.
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.
     num_failed_steps: steps that failed to move its adapter or its KV into the pool.
@@ -88,6 +90,7 @@ class Sequence:
         "swapped",
         "tenant",
         "token_ids",
+        "usage",
         "uses_long_rope",
     )
 
@@ -105,6 +108,7 @@ class Sequence:
         self.num_choices = request.sampling.width
         self.request = request
         self.tenant = tenant
+        self.usage = UsageCounter()
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
@@ -141,6 +145,7 @@ class Sequence:
         choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, block_tokens)
         choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
+        choice.usage = self.usage
         choice.num_charged, choice.num_cached = self.num_prompt, self.num_cached
         choice.max_chunk_tokens, choice.uses_long_rope = self.max_chunk_tokens, self.uses_long_rope
         choice.scores, choice.num_scored = [], self.num_prompt

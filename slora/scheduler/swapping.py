@@ -61,7 +61,7 @@ class Swapping:
         assert swapped is not None, "the sequence has no KV on the host"
         pages = self._kv.allocate(len(swapped.host_pages), sequence.tenant)
         plan.swaps_in.extend(zip(swapped.host_pages, pages, strict=True))
-        sequence.blocks.adopt(swapped.num_freed, pages)
+        sequence.blocks.adopt(swapped.num_freed, pages, self._kv)
         sequence.num_computed = swapped.num_computed
         self._pages_to_free.extend(swapped.host_pages)
         self._swapped_in.append(sequence)

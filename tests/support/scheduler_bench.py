@@ -17,7 +17,7 @@ from typing import Any
 
 from slora.cost_model import CostModel
 from slora.kv_footprint import KVFootprint
-from slora.request import EngineRequest, StepOutput
+from slora.request import EngineRequest, RequestUsage, StepOutput
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
@@ -39,6 +39,9 @@ COSTS = CostModel(
 )
 
 
+_STEP_S = 0.25
+
+
 class BrokenStep(Exception):
     """The error with which a step of the bench fails."""
 
@@ -49,6 +52,9 @@ class SchedulerBench:
     beam_model: the model whose log-probabilities beams propose tokens by, if `choose` returns any token.
     host_pages: the capacity of the host for adapter copies, in pages.
     options: fields of SchedulerConfig.
+
+    usage: the usage of each request that has ended.
+    page_seconds: the pages held for requests, integrated over time. Each step takes `_STEP_S`.
     """
 
     def __init__(
@@ -86,6 +92,8 @@ class SchedulerBench:
         self.pool, self.residency = self.memory.pool, self.memory.residency
         self.last_plan = StepPlan()
         self.now = 0.0
+        self.usage: dict[str, RequestUsage] = {}
+        self.page_seconds = 0.0
         self.num_copies = 0
         self._choose = choose
         self._beam_model = beam_model
@@ -129,8 +137,10 @@ class SchedulerBench:
 
     def step(self, *, breaks: bool = False, culprits: int = 0) -> list[StepOutput]:
         """Runs one step. breaks: the step's page moves fail. culprits: number of chunks that fail to compute."""
+        self._pass_time(self.now - self.pool.now)
         plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
+        self._pass_time(_STEP_S)
         if breaks:
             self._spoil_targets(plan)
             outputs = self.scheduler.undo_step(plan, BrokenStep())
@@ -138,7 +148,19 @@ class SchedulerBench:
             outputs = self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
             outputs += self.scheduler.postprocess(plan, self._run(plan))
         self.scheduler.check_invariants()
+        for request_id, usage in self.scheduler.pop_usage():
+            assert request_id not in self.usage and not self.scheduler.find(request_id)
+            self.usage[request_id] = usage
         return outputs
+
+    def _pass_time(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        running = list(self.scheduler._batch)
+        kv_pages = {page for sequence in running for page in sequence.blocks.held_pages}
+        adapters = {sequence.resident for sequence in running if sequence.resident is not None}
+        self.page_seconds += seconds * (len(kv_pages) + sum(len(one.pages) for one in adapters))
+        self.scheduler.advance_clock(self.pool.now + seconds)
 
     def run_to_end(self, patience: int) -> Iterator[StepOutput]:
         """Steps until no request is left, and delivers every fetch before each step. Yields the outputs.

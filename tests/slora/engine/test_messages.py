@@ -27,7 +27,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -89,6 +89,19 @@ def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
 
 def test_numbers_arrive_by_name() -> None:
     stats = EngineStats(
-        1, 2, 3, 4, 5, 6, 7, 8, 9, ("t/a", "t/b"), *range(10, 27), LoadPaces(1e-10, {"file": 2e-10}), COSTS
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        ("t/a", "t/b"),
+        *range(10, 27),
+        LoadPaces(1e-10, {"file": 2e-10}),
+        COSTS,
+        RequestUsage(1, 2, 3, 4, 5.5),
     )
     assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats

@@ -24,7 +24,7 @@ class Setup:
 
     def table(self, num_pages: int) -> BlockTable:
         table = BlockTable(BLOCK)
-        table.extend(self.kv.allocate(num_pages, self.tenant))
+        table.allocate(num_pages, self.tenant, self.kv)
         return table
 
 
@@ -65,7 +65,7 @@ class BlockTableMachine(RuleBasedStateMachine):
             for offset in range(BLOCK):
                 self.bytes[target, offset] = self.bytes.get((source, offset), -1)
         if missing:
-            table.extend(self.kv.allocate(missing, self.tenant))
+            table.allocate(missing, self.tenant, self.kv)
         for token in range(start, start + num_tokens):
             self.count += 1
             self.written[name].append(self.count)
@@ -158,7 +158,7 @@ def test_pages_are_adopted_behind_blocks_outside_the_window(num_freed: int) -> N
     setup = Setup(5)
     table = BlockTable(BLOCK)
     first, second = setup.kv.allocate(2, setup.tenant)
-    table.adopt(num_freed, [first, second])
+    table.adopt(num_freed, [first, second], setup.kv)
     assert table.pages.tolist() == [first] * num_freed + [first, second]
     assert table.held_pages == [first, second]
     assert table.pages_missing((num_freed + 2) * BLOCK + 1) == 1
@@ -169,14 +169,15 @@ def test_pages_are_adopted_behind_blocks_outside_the_window(num_freed: int) -> N
 def test_a_table_that_adopted_only_freed_blocks_points_to_its_next_page() -> None:
     setup = Setup(5)
     table = BlockTable(BLOCK)
-    table.adopt(2, [])
+    table.adopt(2, [], setup.kv)
     assert (table.num_pages, table.held_pages) == (2, [])
-    (page,) = setup.kv.allocate(1, setup.tenant)
-    table.extend([page])
+    table.allocate(1, setup.tenant, setup.kv)
+    (page,) = table.held_pages
     assert table.pages.tolist() == [page] * 3
 
 
 def test_a_table_that_has_pages_cannot_adopt_others() -> None:
-    table = Setup(5).table(1)
+    setup = Setup(5)
+    table = setup.table(1)
     with pytest.raises(AssertionError, match="a block table with 1 pages cannot adopt other pages"):
-        table.adopt(0, [3])
+        table.adopt(0, [3], setup.kv)

@@ -217,7 +217,7 @@ class PrefixMachine(RuleBasedStateMachine):
         first = self._first_needed(num_found)
         pages = self.kv.acquire(keys[first:num_found])
         assert pages == [self.named[chain] for chain in chains[first:num_found]]
-        sequence.blocks.adopt(first, pages)
+        sequence.blocks.adopt(first, pages, self.kv)
         sequence.num_computed, sequence.num_named = num_found * BLOCK, num_found
         self._assert_reads_its_own(sequence)
         return num_found
@@ -237,9 +237,9 @@ class PrefixMachine(RuleBasedStateMachine):
             for offset in range(BLOCK):
                 self.content[target, offset] = self.content[source, offset]
             assert not self.kv.has_key(target)
-        fresh = self.kv.allocate(missing, sequence.tenant)
+        blocks.allocate(missing, sequence.tenant, self.kv)
+        fresh = blocks.held_pages[len(blocks.held_pages) - missing :]
         self.content.update({(page, offset): None for page in fresh for offset in range(BLOCK)})
-        blocks.extend(fresh)
         sequence.num_computed = start + num_tokens
         for token in range(start, sequence.num_computed):
             page = int(blocks.pages[token // BLOCK])

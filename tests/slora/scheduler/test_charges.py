@@ -49,5 +49,5 @@ def test_cached_tokens_found_after_a_preemption_are_not_charged() -> None:
 def test_a_load_is_charged_as_the_prefill_tokens_of_its_duration() -> None:
     """Loading 10,000 bytes takes 1 ms. Computing one token takes as long."""
     tenant = make_tenant("a", TenantShare(weight=2))
-    charge_load(tenant, 10_000, COSTS)
+    charge_load(make_sequence(tenant), 10_000, COSTS)
     assert tenant.service == pytest.approx(0.5)

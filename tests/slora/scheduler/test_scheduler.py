@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slora.engine_config import EVICTION_POLICIES
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.pool.residency import Resident
-from slora.request import FinishReason, StepOutput, TokenDelta
+from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.scheduler.sequence import Sequence
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -94,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
         self.requests: dict[str, Sequence] = {}
         self.unfinished: dict[str, set[int]] = {}
+        self.answered: set[str] = set()  # requests whose choices all ended without an error
         self.drawn: dict[tuple[str, int], list[int | None]] = {}
         self.found: dict[str, list[tuple[int, ...]]] = {}
         self.deleted: set[AdapterVersion] = set()
@@ -171,6 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unfinished[request_id].remove(index)
         if not self.unfinished[request_id]:
             del self.unfinished[request_id]
+            self.answered.add(request_id)
 
     @rule(version=st.sampled_from(VERSIONS))
     def forget(self, version: AdapterVersion) -> None:
@@ -297,10 +299,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.unfinished, "a request ended without tokens or an error"
         self.bench.come_to_rest(pauses=True)
         assert self.bench.pool.num_held == 0
+        self._check_usage()
         assert self.bench.source.num_pinned == 0, "a host copy was never released"
         assert all(self.bench.residency.find(version) is None for version in self.deleted)
         if not self._are_bounded():
             self._check_that_pins_are_back()
+
+    def _check_usage(self) -> None:
+        usages = self.bench.usage
+        assert usages.keys() == self.requests.keys()
+        total = sum(usages.values(), start=RequestUsage())
+        assert total == self.bench.scheduler.total_usage
+        assert total.page_seconds == pytest.approx(self.bench.page_seconds, abs=1e-4)
+        for request_id, sequence in self.requests.items():
+            usage = usages[request_id]
+            assert 0 <= usage.cached_tokens <= usage.prompt_tokens <= sequence.num_prompt
+            assert usage.page_seconds >= 0
+            if request_id not in self.answered:
+                continue
+            assert usage.prompt_tokens == sequence.num_prompt
+            if sequence.search is None:
+                num_drawn = sum(len(drawn) for name, drawn in self.drawn.items() if name[0] == request_id)
+                assert usage.generated_tokens == num_drawn
 
     def _check_that_pins_are_back(self) -> None:
         residency = self.bench.residency

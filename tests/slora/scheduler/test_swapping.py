@@ -34,7 +34,7 @@ class Setup:
         """num_reserved: number of additional pages that the sequence holds."""
         sequence = make_sequence(self.tenant, prompt=40)
         num_pages = sequence.blocks.pages_missing(num_tokens) + num_reserved
-        sequence.blocks.extend(self.kv.allocate(num_pages, self.tenant))
+        sequence.blocks.allocate(num_pages, self.tenant, self.kv)
         sequence.num_computed = num_tokens
         return sequence
 

@@ -1,0 +1,15 @@
+"""Counts what one unfinished request uses, all of its sequences together."""
+
+
+class UsageCounter:
+    """The parts of `RequestUsage` that grow while the request runs.
+
+    page_seconds: lacks the pages that are held now.
+    """
+
+    __slots__ = ("adapter_bytes", "generated_tokens", "page_seconds")
+
+    def __init__(self) -> None:
+        self.generated_tokens = 0
+        self.adapter_bytes = 0
+        self.page_seconds = 0.0
