@@ -33,7 +33,7 @@ _MIB = 1 << 20
 def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
     """folder: an empty one for sockets and logs."""
     shape = read_model_spec(model).shape(dtype)
-    sockets = {"socket": str(folder / "engine.sock"), "loader_socket": str(folder / "loader.sock")}
+    paths = {"socket": "engine.sock", "loader_socket": "loader.sock", "usage_directory": "usage"}
     loader = LoaderConfig(
         folder / "loader.sock",
         store=str(folder / "store"),
@@ -44,7 +44,7 @@ def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
     token_bytes = shape.num_layers * shape.page_bytes(16) // 16
     pool_bytes = _BATCH * (2 * _TOKENS + 16) * token_bytes
     engine = {"model": str(model), "dtype": dtype, "device": "cpu", "pool_bytes": pool_bytes, "swap_bytes": 0}
-    config = json.dumps({**sockets, "engine": engine})
+    config = json.dumps({name: str(folder / path) for name, path in paths.items()} | {"engine": engine})
     with _child("slora_adapters.loader.loader_process", loader.to_json(), 1, folder):
         while not (folder / "loader.sock").exists():
             time.sleep(0.01)

@@ -45,6 +45,10 @@ class DataDir:
         return self.path / "revocations"
 
     @property
+    def usage(self) -> Path:
+        return self.path / "usage"
+
+    @property
     def reserve(self) -> Path:
         return self.path / "reserve"
 

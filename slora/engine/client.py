@@ -19,6 +19,7 @@ from slora.engine.messages import (
     decode_info,
     decode_output,
     decode_stats,
+    decode_usage,
     encode_add,
     encode_pins,
     encode_prewarm,
@@ -26,8 +27,8 @@ from slora.engine.messages import (
 )
 from slora.engine.open_streams import OpenStreams
 from slora.engine.pin import Pin
-from slora.errors import EngineUnavailable
-from slora.request import EngineRequest, TokenDelta
+from slora.errors import EngineUnavailable, SloraError
+from slora.request import EngineRequest, RequestUsage, TokenDelta
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
@@ -37,6 +38,10 @@ _log = logging.getLogger(__name__)
 _RECONNECT_S = 0.05
 _MAX_FRAME_BUFFER = 1 << 20
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
+
+
+# Receives the id of a request that has ended and its usage. None: the engine died before it told the usage.
+UsageListener = Callable[[str, RequestUsage | None], None]
 
 
 class EngineClient(Protocol):
@@ -59,6 +64,19 @@ class EngineClient(Protocol):
 
     def end_choice(self, request_id: str, index: int) -> None:
         """Ends one choice of a request; its other choices continue. Ending a finished or unknown choice is a no-op."""
+
+    def listen_for_usage(self, listener: UsageListener) -> None:
+        """Sets the function that is called once for each request that `generate` sends, however the request ends.
+
+        It is called on the event loop, before `generate` yields the last token or raises. If the caller ends the
+        request early, it is called soon afterwards. It must not block or raise. A refused request has used nothing.
+        """
+
+    def acknowledge_usage(self, request_id: str) -> None:
+        """Tells the engine that the request's usage is durable.
+
+        The engine records the usage of all other requests when this process ends.
+        """
 
     async def stats(self) -> EngineStats:
         """Returns the engine's present statistics. Raises EngineUnavailable."""
@@ -92,6 +110,10 @@ class RemoteEngine:
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
         self._versions: set[AdapterVersion] = set()
+        self._on_usage: UsageListener = lambda request_id, usage: None
+        # The requests whose usage the engine has not told yet. A dict keeps their order.
+        self._unreported: dict[str, None] = {}
+        self._recorded: list[str] = []
 
     @property
     def versions(self) -> Set[AdapterVersion]:
@@ -134,11 +156,19 @@ class RemoteEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         if request.adapter is not None:
             self._versions.add(request.adapter)
-        return self._streams.read(request, lambda request: self._send(encode_add(request)), self._abort)
+        return self._streams.read(request, self._send_request, self._abort)
 
     def end_choice(self, request_id: str, index: int) -> None:
         self._streams.end_choice(request_id, index)
         self._abort(request_id, index)
+
+    def listen_for_usage(self, listener: UsageListener) -> None:
+        self._on_usage = listener
+
+    def acknowledge_usage(self, request_id: str) -> None:
+        if not self._recorded:  # One message for all requests that share one sync of the journal.
+            asyncio.get_running_loop().call_soon(self._send_recorded)
+        self._recorded.append(request_id)
 
     async def stats(self) -> EngineStats:
         stats: EngineStats = await self._request_reply({"op": "stats"})
@@ -174,21 +204,43 @@ class RemoteEngine:
         finally:
             self._pending_replies.pop(number, None)
 
+    async def _send_request(self, request: EngineRequest) -> None:
+        self._unreported[request.request_id] = None
+        try:
+            writer = self._write(encode_add(request))
+        except SloraError:
+            self._report_usage(request.request_id, RequestUsage())
+            raise
+        await _drain(writer)
+
+    def _send_recorded(self) -> None:
+        recorded, self._recorded = self._recorded, []
+        if self._writer is not None:
+            write_message(self._writer, {"op": "recorded", "ids": recorded})
+
+    def _report_usage(self, request_id: str, usage: RequestUsage | None) -> None:
+        if request_id in self._unreported:
+            del self._unreported[request_id]
+            self._on_usage(request_id, usage)
+
     async def _send(self, message: Message) -> None:
+        await _drain(self._write(message))
+
+    def _write(self, message: Message) -> asyncio.StreamWriter:
         writer = self._writer
         if writer is None or self._info is None:
             raise EngineUnavailable("the engine is not running and is being started; send the request again")
         write_message(writer, message)
-        try:
-            await writer.drain()
-        except ConnectionError as error:
-            raise EngineUnavailable(_DIED) from error
+        return writer
 
     def _receive(self, message: Message) -> None:
         match message["op"]:
             case "outputs":
                 for row in message["outputs"]:
                     self._streams.put(decode_output(row))
+            case "usage":
+                for request_id, usage in decode_usage(message):
+                    self._report_usage(request_id, usage)
             case "stats":
                 self._resolve_reply(message, decode_stats(message))
             case "place":
@@ -209,7 +261,16 @@ class RemoteEngine:
         self._writer = None
         self._loader_connected = False
         self._versions.clear()
+        for request_id in list(self._unreported):
+            self._report_usage(request_id, None)
         self._streams.fail(EngineUnavailable(_DIED))
         for answer in self._pending_replies.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable("the engine died"))
+
+
+async def _drain(writer: asyncio.StreamWriter) -> None:
+    try:
+        await writer.drain()
+    except ConnectionError as error:
+        raise EngineUnavailable(_DIED) from error

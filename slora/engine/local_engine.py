@@ -1,4 +1,4 @@
-"""An `EngineClient` without a socket: the engine runs on a thread of the same process.
+"""An engine on a thread of the same process, with the methods of `EngineClient` except those for usage.
 
 The thread builds the engine, and only this thread calls it. PyTorch and the kernels release the GIL while they compute,
 so event loops on other threads keep running. Text and tokenization are outside this module.
@@ -23,6 +23,7 @@ from slora.engine.worker import (
     Abort,
     Add,
     Command,
+    EndedRequest,
     EngineWorker,
     GetStats,
     Prewarm,
@@ -44,7 +45,7 @@ _Answer = TypeVar("_Answer", EngineStats, AdapterPlace)
 
 
 class LocalEngine:
-    """An EngineClient for any number of event loops. Call `start` before the first use and `close` after the last."""
+    """An engine for any number of event loops. Call `start` before the first use and `close` after the last."""
 
     def __init__(self) -> None:
         self._worker = EngineWorker(self._deliver)
@@ -155,11 +156,11 @@ class LocalEngine:
             reason = "the engine failed; the log has the reason"
         with self._gate:
             self._down_reason = reason
-        self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)])
+        self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)], [])
         for answer in list(self._pending_replies):
             _resolve_reply(answer, EngineUnavailable(reason))
 
-    def _deliver(self, outputs: list[StepOutput]) -> None:
+    def _deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
         """Passes a step's outputs to the event loops, with one call per loop. Runs on the engine's thread."""
         batches: dict[asyncio.AbstractEventLoop, list[StepOutput]] = defaultdict(list)
         for output in outputs:

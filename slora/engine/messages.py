@@ -2,8 +2,10 @@
 
 The field `op` names the kind of message:
 
-API to engine:  add, abort, remove_adapter, pins (replaces all earlier pins), prewarm, stats
-engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), stats, place (the reply to prewarm)
+API to engine:  add, abort, remove_adapter, pins (replaces all earlier pins), prewarm, stats, recorded (requests whose
+                usage is durable)
+engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), usage (of ended requests, before their
+                last outputs), stats, place (the reply to prewarm)
 """
 
 from collections.abc import Iterable
@@ -29,7 +31,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 Message = dict[str, Any]
 
@@ -45,6 +47,7 @@ def encode_add(request: EngineRequest) -> Message:
         "share": astuple(request.share),
         "priority": request.priority,
         "deadline_s": request.deadline_s,
+        "account": request.account,
         "prompt": request.prompt_token_ids,
         "adapter": encode_version(request.adapter) if request.adapter is not None else None,
         "adapter_weight": request.adapter_weight,
@@ -70,6 +73,7 @@ def decode_add(message: Message) -> EngineRequest:
         share=TenantShare(*message["share"]),
         priority=message["priority"],
         deadline_s=message["deadline_s"],
+        account=message["account"],
     )
 
 
@@ -125,6 +129,14 @@ def decode_stats(message: Message) -> EngineStats:
     stats["costs"] = CostModel(**stats["costs"])
     stats["usage"] = RequestUsage(**stats["usage"])
     return EngineStats(**stats)
+
+
+def encode_usage(ended: Iterable[tuple[str, RequestUsage]]) -> Message:
+    return {"op": "usage", "ended": [[request_id, *astuple(usage)] for request_id, usage in ended]}
+
+
+def decode_usage(message: Message) -> list[tuple[str, RequestUsage]]:
+    return [(request_id, RequestUsage(*numbers)) for request_id, *numbers in message["ended"]]
 
 
 def encode_output(output: StepOutput) -> list[Any]:

@@ -1,7 +1,7 @@
 """The engine as a process: `slora.engine.process --config JSON`.
 
 It receives commands and sends tokens over a Unix socket. The main thread runs an asyncio loop that only moves frames. A
-second thread owns the engine. The process ends when its standard input closes, so it never outlives its parent. It
+second thread owns the engine. The process stops when its standard input closes, so it does not outlive its parent. It
 prints nothing on standard output.
 """
 
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -31,10 +32,13 @@ from slora.engine.messages import (
     encode_info,
     encode_output,
     encode_stats,
+    encode_usage,
 )
+from slora.engine.usage_relay import UsageRelay
 from slora.engine.worker import (
     Abort,
     Add,
+    EndedRequest,
     EngineWorker,
     GetStats,
     Prewarm,
@@ -46,8 +50,9 @@ from slora.engine.worker import (
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import StepOutput
+from slora.request import RequestUsage, StepOutput
 from slora.runner.runner import resolve_device
+from slora.usage_journal.journal import UsageJournal
 from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.wire import BrokenFrame, encode, read_message
@@ -59,16 +64,22 @@ _MAX_UNREAD_FRAMES = 10_000
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
+# The longest that a stopping engine waits for its present step.
+_MAX_STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """Settings of the engine process. socket: the path at which the engine listens for API processes. loader_socket:
-    the path at which the loader listens.
+    """Settings of the engine process.
+
+    socket: the path at which the engine listens for API processes.
+    loader_socket: the path at which the loader listens.
+    usage_directory: the directory of the usage journal, which the API processes write to as well.
     """
 
     socket: Path
     loader_socket: Path
+    usage_directory: Path
     engine: EngineConfig
 
     @staticmethod
@@ -78,7 +89,10 @@ class ProcessConfig:
         _refuse_unknown("the engine process", raw, {field.name for field in fields(ProcessConfig)})
         _refuse_unknown("the engine", raw["engine"], {field.name for field in fields(EngineConfig)})
         settings = {**raw["engine"], "model": Path(raw["engine"]["model"])}
-        return ProcessConfig(Path(raw["socket"]), Path(raw["loader_socket"]), EngineConfig(**settings))
+        socket, loader_socket, usage = (
+            Path(raw[name]) for name in ("socket", "loader_socket", "usage_directory")
+        )
+        return ProcessConfig(socket, loader_socket, usage, EngineConfig(**settings))
 
 
 def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collection[str]) -> None:
@@ -91,24 +105,13 @@ def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collectio
 
 
 class _Peer:
-    """One connected API process. The engine knows its requests as `<peer number>:<request id>`.
+    """One connected API process. The engine knows its requests as `<peer number>:<request id>`."""
 
-    unfinished: for each request, the indices of its unfinished choices.
-    """
-
-    def __init__(self, number: int, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, number: int, writer: asyncio.StreamWriter, relay: UsageRelay) -> None:
         self.number = number
-        self.unfinished: dict[str, set[int]] = {}
+        self.relay = relay
         self._writer = writer
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
-
-    def end(self, engine_id: str, index: int | None = None) -> None:
-        """Marks one choice of a request as finished, or the whole request if index is None."""
-        left = self.unfinished.get(engine_id, set()) - {index}
-        if index is None or not left:
-            self.unfinished.pop(engine_id, None)
-        else:
-            self.unfinished[engine_id] = left
 
     def send(self, message: Message) -> None:
         if self._writer.is_closing():
@@ -133,10 +136,22 @@ class _Peer:
 
 
 class EngineServer:
-    """Moves frames between the API processes and the engine's worker. Runs on the asyncio loop."""
+    """Moves frames between the API processes and the engine's worker. Runs on the asyncio loop.
 
-    def __init__(self, worker: EngineWorker, hello: Message, loader_connected: Callable[[], bool]) -> None:
+    journal: for the usage that no API process has recorded.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        hello: Message,
+        loader_connected: Callable[[], bool],
+        journal: UsageJournal,
+    ) -> None:
         self._worker = worker
+        self._journal = journal
+        # Relays by the number of their peer, which may have disconnected.
+        self._relays: dict[int, UsageRelay] = {}
         self._hello = hello
         self._loader_connected = loader_connected
         self._peers: dict[int, _Peer] = {}
@@ -145,8 +160,8 @@ class EngineServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one API process for as long as it is connected, then aborts its unfinished requests."""
         self._num_peers += 1
-        peer = _Peer(self._num_peers, writer)
-        self._peers[peer.number] = peer
+        relay = self._relays[self._num_peers] = UsageRelay(self._journal)
+        peer = self._peers[self._num_peers] = _Peer(self._num_peers, writer, relay)
         peer.send(self._hello)
         peer.send(self._status())
         writing = asyncio.create_task(peer.write())
@@ -159,27 +174,39 @@ class EngineServer:
             _log.info("API process %d disconnected: %s", peer.number, error)
         finally:
             del self._peers[peer.number]
-            for engine_id in peer.unfinished:
-                self._worker.post(Abort(engine_id))
+            self._abandon(peer)
             writing.cancel()
             writer.close()
 
-    def deliver(self, outputs: list[StepOutput]) -> None:
-        """Sends the outputs of one step: one frame for each API process that has any.
+    def abandon_all(self) -> None:
+        """Aborts all requests. The engine records all usage that no API process has acknowledged."""
+        for peer in self._peers.values():
+            self._abandon(peer)
+
+    def _abandon(self, peer: _Peer) -> None:
+        peer.relay.abandon()
+        for request_id in peer.relay.unfinished:
+            self._worker.post(Abort(f"{peer.number}:{request_id}"))
+        self._drop_finished_relay(peer.number)
+
+    def _drop_finished_relay(self, number: int) -> None:
+        if number not in self._peers and not self._relays[number].unfinished:
+            del self._relays[number]
+
+    def deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
+        """Sends the outputs of one step: one frame for each API process that has any. The usage of the requests that
+        ended comes first.
 
         A choice that arrives whole, as in beam search, gets a frame of its own. All choices of a beam search together
         could exceed the limit of one frame.
         """
+        self._deliver_usage(ended)
         rows: dict[int, list[Any]] = {}
         for output in outputs:
-            prefix, request_id = output.request_id.split(":", 1)
-            peer = self._peers.get(int(prefix))
+            number, request_id = _split_id(output.request_id)
+            peer = self._peers.get(number)
             if peer is None:
                 continue
-            if output.delta is None:
-                peer.end(output.request_id)
-            elif output.delta.finish_reason is not None:
-                peer.end(output.request_id, output.delta.index)
             row = [request_id, *encode_output(output)[1:]]
             if output.delta is not None and len(output.delta.token_ids) > 1:
                 peer.send({"op": "outputs", "outputs": [row]})
@@ -187,6 +214,19 @@ class EngineServer:
                 rows.setdefault(peer.number, []).append(row)
         for number, batch in rows.items():
             self._peers[number].send({"op": "outputs", "outputs": batch})
+
+    def _deliver_usage(self, ended: list[EndedRequest]) -> None:
+        ended_by_peer: dict[int, list[EndedRequest]] = {}
+        for engine_id, usage in ended:
+            number, request_id = _split_id(engine_id)
+            ended_by_peer.setdefault(number, []).append((request_id, usage))
+        for number, batch in ended_by_peer.items():
+            for request_id, usage in batch:
+                self._relays[number].end(request_id, usage)
+            if number in self._peers:
+                self._peers[number].send(encode_usage(batch))
+            else:
+                self._drop_finished_relay(number)
 
     def broadcast_status(self) -> None:
         for peer in self._peers.values():
@@ -200,9 +240,10 @@ class EngineServer:
             case "add":
                 self._add(peer, message)
             case "abort":
-                engine_id = f"{peer.number}:{message['id']}"
-                peer.end(engine_id, message["index"])
-                self._worker.post(Abort(engine_id, message["index"]))
+                self._worker.post(Abort(f"{peer.number}:{message['id']}", message["index"]))
+            case "recorded":
+                for request_id in message["ids"]:
+                    peer.relay.acknowledge(request_id)
             case "remove_adapter":
                 self._worker.post(RemoveAdapter(decode_version(message["version"])))
             case "pins":
@@ -219,9 +260,10 @@ class EngineServer:
         try:
             request = decode_add({**message, "id": engine_id})
         except RequestRefused as error:
-            self.deliver([StepOutput(engine_id, error=error)])
+            peer.send(encode_usage([(message["id"], RequestUsage())]))
+            self.deliver([StepOutput(engine_id, error=error)], [])
             return
-        peer.unfinished[engine_id] = set(range(request.sampling.num_choices))
+        peer.relay.add(message["id"], request)
         self._worker.post(Add(request))
 
     def _prewarm(self, peer: _Peer, message: Message) -> None:
@@ -237,6 +279,12 @@ class EngineServer:
         self._worker.post(
             GetStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
         )
+
+
+def _split_id(engine_id: str) -> tuple[int, str]:
+    """The number of the API process and its id of the request."""
+    number, request_id = engine_id.split(":", 1)
+    return int(number), request_id
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
@@ -255,12 +303,13 @@ class EngineProcess:
         self._worker = EngineWorker(self._deliver)
         self._server: EngineServer | None = None
         self._started: asyncio.Future[Engine] = self._loop.create_future()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._loader: LoaderClient | None = None
 
     def run(self) -> int:
         """Serves until SIGTERM. Returns the exit code."""
-        thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
-        thread.start()
+        self._thread.start()
         try:
             self._loop.run_until_complete(self._serve())
         except ConfigError as error:
@@ -271,29 +320,49 @@ class EngineProcess:
             _log.critical("the engine could not start", exc_info=True)
             self._heartbeat.explain(f"the engine could not start: {type(error).__name__}: {error}")
             return _BROKEN_EXIT
-        self._worker.post(Stop())
-        thread.join(timeout=10)
         return 0
 
+    def end_with_stdin(self) -> None:
+        """Stops this process when its standard input closes, which happens when the parent process ends.
+
+        Usage that the parent has not recorded is recorded first, if this succeeds in a few seconds.
+        """
+
+        def watch() -> None:
+            # Read the descriptor, not sys.stdin: if a thread holds the lock of sys.stdin at exit, Python aborts.
+            while os.read(0, 4096):
+                pass
+            if self._server is not None:
+                _call_in(self._loop, self._stopped.set)
+                time.sleep(_MAX_STOP_S)
+            os._exit(0)
+
+        threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
     async def _serve(self) -> None:
-        stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             # SIGINT is ignored: Ctrl-C in a terminal reaches this process too, but its parent decides when it ends.
-            self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
+            self._loop.add_signal_handler(number, self._stopped.set if number == signal.SIGTERM else _ignore)
         beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started
         # A thread that waits for a GPU spins, so its CPU time is no sign of progress.
         self._heartbeat.computes_here = engine.info.device == "cpu"
-        self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected)
+        journal = UsageJournal(self._config.usage_directory)
+        self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected, journal)
         self._config.socket.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
         watcher = asyncio.create_task(self._watch_loader(self._server))
         self._heartbeat.begin_serving()
-        await stopped.wait()
+        await self._stopped.wait()
         watcher.cancel()
         beating.cancel()
         # Not `async with server`: since Python 3.12 that waits until every API process has disconnected.
         server.close()
+        self._server.abandon_all()
+        self._worker.post(Stop())
+        # The loop keeps running: it receives the usage of the aborted requests.
+        await asyncio.to_thread(self._thread.join, _MAX_STOP_S)
+        await asyncio.to_thread(journal.close)
 
     def _run_engine(self) -> None:
         """The body of the engine's thread. An escaped exception ends the process, and its parent starts a new one."""
@@ -313,11 +382,11 @@ class EngineProcess:
             self._heartbeat.explain(f"the engine failed: {type(error).__name__}: {error}")
             os._exit(_BROKEN_EXIT)
 
-    def _deliver(self, outputs: list[StepOutput]) -> None:
+    def _deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
         """Called on the engine's thread."""
         if self._server is not None:
             server = self._server
-            _call_in(self._loop, lambda: server.deliver(outputs))
+            _call_in(self._loop, lambda: server.deliver(outputs, ended))
 
     def _loader_connected(self) -> bool:
         return self._loader is not None and self._loader.connected
@@ -343,24 +412,11 @@ def _ignore() -> None:
     pass
 
 
-def end_with_stdin() -> None:
-    """Ends this process when its standard input closes, which happens when the parent process ends."""
-
-    def watch() -> None:
-        # Read the descriptor, not sys.stdin: if a thread holds the lock of sys.stdin at exit, Python aborts.
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="The engine process of slora. `slora serve` starts it.")
     parser.add_argument("--config", required=True, help="ProcessConfig as JSON")
     parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    end_with_stdin()
     arguments = parser.parse_args()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=False)
     try:
@@ -369,7 +425,9 @@ def main() -> int:
         _log.error("%s", error)
         heartbeat.explain(str(error))
         return _REFUSED_EXIT
-    return EngineProcess(config, heartbeat).run()
+    process = EngineProcess(config, heartbeat)
+    process.end_with_stdin()
+    return process.run()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from slora.engine.engine import Engine
 from slora.engine.info import EngineStats
 from slora.engine.pin import Pin
 from slora.errors import RequestRefused
-from slora.request import EngineRequest, StepOutput
+from slora.request import EngineRequest, RequestUsage, StepOutput
 from slora.tenant_share import TenantShare
 from slora_adapters.heartbeat import Progress
 from slora_adapters.version import AdapterVersion
@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 # Seconds of idle time before the engine checks that no page was lost. The check walks every page, so it must not delay
 # a request that closely follows another.
 _IDLE_BEFORE_CHECK_S = 1.0
+
+# The id of a request and what it used.
+EndedRequest = tuple[str, RequestUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,11 @@ Command = Add | Abort | RemoveAdapter | SetPins | Prewarm | GetStats | Wake | St
 class EngineWorker:
     """Owns the engine's loop and its inbox.
 
-    deliver: called on the engine's thread with the outputs of each step. It must not block.
+    deliver: called on the engine's thread with the outputs of each step, and with the usage of each request that has
+        ended since the last call. A request's usage comes with its last output. `deliver` must not block.
     """
 
-    def __init__(self, deliver: Callable[[list[StepOutput]], None]) -> None:
+    def __init__(self, deliver: Callable[[list[StepOutput], list[EndedRequest]], None]) -> None:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver = deliver
         # Written by the engine's thread; read by others.
@@ -112,13 +116,14 @@ class EngineWorker:
                 continue
             while command is not None:
                 if isinstance(command, Stop):
+                    self._deliver([], engine.pop_usage())
                     return
                 self._execute(command, engine)
                 command = None if self._inbox.empty() else self._inbox.get()
-            outputs = engine.step()
+            outputs, ended = engine.step(), engine.pop_usage()
             checked = False
-            if outputs:
-                self._deliver(outputs)
+            if outputs or ended:
+                self._deliver(outputs, ended)
 
     def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
         """Returns the next command, or None if there is none.
@@ -144,7 +149,8 @@ class EngineWorker:
                 try:
                     engine.add(request)
                 except RequestRefused as error:
-                    self._deliver([StepOutput(request.request_id, error=error)])
+                    refused = StepOutput(request.request_id, error=error)
+                    self._deliver([refused], [(request.request_id, RequestUsage())])
             case Abort(request_id, index):
                 engine.abort(request_id, index)
             case RemoveAdapter(version):

@@ -9,6 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel
+from slora.engine.client import UsageListener
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
@@ -69,6 +70,8 @@ class ScriptedEngine:
     ended: single choices that were closed early, as (request id, index).
     pins: the pins of each message. num_refused_pins: messages while it was not ready.
     prewarmed: the prewarmed adapters, with the share of each.
+    acknowledged: requests whose usage was acknowledged.
+    unreported: tokens generated so far by each request whose usage was not reported yet.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
@@ -87,6 +90,9 @@ class ScriptedEngine:
     prewarmed: list[Pin] = field(default_factory=list)
     forgotten: list[AdapterVersion] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
+    acknowledged: list[str] = field(default_factory=list)
+    unreported: dict[str, int] = field(default_factory=dict)
+    on_usage: UsageListener = lambda request_id, usage: None
 
     @property
     def info(self) -> EngineInfo:
@@ -122,22 +128,40 @@ class ScriptedEngine:
         self.on_request(request)
         self.started.set()
         unfinished = set(range(request.sampling.num_choices))
+        self.unreported[request.request_id] = 0
         try:
             for item in script:
                 await asyncio.sleep(0)
                 if isinstance(item, Exception):
                     unfinished.clear()
+                    self._report_usage(request, is_known=not isinstance(item, EngineUnavailable))
                     raise item
+                self.unreported[request.request_id] += len(item.token_ids)
                 if (request.request_id, item.index) in self.ended:
                     continue
                 if item.finish_reason is not None:
                     unfinished.remove(item.index)
+                if not unfinished:
+                    self._report_usage(request)
                 yield item
             if self.hang:
                 await asyncio.Event().wait()
         finally:
             if unfinished - {index for name, index in self.ended if name == request.request_id}:
                 self.aborted.append(request.request_id)
+            self._report_usage(request)
+
+    def _report_usage(self, request: EngineRequest, *, is_known: bool = True) -> None:
+        generated = self.unreported.pop(request.request_id, None)
+        if generated is not None:
+            usage = RequestUsage(len(request.prompt_token_ids), 0, generated, 0, generated / 8)
+            self.on_usage(request.request_id, usage if is_known else None)
+
+    def listen_for_usage(self, listener: UsageListener) -> None:
+        self.on_usage = listener
+
+    def acknowledge_usage(self, request_id: str) -> None:
+        self.acknowledged.append(request_id)
 
     def end_choice(self, request_id: str, index: int) -> None:
         self.ended.append((request_id, index))

@@ -75,6 +75,7 @@ class EngineStack:
 
     def __init__(self, root: Path, kit: ModelKit, num_pages: int, **settings: int | str) -> None:
         self.socket = root / "engine.sock"
+        self.usage_directory = root / "usage"
         self._root = root
         self._kit = kit
         self._loader_socket = root / "loader.sock"
@@ -108,8 +109,12 @@ class EngineStack:
 
     def start_engine(self, module: str = "slora.engine.process", **settings: int | str) -> ChildProcess:
         engine = {"model": str(self._kit.directory), **self._settings, **settings}
-        sockets = {"socket": str(self.socket), "loader_socket": str(self._loader_socket)}
-        return self._start(module, json.dumps({**sockets, "engine": engine}))
+        paths = {
+            "socket": str(self.socket),
+            "loader_socket": str(self._loader_socket),
+            "usage_directory": str(self.usage_directory),
+        }
+        return self._start(module, json.dumps({**paths, "engine": engine}))
 
     def stop(self) -> None:
         for process in (self.engine, self.loader):

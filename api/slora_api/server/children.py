@@ -30,6 +30,7 @@ def engine_and_loader(
     engine: dict[str, Any] = {
         "socket": str(sockets.engine),
         "loader_socket": str(sockets.loader),
+        "usage_directory": str(data.usage),
         "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
     }
     loader = LoaderConfig(

@@ -5,17 +5,18 @@ import logging
 import socket
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import msgpack
 import pytest
 
-from slora.engine.messages import decode_add, encode_add, encode_output
+from slora.engine.messages import decode_add, decode_usage, encode_add, encode_output
 from slora.engine.process import EngineServer
 from slora.engine.worker import Abort, Add, EngineWorker
-from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
+from slora.usage_journal.journal import UsageJournal
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode, read_message, send
 from tests.support.engine_stack import wait_until
@@ -25,7 +26,7 @@ class PatientWorker(EngineWorker):
     """A worker that does not run, so that a test can inspect its pending commands."""
 
     def __init__(self) -> None:
-        super().__init__(lambda outputs: None)
+        super().__init__(lambda outputs, ended: None)
         self.posted: list[object] = []
 
     def post(self, command) -> None:
@@ -34,8 +35,8 @@ class PatientWorker(EngineWorker):
 
 @asynccontextmanager
 async def listening(worker: EngineWorker) -> AsyncIterator[tuple[EngineServer, Path]]:
-    server = EngineServer(worker, {"op": "hello"}, lambda: True)
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, closing(UsageJournal(Path(root) / "usage")) as journal:
+        server = EngineServer(worker, {"op": "hello"}, lambda: True, journal)
         path = Path(root) / "engine.sock"
         listener = await asyncio.start_unix_server(server.serve, path)
         try:
@@ -64,10 +65,10 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
                 await wait_until(lambda: bool(worker.posted))
                 large = StepOutput("1:r", TokenDelta(tuple(range(100_000))))
                 for _ in range(100):
-                    server.deliver([large])
+                    server.deliver([large], [])
                     await asyncio.sleep(0)
                 await wait_until(lambda: Abort("1:r") in worker.posted)
-                server.deliver([large])  # from a step in progress; no client is left to receive it
+                server.deliver([large], [])  # from a step in progress; no client is left to receive it
 
     asyncio.run(main())
     complaints = [record for record in caplog.records if "has not read 20 frames" in record.message]
@@ -102,7 +103,7 @@ def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
             await wait_until(
                 lambda: any(isinstance(one, Add) and one.request.request_id == "1:r" for one in worker.posted)
             )
-            server.deliver([StepOutput("1:r", TokenDelta((7,)))])
+            server.deliver([StepOutput("1:r", TokenDelta((7,)))], [])
             assert [(await read_message(good_reader))["op"] for _ in range(2)] == ["hello", "status"]
             row = ["r", *encode_output(StepOutput("r", TokenDelta((7,))))[1:]]
             assert (await read_message(good_reader))["outputs"] == [[*row[:1], [7], *row[2:]]]
@@ -116,11 +117,11 @@ def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
 def test_a_request_survives_the_wire_format() -> None:
     version = AdapterVersion("t", "0" * 64)
     sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
-    request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25)
+    request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25, account="key")
     assert decode_add(msgpack.unpackb(encode(encode_add(request))[4:])) == request
 
 
-def test_a_request_is_unfinished_until_all_its_choices_are_over() -> None:
+def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
     async def main() -> None:
         worker = PatientWorker()
         async with listening(worker) as (server, path):
@@ -131,11 +132,31 @@ def test_a_request_is_unfinished_until_all_its_choices_are_over() -> None:
                 writer.write(encode({"op": "abort", "id": name, "index": 1}))
             await wait_until(lambda: len(worker.posted) == 4)
             assert worker.posted[1::2] == [Abort("1:over", 1), Abort("1:left", 1)]
-            server.deliver([StepOutput("1:over", TokenDelta((7,), FinishReason.STOP, index=2))])
-            server.deliver([StepOutput("1:left", TokenDelta((7,), FinishReason.STOP, index=2))])
-            server.deliver([StepOutput("1:over", TokenDelta((7,), FinishReason.LENGTH, index=0))])
+            server.deliver([StepOutput("1:left", TokenDelta((7,), FinishReason.STOP, index=2))], [])
+            server.deliver([], [("1:over", RequestUsage())])
             writer.close()
             await wait_until(lambda: len(worker.posted) > 4)
             assert worker.posted[4:] == [Abort("1:left")]
+            server.deliver([], [("1:left", RequestUsage())])
+            assert not server._relays, "a relay of a client that left outlives its requests"
+
+    asyncio.run(main())
+
+
+def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            reader, writer = await asyncio.open_unix_connection(path)
+            for name in ("a", "b"):
+                writer.write(encode(encode_add(ask(name))))
+            await wait_until(lambda: len(worker.posted) == 2)
+            outputs = [StepOutput(f"1:{name}", TokenDelta((7,), FinishReason.STOP)) for name in ("a", "b")]
+            server.deliver(outputs, [("1:a", RequestUsage(1, 2, 3, 4, 0.5)), ("1:b", RequestUsage())])
+            await read_message(reader), await read_message(reader)
+            usage, tokens = await read_message(reader), await read_message(reader)
+            assert decode_usage(usage) == [("a", RequestUsage(1, 2, 3, 4, 0.5)), ("b", RequestUsage())]
+            assert [row[0] for row in tokens["outputs"]] == ["a", "b"]
+            writer.close()
 
     asyncio.run(main())

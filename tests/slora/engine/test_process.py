@@ -22,9 +22,11 @@ from slora.engine.messages import encode_add
 from slora.engine.pin import Pin
 from slora.engine.process import ProcessConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE
+from slora.usage_journal.record import UsageRecord
+from slora.usage_journal.segment import closed_segments
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import send
 from tests.support.driving import Answer, drive, make_engine, make_source
@@ -117,6 +119,96 @@ def test_answers_over_the_socket_are_those_of_an_engine_in_process(
         assert stats.pages_free + stats.pages_cached == stats.pages_total
 
     run(body)
+
+
+class UsageLog:
+    """The usage that the client was told."""
+
+    def __init__(self, client: RemoteEngine) -> None:
+        self.usage: dict[str, RequestUsage | None] = {}
+        client.listen_for_usage(self._note)
+
+    def _note(self, request_id: str, usage: RequestUsage | None) -> None:
+        assert request_id not in self.usage, "a request has usage twice"
+        self.usage[request_id] = usage
+
+
+def read_journal(stack: EngineStack) -> dict[str, UsageRecord]:
+    """Takes the records out of the engine's journal."""
+    records: dict[str, UsageRecord] = {}
+    for segment in closed_segments(stack.usage_directory):
+        records |= {record.request_id: record for record in segment.records}
+        segment.delete()
+    return records
+
+
+def test_each_request_has_its_usage_once_however_it_ends(run: Run, stack: EngineStack) -> None:
+    version = stack.versions["odd_rank"]
+
+    async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).usage
+        log = UsageLog(client)
+        async with aclosing(client.generate(ask("finished", version))) as stream:
+            async for delta in stream:
+                assert ("finished" in log.usage) == (delta.finish_reason is not None)
+        with pytest.raises(ContextTooLong):
+            too_long = replace(ask("refused"), prompt_token_ids=[1] * 10_000)
+            await collect(client.generate(too_long))
+        assert log.usage["refused"] == RequestUsage()
+        async with aclosing(client.generate(ask("closed", version, LONG))) as stream:
+            await anext(stream)
+        await wait_until(lambda: "closed" in log.usage)
+        two = replace(LONG, n=2, max_tokens=200)
+        async with aclosing(client.generate(ask("choices", params=two))) as stream:
+            while (await anext(stream)).index == 0:
+                pass
+            client.end_choice("choices", 0)
+            client.end_choice("choices", 1)
+            assert [delta async for delta in stream] == []
+        await wait_until(lambda: "choices" in log.usage)
+        usage = {name: one for name, one in log.usage.items() if one is not None}
+        assert usage.keys() == {"finished", "refused", "closed", "choices"}
+        finished = usage["finished"]
+        assert (finished.prompt_tokens, finished.cached_tokens, finished.generated_tokens) == (3, 0, 20)
+        assert finished.page_seconds > 0
+        assert 1 <= usage["closed"].generated_tokens < 500
+        assert 2 <= usage["choices"].generated_tokens < 400
+        after = (await wait_for_stats(client, idle)).usage
+        assert sum(usage.values(), start=before) == after
+
+    run(body)
+
+
+def test_the_usage_of_a_client_that_died_is_recorded_by_the_engine(run: Run, stack: EngineStack) -> None:
+    read_journal(stack)  # of earlier tests
+
+    async def dying(client: RemoteEngine) -> tuple[UsageLog, AsyncGenerator[TokenDelta, None]]:
+        log = UsageLog(client)
+        for name in ("acknowledged", "ended"):
+            await collect(client.generate(replace(ask(name), account="key 1")))
+        client.acknowledge_usage("acknowledged")
+        stream = client.generate(replace(ask("running", params=LONG), account="key 2"))
+        await anext(stream)
+        return log, stream
+
+    async def surviving(client: RemoteEngine) -> None:
+        async with connect(stack) as other:
+            log, stream = await dying(other)
+        await stream.aclose()
+        await wait_for_stats(client, idle)
+        records: dict[str, UsageRecord] = {}
+
+        def are_recorded() -> bool:
+            records.update(read_journal(stack))
+            return len(records) >= 2
+
+        await wait_until(are_recorded)
+        assert records.keys() == {"ended", "running"}
+        assert records["ended"].usage == log.usage["ended"]
+        assert [records[name].account for name in ("ended", "running")] == ["key 1", "key 2"]
+        assert 1 <= records["running"].usage.generated_tokens < 500
+
+    run(surviving)
 
 
 def ask_many(adapter: AdapterVersion | None = None) -> list[EngineRequest]:
@@ -314,6 +406,7 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_serves(
     run: Run, stack: EngineStack
 ) -> None:
     async def body(client: RemoteEngine) -> None:
+        log = UsageLog(client)
         async with aclosing(client.generate(ask("a", params=LONG))) as stream:
             await anext(stream)
             assert stack.engine is not None
@@ -322,8 +415,11 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_serves(
                 async for _ in stream:
                     pass
         assert not client.ready
+        assert log.usage == {"a": None}, "the usage is unknown"
         with pytest.raises(EngineUnavailable, match="not running and is being started"):
             await collect(client.generate(ask("b")))
+        assert log.usage.pop("b") == RequestUsage()
+        log.usage.clear()  # the successor gets the same id
         with pytest.raises(EngineUnavailable):
             await client.stats()
         await client.remove_adapter(stack.versions["odd_rank"])
@@ -333,7 +429,7 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_serves(
         stack.ensure_running()
         await wait_until(lambda: client.ready)
         answer = await collect(client.generate(ask("a", stack.versions["rslora"])))
-        assert len(answer.token_ids) == 20
+        assert len(answer.token_ids) == 20 and log.usage.keys() == {"a"}
 
     run(body)
 
@@ -390,18 +486,24 @@ def test_an_engine_exits_cleanly_on_sigterm_with_connected_clients(run: Run, sta
         assert await asyncio.to_thread(stack.engine.wait) == 0
 
     run(body)
+    assert "a" in read_journal(stack), "the client did not acknowledge the usage"
 
 
-def test_an_engine_exits_when_its_parent_closes_the_pipe(stack: EngineStack) -> None:
+def test_an_engine_whose_parent_closes_the_pipe_records_usage_and_exits(stack: EngineStack) -> None:
     assert stack.engine is not None
+    engine = stack.engine
 
     async def main() -> None:
-        async with connect(stack):
-            pass
+        async with connect(stack) as client, aclosing(client.generate(ask("a", params=LONG))) as stream:
+            await anext(stream)
+            engine.close_stdin()
+            with pytest.raises(EngineUnavailable):
+                async for _ in stream:
+                    pass
 
     asyncio.run(main())
-    stack.engine.close_stdin()
-    assert stack.engine.wait() == 0
+    assert engine.wait() == 0
+    assert 1 <= read_journal(stack)["a"].usage.generated_tokens < 500
 
 
 def test_an_engine_with_a_lost_device_exits_and_its_clients_may_retry(
@@ -440,6 +542,6 @@ def test_an_engine_that_cannot_start_says_why_and_exits_with_two(running_stack: 
 def test_settings_that_no_engine_accepts_are_refused_before_it_starts(
     tmp_path: Path, settings: dict[str, int], message: str
 ) -> None:
-    sockets = {"socket": "engine.sock", "loader_socket": "loader.sock"}
+    paths = {"socket": "engine.sock", "loader_socket": "loader.sock", "usage_directory": "usage"}
     with pytest.raises(ConfigError, match=message):
-        ProcessConfig.from_json(json.dumps({**sockets, "engine": {"model": str(tmp_path), **settings}}))
+        ProcessConfig.from_json(json.dumps({**paths, "engine": {"model": str(tmp_path), **settings}}))

@@ -8,7 +8,17 @@ import pytest
 from slora.engine.engine import Engine
 from slora.engine.info import EngineStats
 from slora.engine.pin import Pin
-from slora.engine.worker import Abort, Add, EngineWorker, GetStats, RemoveAdapter, SetPins, Stop, Wake
+from slora.engine.worker import (
+    Abort,
+    Add,
+    EndedRequest,
+    EngineWorker,
+    GetStats,
+    RemoveAdapter,
+    SetPins,
+    Stop,
+    Wake,
+)
 from slora.errors import DeadlineMissed, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
 from slora.pool.tenant_account import TenantAccount
@@ -45,7 +55,7 @@ def working(worker: EngineWorker, engine: Engine) -> Iterator[None]:
 def make_worker() -> tuple[EngineWorker, Outputs]:
     told: Outputs = queue.SimpleQueue()
 
-    def deliver(outputs: list[StepOutput]) -> None:
+    def deliver(outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
         for output in outputs:
             told.put(output)
 

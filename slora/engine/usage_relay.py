@@ -1,0 +1,78 @@
+"""Usage that no API process has recorded yet.
+
+The engine sends the usage of each ended request to the API process that asked for it. That process writes it to its
+journal and acknowledges it. If the process dies first, the engine writes the record to its own journal. So the usage is
+recorded at least once, whichever process dies, and the ledger counts each request id once.
+
+    add ---> unfinished ---- end ----> unacknowledged ---- acknowledge ----> (recorded by the API process)
+                 |                          |
+              abandon                    abandon
+                 v                          v
+             abandoned ----- end ----> (recorded by the engine)
+"""
+
+import time
+from dataclasses import replace
+from itertools import islice
+
+from slora.request import EngineRequest, RequestUsage
+from slora.usage_journal.journal import UsageJournal
+from slora.usage_journal.record import UsageRecord
+
+# With more unacknowledged requests, the engine records the oldest ones itself.
+_MAX_UNACKNOWLEDGED = 10_000
+
+
+class UsageRelay:
+    """The usage of one API process's requests.
+
+    Call the methods on one event loop. Ids are those of the API process.
+    """
+
+    def __init__(self, journal: UsageJournal) -> None:
+        self._journal = journal
+        self._unfinished: dict[str, UsageRecord] = {}
+        self._unacknowledged: dict[str, UsageRecord] = {}
+        self._is_abandoned = False
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The ids of the requests whose usage is not known yet."""
+        return list(self._unfinished)
+
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        digest = request.adapter.digest if request.adapter is not None else None
+        self._unfinished[request_id] = UsageRecord(
+            request_id, request.tenant, request.account, digest, 0.0, RequestUsage()
+        )
+
+    def end(self, request_id: str, usage: RequestUsage) -> None:
+        """Takes the usage of a request that has ended."""
+        record = self._unfinished.pop(request_id, None)
+        if record is None:
+            return
+        record = replace(record, ended_at=time.time(), usage=usage)
+        if self._is_abandoned:
+            self._record([record])
+            return
+        self._unacknowledged[request_id] = record
+        if len(self._unacknowledged) > _MAX_UNACKNOWLEDGED:
+            oldest = list(islice(self._unacknowledged, _MAX_UNACKNOWLEDGED // 2))
+            self._record([self._unacknowledged.pop(request_id) for request_id in oldest])
+
+    def acknowledge(self, request_id: str) -> None:
+        """The API process has recorded the request's usage."""
+        self._unacknowledged.pop(request_id, None)
+
+    def abandon(self) -> None:
+        """The API process is gone: the engine records what it has not acknowledged, and what is unfinished later."""
+        self._is_abandoned = True
+        records, self._unacknowledged = list(self._unacknowledged.values()), {}
+        self._record(records)
+
+    def _record(self, records: list[UsageRecord]) -> None:
+        # The journal logs a record that it cannot write.
+        for record in records:
+            self._journal.append(record)
+        if records:
+            self._journal.rotate()
