@@ -47,3 +47,6 @@ class PacedSource:
 
     def discard(self, version: AdapterVersion) -> None:
         self._source.discard(version)
+
+    def purge(self, tenant: str) -> None:
+        self._source.purge(tenant)

@@ -74,3 +74,6 @@ class VirtualSource:
 
     def discard(self, version: AdapterVersion) -> None:
         """Nothing is kept here."""
+
+    def purge(self, tenant: str) -> None:
+        """Nothing is kept here."""

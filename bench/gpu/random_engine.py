@@ -133,6 +133,8 @@ class RandomSource:
 
     def discard(self, version: AdapterVersion) -> None: ...
 
+    def purge(self, tenant: str) -> None: ...
+
 
 class RandomEngine:
     """rank: of all adapters, on the linears `adapted`. settings: EngineConfig's."""

@@ -89,6 +89,15 @@ class DeviceMemory:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @torch.inference_mode()
+    def zero(self, pages: list[int], host_pages: list[int]) -> None:
+        """Overwrites free pages of the pool and of the host with zeros."""
+        self.wait()  # for copies to and from these pages
+        if pages:
+            self.pages.index_fill_(0, torch.tensor(pages, device=self.device), 0)
+        self.host_pages.zero(host_pages)
+        self.wait()
+
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole pages. copies: (source, target). All sources are read before any target is written."""
         sources, targets = torch.tensor(copies, dtype=torch.int64).to(self.device).unbind(dim=1)

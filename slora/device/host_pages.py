@@ -42,6 +42,12 @@ class HostPages:
             self._slabs[slab] = self._take_slab(slab)
         return self._slabs[slab][row]
 
+    def zero(self, pages: list[int]) -> None:
+        """Overwrites pages with zeros. A page whose slab was never used is left alone."""
+        for page in pages:
+            if page // self._slab_pages in self._slabs:
+                self[page].zero_()
+
     def _take_slab(self, slab: int) -> Tensor:
         shape = (min(self._slab_pages, self._num_pages - slab * self._slab_pages), self._page_bytes)
         if self._is_page_locked:

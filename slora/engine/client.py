@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slora.adapter_place import AdapterPlace
-from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.messages import (
     Message,
     decode_info,
     decode_output,
+    decode_purged,
     decode_stats,
     decode_usage,
     encode_add,
@@ -83,6 +84,11 @@ class EngineClient(Protocol):
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         """Tells the engine that an adapter was deleted. A no-op when no engine is connected."""
+
+    async def purge_tenant(self, tenant: str) -> TenantPurge:
+        """Ends the tenant's requests and drops everything that the engine and the host cache hold of it. What it left
+        in the page pool is overwritten with zeros. May be repeated. Raises EngineUnavailable.
+        """
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         """Loads an adapter into the host cache, and into the pool if that needs no eviction.
@@ -184,6 +190,11 @@ class RemoteEngine:
         if self._writer is not None:
             await self._send({"op": "remove_adapter", "version": encode_version(version)})
 
+    async def purge_tenant(self, tenant: str) -> TenantPurge:
+        self._versions -= {version for version in self._versions if version.tenant == tenant}
+        purge: TenantPurge = await self._request_reply({"op": "purge", "tenant": tenant})
+        return purge
+
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         self._versions.update(pin.version for pin in pins)
         await self._send(encode_pins(pins))
@@ -243,6 +254,8 @@ class RemoteEngine:
                     self._report_usage(request_id, usage)
             case "stats":
                 self._resolve_reply(message, decode_stats(message))
+            case "purged":
+                self._resolve_reply(message, decode_purged(message))
             case "place":
                 self._resolve_reply(message, AdapterPlace(message["place"]))
             case "hello":
@@ -251,7 +264,7 @@ class RemoteEngine:
             case "status":
                 self._loader_connected = message["loader"]
 
-    def _resolve_reply(self, message: Message, found: EngineStats | AdapterPlace) -> None:
+    def _resolve_reply(self, message: Message, found: EngineStats | AdapterPlace | TenantPurge) -> None:
         answer = self._pending_replies.get(message["number"])
         if answer is not None and not answer.done():
             answer.set_result(found)

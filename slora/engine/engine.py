@@ -10,7 +10,7 @@ import time
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel, StepTimes
 from slora.device.huge_pages import prefault
-from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.engine.request_check import check_request, find_stop_token_ids
@@ -27,7 +27,7 @@ from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler_config import SchedulerConfig
-from slora.tenant_share import TenantShare
+from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
@@ -39,6 +39,8 @@ _TRANSFER_FAILED = (
     "the engine repeatedly failed to copy the pages that this request needs into the pool; send the "
     "request again"
 )
+
+_PURGED = "the operator has purged the tenant of this request"
 
 
 class Engine:
@@ -146,6 +148,22 @@ class Engine:
     def remove_adapter(self, version: AdapterVersion) -> None:
         """Evicts a deleted adapter: now, or when the last request that uses it ends."""
         self._scheduler.remove_adapter(version)
+
+    def purge_tenant(self, name: str) -> tuple[TenantPurge, list[StepOutput]]:
+        """Ends a tenant's requests, drops its adapters, its prefixes and its share, and overwrites what it left in the
+        pool and on the host with zeros. May be repeated. Returns the errors of the ended requests, too.
+
+        Pages that other tenants have taken over since are theirs and stay as they are. So does the prefix cache of the
+        base model if it is public, because all tenants share it.
+        """
+        self._scheduler.advance_clock(time.monotonic())
+        tenant = self._tenants.find(name)
+        num_adapters = sum(one.version.tenant == name for one in self._scheduler.paging.residency)
+        ended = self._scheduler.purge_tenant(tenant, RequestFailed(_PURGED))
+        self._tenants.set_share(name, DEFAULT_SHARE)
+        pages = self._scheduler.paging.pool.pop_residue(tenant)
+        self._runner.memory.zero(pages, self._scheduler.swapping.free_pages)
+        return TenantPurge(len(ended), num_adapters, len(pages)), ended
 
     def set_pins(self, pins: list[Pin]) -> None:
         """Replaces the set of pinned adapters. They are loaded before their first request and are not evicted."""

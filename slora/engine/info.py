@@ -33,6 +33,15 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantPurge:
+    """What an engine dropped of a tenant. num_pages: pages of the pool that were overwritten with zeros."""
+
+    num_requests: int
+    num_adapters: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges show the present state; counters count since the engine started.
 

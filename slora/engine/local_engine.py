@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from slora.adapter_place import AdapterPlace
 from slora.engine.engine import Engine
-from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.open_streams import OpenStreams
 from slora.engine.pin import Pin
 from slora.engine.worker import (
@@ -27,6 +27,7 @@ from slora.engine.worker import (
     EngineWorker,
     GetStats,
     Prewarm,
+    PurgeTenant,
     RemoveAdapter,
     SetPins,
     Stop,
@@ -105,6 +106,10 @@ class LocalEngine:
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         self._worker.post(RemoveAdapter(version))
+
+    async def purge_tenant(self, tenant: str) -> TenantPurge:
+        purge: TenantPurge = await self._request_reply(partial(PurgeTenant, tenant))
+        return purge
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         return await self._request_reply(partial(Prewarm, version, share))

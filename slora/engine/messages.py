@@ -2,10 +2,10 @@
 
 The field `op` names the kind of message:
 
-API to engine:  add, abort, remove_adapter, pins (replaces all earlier pins), prewarm, stats, recorded (requests whose
-                usage is durable)
+API to engine:  add, abort, remove_adapter, purge (of a tenant), pins (replaces all earlier pins), prewarm, stats,
+                recorded (requests whose usage is durable)
 engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), usage (of ended requests, before their
-                last outputs), stats, place (the reply to prewarm)
+                last outputs), stats, place (the reply to prewarm), purged (the reply to purge)
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from dataclasses import asdict, astuple, fields
 from typing import Any
 
 from slora.cost_model import CostModel
-from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import (
@@ -31,7 +31,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 Message = dict[str, Any]
 
@@ -116,6 +116,14 @@ def decode_info(message: Message) -> EngineInfo:
     info["shape"] = ModelShape.from_plain(info["shape"])
     info["eos_token_ids"] = tuple(info["eos_token_ids"])
     return EngineInfo(**info)
+
+
+def encode_purged(purge: TenantPurge, number: int) -> Message:
+    return {"op": "purged", "number": number, "purge": asdict(purge)}
+
+
+def decode_purged(message: Message) -> TenantPurge:
+    return TenantPurge(**message["purge"])
 
 
 def encode_stats(stats: EngineStats, number: int) -> Message:

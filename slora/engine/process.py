@@ -23,6 +23,7 @@ from typing import Any
 from slora.adapter_place import AdapterPlace
 from slora.device.page_locked_memory import PageLockedMemory
 from slora.engine.engine import Engine
+from slora.engine.info import TenantPurge
 from slora.engine.messages import (
     Message,
     decode_add,
@@ -31,6 +32,7 @@ from slora.engine.messages import (
     decode_version,
     encode_info,
     encode_output,
+    encode_purged,
     encode_stats,
     encode_usage,
 )
@@ -42,6 +44,7 @@ from slora.engine.worker import (
     EngineWorker,
     GetStats,
     Prewarm,
+    PurgeTenant,
     RemoveAdapter,
     SetPins,
     Stop,
@@ -246,6 +249,8 @@ class EngineServer:
                     peer.relay.acknowledge(request_id)
             case "remove_adapter":
                 self._worker.post(RemoveAdapter(decode_version(message["version"])))
+            case "purge":
+                self._purge(peer, message)
             case "pins":
                 self._worker.post(SetPins(decode_pins(message)))
             case "prewarm":
@@ -273,6 +278,14 @@ class EngineServer:
             _call_in(loop, lambda: peer.send({"op": "place", "number": number, "place": place.value}))
 
         self._worker.post(Prewarm(*decode_prewarm(message), answer))
+
+    def _purge(self, peer: _Peer, message: Message) -> None:
+        loop, number = asyncio.get_running_loop(), message["number"]
+
+        def answer(purge: TenantPurge) -> None:
+            _call_in(loop, lambda: peer.send(encode_purged(purge, number)))
+
+        self._worker.post(PurgeTenant(message["tenant"], answer))
 
     def _answer_stats(self, peer: _Peer, number: int) -> None:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slora.adapter_place import AdapterPlace
 from slora.engine.engine import Engine
-from slora.engine.info import EngineStats
+from slora.engine.info import EngineStats, TenantPurge
 from slora.engine.pin import Pin
 from slora.errors import RequestRefused
 from slora.request import EngineRequest, RequestUsage, StepOutput
@@ -48,6 +48,14 @@ class RemoveAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class PurgeTenant:
+    """`answer` is called on the engine's thread."""
+
+    tenant: str
+    answer: Callable[[TenantPurge], None]
+
+
+@dataclass(frozen=True, slots=True)
 class SetPins:
     pins: list[Pin]
 
@@ -78,7 +86,7 @@ class Stop:
     pass
 
 
-Command = Add | Abort | RemoveAdapter | SetPins | Prewarm | GetStats | Wake | Stop
+Command = Add | Abort | RemoveAdapter | PurgeTenant | SetPins | Prewarm | GetStats | Wake | Stop
 
 
 class EngineWorker:
@@ -155,6 +163,10 @@ class EngineWorker:
                 engine.abort(request_id, index)
             case RemoveAdapter(version):
                 engine.remove_adapter(version)
+            case PurgeTenant(tenant, tell_purge):
+                purge, ended = engine.purge_tenant(tenant)
+                self._deliver(ended, engine.pop_usage())
+                tell_purge(purge)
             case SetPins(pins):
                 engine.set_pins(pins)
             case Prewarm(version, share, tell_place):

@@ -225,6 +225,11 @@ class KVCache:
         for block in list(self._by_adapter.get(adapter, {}).values())[::-1]:
             self._remove(block)
 
+    def remove_tenant(self, tenant: TenantAccount) -> None:
+        """Removes the keys of all blocks that the tenant owns. Idle blocks become free."""
+        for block in [block for block in self._by_key.values() if block.tenant is tenant][::-1]:
+            self._remove(block)
+
     # -- proof --------------------------------------------------------------------------------------------------
 
     def cached_pages(self) -> Iterator[int]:

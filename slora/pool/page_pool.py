@@ -43,6 +43,8 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._owners: list[TenantAccount | None] = [None] * num_pages  # None: free
+        # The tenant that the page was last allocated for. A free page may still have bytes of this tenant.
+        self._last_owners: list[TenantAccount | None] = [None] * num_pages
         self._num_cached = 0
         self.now = 0.0
         self._readings = [0.0] * num_pages  # at the times in `_read_at`
@@ -89,9 +91,10 @@ class PagePool:
         pages = free[-count:]
         del free[-count:]
         references, owners, read_at, now = self._references, self._owners, self._read_at, self.now
+        last_owners = self._last_owners
         for page in pages:
             references[page] = 1
-            owners[page] = tenant
+            owners[page] = last_owners[page] = tenant
             read_at[page] = now
         tenant.num_pages += count
         return pages
@@ -163,6 +166,13 @@ class PagePool:
             owner.num_cached -= 1
             self._num_cached -= 1
             free.append(page)
+
+    def pop_residue(self, tenant: TenantAccount) -> list[int]:
+        """Returns the free pages that were last allocated for the tenant. The caller overwrites their bytes."""
+        pages = [page for page in self._free if self._last_owners[page] is tenant]
+        for page in pages:
+            self._last_owners[page] = None
+        return pages
 
     def check_invariants(
         self, held: Iterable[int], cached: Iterable[int], tenants: Iterable[TenantAccount] = ()

@@ -22,6 +22,10 @@ class SwapSpace:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def free_pages(self) -> list[int]:
+        return list(self._free)
+
     def allocate(self, count: int) -> list[int]:
         free = self._free
         assert count <= len(free), (

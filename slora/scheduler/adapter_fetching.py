@@ -128,6 +128,9 @@ class AdapterFetching:
     def remove(self, version: AdapterVersion) -> None:
         self._source.discard(version)
 
+    def purge(self, tenant: str) -> None:
+        self._source.purge(tenant)
+
     def check_invariants(self) -> None:
         assert set(self._copies) <= {v for v, n in self._users.items() if n}, (
             "a host copy is held without a user"

@@ -191,6 +191,15 @@ class AdapterLoading:
             self._end(resident)
         return residents
 
+    def purge(self, tenant: str) -> None:
+        """Abandons the tenant's loads between two steps, and drops its copies in the host cache. No request uses its
+        adapters any more.
+        """
+        for resident in [one for one in self._loading if one.version.tenant == tenant]:
+            self._residency.abandon_load(resident)
+            self._end(resident)
+        self._host.purge(tenant)
+
     def remove(self, version: AdapterVersion) -> None:
         """Removes a deleted adapter that no unfinished request names."""
         self._residency.remove(version)

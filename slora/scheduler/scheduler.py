@@ -36,6 +36,7 @@ from slora.adapter_place import AdapterPlace
 from slora.cost_model import Costs
 from slora.errors import DeadlineMissed, RequestFailed
 from slora.pool.swap_space import SwapSpace
+from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
 from slora.scheduler.adapter_loading import AdapterLoading
@@ -163,6 +164,17 @@ class Scheduler:
         self.pins.remove(version)
         self.prewarming.remove(version)
         self._lifecycle.remove_adapter(version)
+
+    def purge_tenant(self, tenant: TenantAccount, error: Exception) -> list[StepOutput]:
+        """Ends the tenant's requests with `error`, and drops its adapters and prefixes, between two steps."""
+        unfinished = [one for one in self._lifecycle.unfinished if one.tenant is tenant]
+        ended = {one.request.request_id: self._lifecycle.fail(one, error) for one in unfinished}
+        self.adapters.purge(tenant.name)
+        for version in [one.version for one in self.paging.residency if one.version.tenant == tenant.name]:
+            self.remove_adapter(version)
+        self.paging.kv.remove_tenant(tenant)
+        self.swapping.finish_step()
+        return list(ended.values())
 
     def advance_clock(self, now: float) -> None:
         """Sets the time up to which the following calls count page-seconds, in seconds on the clock of `schedule`."""

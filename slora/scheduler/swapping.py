@@ -37,6 +37,11 @@ class Swapping:
     def num_used(self) -> int:
         return self._space.num_pages - self._space.num_free
 
+    @property
+    def free_pages(self) -> list[int]:
+        """The host pages that no sequence uses."""
+        return self._space.free_pages
+
     def swap_out(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans to copy the sequence's computed KV to the host, if that is cheaper than recomputing and the host has
         room.

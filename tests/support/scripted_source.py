@@ -85,6 +85,9 @@ class ScriptedSource:
     def discard(self, version: AdapterVersion) -> None:
         self.discarded.add(version)
 
+    def purge(self, tenant: str) -> None:
+        """Nothing is kept here."""
+
     def deliver(self, versions: Iterable[AdapterVersion] | None = None) -> None:
         """Completes the fetches of `versions`, or of all versions. A fetch of a deleted adapter fails with
         `not_found`."""

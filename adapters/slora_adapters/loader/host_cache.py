@@ -97,6 +97,8 @@ class HostCache:
         self.memory = map_arena(self.descriptor, self.num_bytes)
         self.num_evictions = 0
         self._num_uses = 0
+        # The end of the memory that adapters have used.
+        self._used_end = 0
         self._entries: dict[AdapterVersion, CachedAdapter] = {}
         # Entries that were discarded while they were still pinned.
         self._discarded: list[CachedAdapter] = []
@@ -137,6 +139,7 @@ class HostCache:
             del self._entries[evicted.version]
             self.num_evictions += 1
         entry = CachedAdapter(version, region.offset, layout)
+        self._used_end = max(self._used_end, entry.end)
         self._entries[version] = entry
         self._use(entry)
         return entry
@@ -164,6 +167,18 @@ class HostCache:
         entry.discarded = True
         if entry.num_pins:
             self._discarded.append(entry)
+
+    def purge(self, tenant: str) -> None:
+        """Discards all versions of a tenant, and overwrites every gap between regions with zeros. The cache does not
+        know which tenant left its bytes in a gap. Memory that was never used is not touched.
+        """
+        for version in [version for version in self._entries if version.tenant == tenant]:
+            self.discard(version)
+        position = 0
+        for entry in sorted(self._regions(), key=lambda entry: entry.offset):
+            self.memory[position : entry.offset] = 0
+            position = entry.offset + entry.num_bytes
+        self.memory[position : self._used_end] = 0
 
     def check(self) -> None:
         """Asserts that regions are disjoint and inside the arena, and that regions and gaps add up to the

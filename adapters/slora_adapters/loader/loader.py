@@ -122,6 +122,12 @@ class Loader:
             self._cache.discard(version)
             self._changed.notify_all()
 
+    def purge(self, tenant: str) -> None:
+        """Removes all versions of a tenant from the cache, and overwrites free memory that adapters have used."""
+        with self._changed:
+            self._cache.purge(tenant)
+            self._changed.notify_all()
+
     def check(self) -> None:
         """Asserts the invariants of the cache."""
         with self._changed:

@@ -26,6 +26,7 @@ from slora_adapters.loader.loader_messages import (
     decode_loaded,
     decode_version,
     encode_call,
+    encode_purge,
 )
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import ByteArray
@@ -148,6 +149,10 @@ class LoaderClient:
         """The message is sent only to a connected loader, because a new loader process starts with an empty cache."""
         with self._changed:
             self._send(encode_call("discard", version))
+
+    def purge(self, tenant: str) -> None:
+        with self._changed:
+            self._send(encode_purge(tenant))
 
     def close(self) -> None:
         """Ends the thread. The client must not be used afterwards."""

@@ -1,7 +1,8 @@
 """The frames between a loader process and the engines that it serves.
 
 After connecting, a client receives one byte that carries the arena's memfd, and then a `hello`. The client sends
-`load`, `release` and `discard`. Each `load` has a number and is answered by one `loaded` or `failed` with this number.
+`load`, `release`, `discard` and `purge`. Each `load` has a number and is answered by one `loaded` or `failed` with this
+number.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from slora_adapters.peft.packing import ByteArray, PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Message = dict[str, Any]
 
@@ -51,6 +52,10 @@ def decode_hello(message: Message) -> Hello:
 def encode_call(op: str, version: AdapterVersion, number: int = 0) -> Message:
     """Encodes a message of a client. op: "load", "release" or "discard"."""
     return {"op": op, "version": [version.tenant, version.digest], "number": number}
+
+
+def encode_purge(tenant: str) -> Message:
+    return {"op": "purge", "tenant": tenant}
 
 
 def decode_version(message: Message) -> AdapterVersion:

@@ -59,6 +59,9 @@ class _Client:
         self._gone = False
 
     def obey(self, message: Message) -> None:
+        if message["op"] == "purge":
+            self._loader.purge(str(message["tenant"]))
+            return
         version = decode_version(message)
         match message["op"]:
             case "load":

@@ -80,6 +80,9 @@ class AdapterSource(Protocol):
     def discard(self, version: AdapterVersion) -> None:
         """Drops the host copy of a deleted version."""
 
+    def purge(self, tenant: str) -> None:
+        """Drops all host copies of a tenant, and overwrites what adapters have left in free host memory."""
+
 
 class DirectorySource:
     """Reads adapters from PEFT directories and packs them in this process, on `num_threads` threads (0: inside
@@ -166,6 +169,11 @@ class DirectorySource:
     def discard(self, version: AdapterVersion) -> None:
         self._directories.pop(version, None)
         self._packed.pop(version, None)
+
+    def purge(self, tenant: str) -> None:
+        for version in [*self._directories, *self._packed]:
+            if version.tenant == tenant:
+                self.discard(version)
 
     def close(self) -> None:
         """Waits for running loads. The source must not be used afterwards."""

@@ -45,6 +45,25 @@ def test_a_filled_adapter_is_found_again(cache: HostCache) -> None:
     assert cache.find(_version(2)) is None
 
 
+def test_a_purge_leaves_no_byte_of_the_tenant_and_every_byte_of_others(cache: HostCache) -> None:
+    """Not even where an evicted adapter was replaced by a smaller one."""
+    for number in (1, 2, 3):
+        cache.unpin(_fill(cache, number))
+    kept = cache.allocate(AdapterVersion("other", "a" * 64), _layout(PAGE_SEGMENTS + 1))
+    assert kept is not None and cache.num_evictions == 2
+    cache.region(kept)[:] = 9
+    kept.ready = True
+    running = cache.find(_version(3))
+    assert running is not None
+    cache.purge("t")
+    assert set(np.unique(cache.memory)) == {0, 3, 9}, "a copy in use stays"
+    assert (cache.region(kept) == 9).all()
+    cache.unpin(running)
+    cache.purge("t")
+    assert set(np.unique(cache.memory)) == {0, 9} and len(cache) == 1
+    cache.unpin(kept)
+
+
 def test_another_process_sees_what_was_written(cache: HostCache) -> None:
     entry = _fill(cache, 7)
     arena = map_arena(cache.descriptor, cache.num_bytes)

@@ -330,6 +330,17 @@ def test_a_deleted_adapter_that_was_discarded_is_not_served_from_the_cache(bench
     assert bench.fetch(version).code == "not_found"
 
 
+def test_after_a_purge_no_adapter_of_the_tenant_is_in_the_arena(bench: LoaderHarness) -> None:
+    version = _v(bench.stock.add(1))
+    packed = bench.fetch(version).packed
+    assert packed.buffer.any()
+    bench.client.release(version)
+    bench.stock.store.delete(version.digest)
+    bench.client.purge(version.tenant)
+    assert bench.fetch(version).code == "not_found"
+    assert not packed.buffer.any()
+
+
 def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
     bench: LoaderHarness, tmp_path: Path
 ) -> None:
