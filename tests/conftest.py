@@ -19,6 +19,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET=1 could be set"
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.support.triton_interpreter import hasten_interpreter
+
 # No deadline and no health check of the speed: machines differ, and a slow one must not fail a test. The quick run
 # tries the same examples each time, so that a failure belongs to the change. The soak run tries new ones.
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
@@ -41,7 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("soak" if config.getoption("--soak") else "test")
+    soak = config.getoption("--soak")
+    settings.load_profile("soak" if soak else "test")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        hasten_interpreter(detect_overflow=soak)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
