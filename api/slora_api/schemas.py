@@ -368,10 +368,25 @@ class NewTenantRequest(TenantChanges):
 
 
 class NewKeyRequest(BaseModel):
-    """POST /admin/tenants/{tenant}/keys. The adapter need not exist yet, because uploading it requires a key."""
+    """POST /admin/tenants/{tenant}/keys. The adapter need not exist yet, because uploading it requires a key.
+
+    scopes: by default, all that a tenant's key can have.
+    expires_at: Unix time in seconds.
+    """
 
     model_config = _STRICT
+    name: _Name = ""
+    scopes: list[_Name] | None = None
     adapter: _Name | None = None
+    expires_at: int | None = None
+
+
+class NewOperatorKeyRequest(BaseModel):
+    """POST /admin/keys."""
+
+    model_config = _STRICT
+    name: _Name
+    expires_at: int | None = None
 
 
 def _check_targets(value: Any) -> Any:

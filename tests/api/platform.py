@@ -49,6 +49,7 @@ from slora_api.settings import Settings
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
@@ -73,10 +74,14 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def open_tenant_store(database: Database, directory: Path) -> TenantStore:
-    """Tenants and keys. Secrets and the revocation journal are files in `directory`."""
+def open_key_store(database: Database, directory: Path) -> KeyStore:
+    """Keys. The pepper and the revocation journal are files in `directory`."""
     journal = RevocationJournal(directory / "revocations")
-    return TenantStore(database, Pepper.from_file(directory / "pepper"), journal)
+    return KeyStore(database, Pepper.from_file(directory / "pepper"), journal)
+
+
+def open_tenant_store(database: Database, directory: Path) -> TenantStore:
+    return TenantStore(database, open_key_store(database, directory))
 
 
 @dataclass
@@ -97,7 +102,7 @@ class Platform:
         tenant_store = self.services.tenant_store
         if tenant not in [known.name for known in tenant_store.list_tenants()]:
             tenant_store.create_tenant(tenant)
-        return tenant_store.create_key(tenant, adapter)[1].secret
+        return self.services.key_store.create_key(tenant, adapter)[1].secret
 
     def upload(
         self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str
@@ -157,7 +162,8 @@ def running_platform(
     )
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
     journal = RevocationJournal(directory / "revocations")
-    tenant_store = TenantStore(database, pepper, journal, chosen.auth_stale_seconds)
+    key_store = KeyStore(database, pepper, journal, chosen.auth_stale_seconds)
+    tenant_store = TenantStore(database, key_store)
     registry = Registry(RegistryStorage(database))
     pinning = Pinning(registry, tenant_store, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
@@ -172,13 +178,14 @@ def running_platform(
         reserve,
         tenant_store,
         AuditLog(database),
+        key_store,
         ModelCatalog(base, adapters, engine, pinning),
         Publisher(
             base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning
         ),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, tenant_store, engine, pinning.refresh),
+        ChangeFollower(registry, key_store, engine, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes

@@ -73,15 +73,25 @@ tenants = Table(
     Column("status", Text, nullable=False, server_default="active"),
 )
 
+# tenant: NULL for an operator's key. scopes: separated by spaces. models: the allow-list, as a JSON list; NULL permits
+# all models. replaced_by: the key id that a rotation has made.
 api_keys = Table(
     "api_keys",
     metadata,
     Column("key_id", _KEY, primary_key=True),
-    Column("tenant", _KEY, ForeignKey("tenants.name"), nullable=False),
+    Column("tenant", _KEY, ForeignKey("tenants.name")),
     Column("digest", LargeBinary, nullable=False),
     Column("adapter", Text),
     Column("created_at", BigInteger, nullable=False),
     Column("revoked_at", BigInteger),
+    Column("name", Text, nullable=False, server_default=""),
+    Column(
+        "scopes", Text, nullable=False, server_default="adapters:read adapters:write inference usage:read"
+    ),
+    Column("models", Text),
+    Column("expires_at", BigInteger),
+    Column("last_used_at", BigInteger),
+    Column("replaced_by", Text),
     Index("api_keys_of_tenant", "tenant", "created_at"),
 )
 

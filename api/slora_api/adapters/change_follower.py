@@ -20,7 +20,7 @@ from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.key_store import KeyStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 
@@ -47,12 +47,12 @@ class ChangeFollower:
     def __init__(
         self,
         registry: Registry,
-        tenant_store: TenantStore,
+        key_store: KeyStore,
         engine: VersionHolder,
         on_moved_pin: Callable[[], None],
     ) -> None:
         self._registry = registry
-        self._tenant_store = tenant_store
+        self._key_store = key_store
         self._engine = engine
         self._on_moved_pin = on_moved_pin
 
@@ -64,7 +64,7 @@ class ChangeFollower:
             is_all = True
             try:
                 changes = await asyncio.to_thread(self._registry.changes, cursor)
-                self._tenant_store.apply_changes(changes)
+                self._key_store.apply_changes(changes)
                 await self._pass_on(changes)
                 # The cursor advances only now, so that changes that could not be passed on are read again.
                 cursor, is_all = changes.cursor, changes.is_all

@@ -36,7 +36,7 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.generation.served_model import ServedModel
 from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
-from slora_api.tenants.tenant_store import KeyRecord
+from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
 

@@ -27,7 +27,8 @@ from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry.registry import Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
-from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStatus, TenantStore
+from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
 
 __all__ = ["Pinning"]
 

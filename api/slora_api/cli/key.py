@@ -1,31 +1,55 @@
-"""`slora key`: the operator's commands for API keys."""
+"""`slora key` and `slora admin-key`: the operator's commands for the API keys of tenants and operators."""
 
 import argparse
 import sys
+import time
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
-from slora_api.cli.output import print_json, print_records
+from slora_api.cli.output import Columns, print_json, print_records
 from slora_api.cli.remote import admin_client, check, explained
 
-__all__ = ["create", "revoke", "show"]
+__all__ = ["create", "create_operator_key", "revoke", "show", "show_operator_keys"]
+
+_OPERATOR_KEYS = "/admin/keys"
 
 
 def _keys_path(tenant: str) -> str:
     return f"/admin/tenants/{quote(tenant, safe='')}/keys"
 
 
-_COLUMNS = {
+def _state(key: Mapping[str, Any]) -> str:
+    if key["revoked"]:
+        return "revoked"
+    return "expired" if key["expires_at"] is not None and key["expires_at"] <= time.time() else "active"
+
+
+def _time(unix_time: int | None, otherwise: str) -> str:
+    return otherwise if unix_time is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time))
+
+
+_OPERATOR_COLUMNS = {
     "KEY": lambda key: key["key_id"],
-    "STATE": lambda key: "revoked" if key["revoked"] else "active",
+    "NAME": lambda key: key["name"] or "-",
+    "STATE": _state,
+    "EXPIRES": lambda key: _time(key["expires_at"], "never"),
+    "LAST USED": lambda key: _time(key["last_used_at"], "never"),
+}
+_COLUMNS = {
+    **_OPERATOR_COLUMNS,
+    "SCOPES": lambda key: ",".join(key["scopes"]),
     "DEFAULT MODEL": lambda key: key["adapter"] or "the base model",
 }
 
 
-@explained
-def create(arguments: argparse.Namespace) -> None:
-    body = {} if arguments.adapter is None else {"adapter": arguments.adapter}
+def _create(path: str, wanted: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Creates a key from the fields of `wanted` that are set, and prints it."""
+    body = {name: value for name, value in wanted.items() if value is not None}
+    if arguments.expires_s is not None:
+        body["expires_at"] = int(time.time()) + arguments.expires_s
     with admin_client() as client:
-        made = check(client.post(_keys_path(arguments.tenant), json=body))
+        made = check(client.post(path, json=body))
     if arguments.json:
         print_json(made)
         return
@@ -33,11 +57,31 @@ def create(arguments: argparse.Namespace) -> None:
     print(f"created key {made['key_id']}; the server cannot show it again", file=sys.stderr)
 
 
+def _show(path: str, columns: Columns, arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        keys = check(client.get(path))["data"]
+    print_records(keys, columns, as_json=arguments.json)
+
+
+@explained
+def create(arguments: argparse.Namespace) -> None:
+    wanted = {name: getattr(arguments, name) for name in ("name", "adapter", "scopes")}
+    _create(_keys_path(arguments.tenant), wanted, arguments)
+
+
+@explained
+def create_operator_key(arguments: argparse.Namespace) -> None:
+    _create(_OPERATOR_KEYS, {"name": arguments.name}, arguments)
+
+
 @explained
 def show(arguments: argparse.Namespace) -> None:
-    with admin_client() as client:
-        keys = check(client.get(_keys_path(arguments.tenant)))["data"]
-    print_records(keys, _COLUMNS, as_json=arguments.json)
+    _show(_keys_path(arguments.tenant), _COLUMNS, arguments)
+
+
+@explained
+def show_operator_keys(arguments: argparse.Namespace) -> None:
+    _show(_OPERATOR_KEYS, _OPERATOR_COLUMNS, arguments)
 
 
 @explained

@@ -27,6 +27,9 @@ _HANDLERS = {
     "key create": ("slora_api.cli.key", "create"),
     "key list": ("slora_api.cli.key", "show"),
     "key revoke": ("slora_api.cli.key", "revoke"),
+    "admin-key create": ("slora_api.cli.key", "create_operator_key"),
+    "admin-key list": ("slora_api.cli.key", "show_operator_keys"),
+    "admin-key revoke": ("slora_api.cli.key", "revoke"),
     "audit log": ("slora_api.cli.audit", "log"),
     "adapter push": ("slora_api.cli.adapter", "push"),
     "adapter verify": ("slora.verify.verify_command", "verify"),
@@ -50,7 +53,7 @@ _EXTRAS = {"adapter verify": "verify"}
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, usage, audit and adapter pin
+  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, admin-key, usage, audit and adapter pin
   SLORA_API_KEY    a tenant's key, for the commands adapter, usage and complete
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub
 
@@ -142,10 +145,50 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     )
     create.add_argument("tenant")
     create.add_argument(
+        "--name", metavar="TEXT", help="a label for people, such as the program that gets the key"
+    )
+    create.add_argument(
         "--adapter", metavar="NAME[@ALIAS]", help="the adapter that this key uses for model=default"
     )
+    create.add_argument(
+        "--scope", metavar="SCOPE", action="append", dest="scopes",
+        help="what the key may do: inference, adapters:read, adapters:write or usage:read; can be given several times "
+        "(default: all of them)",
+    )  # fmt: skip
+    _add_expiry(create)
     keys.add("list", "list a tenant's keys, without the secrets", has_json=True).add_argument("tenant")
     keys.add("revoke", "revoke a key immediately").add_argument("key_id", help="as in slora_KEYID_..._...")
+
+    operators = commands.group("admin-key", "create, list and revoke the keys of operators (operator)")
+    create = operators.add(
+        "create", "create a key for an operator and print it; it cannot be shown again", has_json=True
+    )
+    create.add_argument("name", help="the person or program that gets the key")
+    _add_expiry(create)
+    operators.add("list", "list the operators' keys, without the secrets", has_json=True)
+    operators.add("revoke", "revoke a key immediately").add_argument(
+        "key_id", help="as in slora_KEYID_..._..."
+    )
+
+
+def _add_expiry(create: argparse.ArgumentParser) -> None:
+    create.add_argument(
+        "--expires", type=_duration, metavar="TIME", dest="expires_s",
+        help="how long the key is valid: a number and s, m, h or d, such as 30d (default: until it is revoked)",
+    )  # fmt: skip
+
+
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _duration(text: str) -> int:
+    """Parses a duration such as 30d, in seconds."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in _UNIT_SECONDS or not (number.isascii() and number.isdigit()) or not int(number):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration; give a number and s, m, h or d, such as 30d"
+        )
+    return int(number) * _UNIT_SECONDS[unit]
 
 
 def _add_audit(commands: _Commands) -> None:

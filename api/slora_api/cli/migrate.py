@@ -13,8 +13,8 @@ from slora_adapters.store.store_url import load_optional
 from slora_api.cli.remote import CommandFailed, explained
 from slora_api.data_dir import open_data_dir
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["migrate"]
 
@@ -57,7 +57,7 @@ def _copy_data_dir(directory: Path, target: Database) -> None:
         closing(RevocationJournal(data.revocations)) as journal,
     ):
         # Leaves the check of the pepper in the source, and revocations that wait in the journal.
-        TenantStore(source, Pepper.from_file(data.pepper), journal).write_pending_revocations()
+        KeyStore(source, Pepper.from_file(data.pepper), journal).write_pending_revocations()
         copied = copy_database(source, target)
     print(
         f"copied {copied.num_tenants} tenants, {copied.num_keys} keys and {copied.num_names} names from {directory}; "

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from slora.tenant_share import TenantShare
 from slora_api.schemas import GenerationFields
-from slora_api.tenants.tenant_store import KeyRecord
+from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["ServiceTerms"]
 

@@ -17,7 +17,7 @@ from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject
 from slora_api.routes.openapi import errors, form_body
 from slora_api.routes.services import Wired
 from slora_api.schemas import AliasMove, Limit, UploadForm, VersionNumber
-from slora_api.tenants.authentication import CurrentKey
+from slora_api.tenants.authentication import AdapterReader, AdapterWriter, InferenceKey
 
 __all__ = ["router"]
 
@@ -45,7 +45,7 @@ class DeletedAlias(TypedDict):
         AdapterInvalid, QuotaExceeded, TenantBusy, ServerBusy, EngineUnavailable, InspectionFailed, DiskFull
     ),
 )
-async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> PublishedObject:
+async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) -> PublishedObject:
     """Multipart fields: name, config, weights, and optionally tokenizer_config, chat_template, generation_config and
     base_fingerprint. An archive may replace all files.
     """
@@ -57,19 +57,19 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
 
 @router.get("/v1/adapters")
 def list_adapters(
-    key: CurrentKey, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+    key: AdapterReader, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
 ) -> PageObject[AdapterObject]:
     return services.catalog.list_adapters(key.tenant, limit, after)
 
 
 @router.get("/v1/adapters/{reference}", responses=errors(ModelNotFound))
-def get_adapter(reference: str, key: CurrentKey, services: Wired) -> VersionObject | AdapterObject:
+def get_adapter(reference: str, key: AdapterReader, services: Wired) -> VersionObject | AdapterObject:
     return services.catalog.describe_adapter(key.tenant, reference)
 
 
 @router.delete("/v1/adapters/{reference}", responses=errors(ModelNotFound, InUse, DiskFull))
 async def delete_adapter(
-    reference: str, key: CurrentKey, services: Wired, force: bool = False
+    reference: str, key: AdapterWriter, services: Wired, force: bool = False
 ) -> DeletedAdapter:
     """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at it, unless `force` is
     set.
@@ -83,7 +83,7 @@ async def delete_adapter(
     status_code=status.HTTP_202_ACCEPTED,
     responses=errors(ModelNotFound, EngineUnavailable),
 )
-async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> PrewarmObject:
+async def prewarm_adapter(reference: str, key: InferenceKey, services: Wired) -> PrewarmObject:
     """Starts to load the adapter and answers where it is now. Repeat the request to follow the progress."""
     return await services.catalog.prewarm(key, reference)
 
@@ -91,7 +91,7 @@ async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> P
 @router.get("/v1/adapters/{name}/versions", responses=errors(AdapterNotFound))
 def list_versions(
     name: str,
-    key: CurrentKey,
+    key: AdapterReader,
     services: Wired,
     limit: Limit = DEFAULT_LIMIT,
     after: VersionNumber | None = None,
@@ -100,17 +100,19 @@ def list_versions(
 
 
 @router.get("/v1/adapters/{name}/aliases", responses=errors(AdapterNotFound))
-def list_aliases(name: str, key: CurrentKey, services: Wired) -> ListObject[AliasObject]:
+def list_aliases(name: str, key: AdapterReader, services: Wired) -> ListObject[AliasObject]:
     return {"object": "list", "data": services.aliases.list(key.tenant, name)}
 
 
 @router.get("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound))
-def get_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> AliasObject:
+def get_alias(name: str, alias: str, key: AdapterReader, services: Wired) -> AliasObject:
     return services.aliases.describe(key.tenant, name, alias)
 
 
 @router.put("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, AliasConflict, DiskFull))
-async def move_alias(name: str, alias: str, body: AliasMove, key: CurrentKey, services: Wired) -> AliasObject:
+async def move_alias(
+    name: str, alias: str, body: AliasMove, key: AdapterWriter, services: Wired
+) -> AliasObject:
     return await services.aliases.move(
         key.tenant,
         name,
@@ -122,7 +124,7 @@ async def move_alias(name: str, alias: str, body: AliasMove, key: CurrentKey, se
 
 
 @router.delete("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, DiskFull))
-async def delete_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> DeletedAlias:
+async def delete_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> DeletedAlias:
     await services.aliases.delete(key.tenant, name, alias)
     return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
 
@@ -131,5 +133,5 @@ async def delete_alias(name: str, alias: str, key: CurrentKey, services: Wired) 
     "/v1/adapters/{name}/aliases/{alias}/rollback",
     responses=errors(AdapterNotFound, AliasConflict, DiskFull),
 )
-async def roll_back_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> AliasObject:
+async def roll_back_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> AliasObject:
     return await services.aliases.roll_back(key.tenant, name, alias)

@@ -1,4 +1,4 @@
-"""/admin: the operator's routes for tenants, API keys and pins."""
+"""/admin: the operator's routes for tenants and pins."""
 
 from typing import Literal
 
@@ -12,9 +12,10 @@ from slora_api.errors import Conflict, NotFound, PinsFull
 from slora_api.listing import ListObject
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
+from slora_api.schemas import NewTenantRequest, TenantChanges
 from slora_api.tenants.authentication import Operator
-from slora_api.tenants.tenant_store import KeyRecord, ShareChanges, Tenant, TenantStatus
+from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.tenants.tenant_store import ShareChanges, Tenant
 
 __all__ = ["router"]
 
@@ -32,29 +33,6 @@ class TenantObject(TypedDict):
     min_pool_share: float
     max_pool_share: float
     priority: int
-
-
-class KeyObject(TypedDict):
-    """adapter: the default adapter of the key; null for the base model. created: Unix time in seconds."""
-
-    object: Literal["api_key"]
-    key_id: str
-    tenant: str
-    adapter: str | None
-    created: int
-    revoked: bool
-
-
-class NewKey(KeyObject):
-    """key: the secret, which the server cannot show again."""
-
-    key: str
-
-
-class RevokedKey(TypedDict):
-    object: Literal["api_key"]
-    key_id: str
-    revoked: bool
 
 
 class PinObject(AliasObject):
@@ -79,17 +57,6 @@ def _tenant_json(tenant: Tenant) -> TenantObject:
 
 def _changes(body: TenantChanges) -> ShareChanges:
     return ShareChanges(body.weight, body.min_pool_share, body.max_pool_share, body.priority)
-
-
-def _key_json(key: KeyRecord) -> KeyObject:
-    return {
-        "object": "api_key",
-        "key_id": key.key_id,
-        "tenant": key.tenant,
-        "adapter": key.adapter,
-        "created": key.created_at,
-        "revoked": key.revoked_at is not None,
-    }
 
 
 # Functions without `async`: FastAPI runs them on a thread, because the database may wait for a disk.
@@ -145,27 +112,3 @@ async def pin_adapter(tenant: str, name: str, _operator: Operator, services: Wir
 @router.delete("/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, DiskFull))
 async def unpin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> AdapterObject:
     return adapter_json(await services.pinning.unpin(tenant, name))
-
-
-@router.post(
-    "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
-)
-def create_key(
-    tenant: str, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
-) -> NewKey:
-    adapter = body.adapter if body else None
-    if adapter is not None:
-        services.catalog.check_key_adapter(adapter)
-    record, key = services.tenant_store.create_key(tenant, adapter)
-    return {**_key_json(record), "key": key.secret}
-
-
-@router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
-def list_keys(tenant: str, _operator: Operator, services: Wired) -> ListObject[KeyObject]:
-    return {"object": "list", "data": [_key_json(key) for key in services.tenant_store.list_keys(tenant)]}
-
-
-@router.delete("/keys/{key_id}", responses=errors(NotFound))
-def revoke_key(key_id: str, _operator: Operator, services: Wired) -> RevokedKey:
-    services.tenant_store.revoke_key(key_id)
-    return {"object": "api_key", "key_id": key_id, "revoked": True}

@@ -25,8 +25,8 @@ from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import errors, event_stream, json_body
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
-from slora_api.tenants.authentication import CurrentKey
-from slora_api.tenants.tenant_store import KeyRecord
+from slora_api.tenants.authentication import InferenceKey
+from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["router"]
 
@@ -75,12 +75,12 @@ def _prompt_maker(terms: ServiceTerms, services: Services, model: ServedModel) -
     )
 
 
-async def _completion_body(request: Request, _key: CurrentKey, services: Wired) -> CompletionRequest:
+async def _completion_body(request: Request, _key: InferenceKey, services: Wired) -> CompletionRequest:
     bounds = services.bounds()
     return await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
 
 
-async def _chat_body(request: Request, _key: CurrentKey, services: Wired) -> ChatRequest:
+async def _chat_body(request: Request, _key: InferenceKey, services: Wired) -> ChatRequest:
     bounds = services.bounds()
     return await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
 
@@ -95,7 +95,7 @@ _ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
     responses=event_stream(CompletionChunk) | _ERRORS,
     openapi_extra=json_body(CompletionRequest),
 )
-async def complete(request: Request, body: _CompletionBody, key: CurrentKey, services: Wired) -> Response:
+async def complete(request: Request, body: _CompletionBody, key: InferenceKey, services: Wired) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, services, model)
     )
@@ -131,7 +131,7 @@ async def _complete(
     responses=event_stream(ChatCompletionChunk) | _ERRORS,
     openapi_extra=json_body(ChatRequest),
 )
-async def chat(request: Request, body: _ChatBody, key: CurrentKey, services: Wired) -> Response:
+async def chat(request: Request, body: _ChatBody, key: InferenceKey, services: Wired) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, services, model)
     )

@@ -1,4 +1,4 @@
-"""/v1/limits: the bounds of a request, for any valid API key of a tenant."""
+"""/v1/limits: the bounds of a request, for an API key with the scope `inference`."""
 
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from slora_api.errors import Starting
 from slora_api.request_bounds import RequestBounds
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.tenants.authentication import CurrentKey
+from slora_api.tenants.authentication import InferenceKey
 
 __all__ = ["router"]
 
@@ -22,5 +22,5 @@ class LimitsObject(RequestBounds):
 
 
 @router.get("/v1/limits", responses=errors(Starting))
-async def show_limits(_key: CurrentKey, services: Wired) -> LimitsObject:
+async def show_limits(_key: InferenceKey, services: Wired) -> LimitsObject:
     return LimitsObject(**asdict(services.bounds()))

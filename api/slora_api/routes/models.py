@@ -10,7 +10,7 @@ from slora_api.request_bounds import RequestBounds
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import Limit
-from slora_api.tenants.authentication import CurrentKey
+from slora_api.tenants.authentication import InferenceKey
 
 __all__ = ["router"]
 
@@ -25,7 +25,7 @@ class DescribedModel(ModelObject):
 
 @router.get("/v1/models", response_model=PageObject[ModelObject])
 def list_models(
-    key: CurrentKey, services: Wired, limit: Limit | None = None, after: str | None = None
+    key: InferenceKey, services: Wired, limit: Limit | None = None, after: str | None = None
 ) -> JSONResponse:
     """Lists all models if the client sends no `limit`, because OpenAI's clients do not request pages of models."""
     # Serialized on this thread: thousands of models take milliseconds, which must not block the event loop.
@@ -33,7 +33,7 @@ def list_models(
 
 
 @router.get("/v1/models/{model:path}", responses=errors(ModelNotFound))
-def get_model(model: str, key: CurrentKey, services: Wired) -> DescribedModel:
+def get_model(model: str, key: InferenceKey, services: Wired) -> DescribedModel:
     """Describes one model."""
     return {**services.catalog.describe_model(key, model), "limits": _limits(services)}
 

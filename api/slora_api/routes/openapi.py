@@ -9,11 +9,10 @@ routes that need a key, of routes with parameters, and of routes with a body.
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
-from fastapi.dependencies.models import Dependant
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter
@@ -34,7 +33,7 @@ from slora_api.errors import (
     Unauthorized,
     find_status,
 )
-from slora_api.tenants.authentication import find_needed_key
+from slora_api.tenants.authentication import required_scopes
 
 __all__ = ["OpenApiDocument", "errors", "event_stream", "form_body", "json_body", "router"]
 
@@ -135,8 +134,8 @@ def _complete(operation: _Json, route: APIRoute) -> None:
     if _refers_to(answers.get("422", {}), "HTTPValidationError"):
         del answers["422"]
     kinds = list(_ANY_ROUTE)
-    if (needed := next(filter(None, map(find_needed_key, _calls(route.dependant))), None)) is not None:
-        operation["security"] = [{"api_key": [needed]}]
+    if scopes := required_scopes(route):
+        operation["security"] = [{"api_key": sorted(scopes)}]
         kinds += _WITH_KEY
     has_body = "requestBody" in operation
     if has_body or "parameters" in operation:
@@ -145,14 +144,6 @@ def _complete(operation: _Json, route: APIRoute) -> None:
         kinds += _WITH_BODY
     _add_errors(answers, kinds, str)
     operation["responses"] = dict(sorted(answers.items()))
-
-
-def _calls(dependant: Dependant) -> Iterator[Callable[..., Any]]:
-    """Yields the functions of a route's dependencies, those of dependencies included."""
-    for dependency in dependant.dependencies:
-        if dependency.call is not None:
-            yield dependency.call
-        yield from _calls(dependency)
 
 
 def _add_errors(

@@ -22,6 +22,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_report import UsageReport
 
@@ -45,6 +46,7 @@ class Services:
     reserve: DiskReserve
     tenant_store: TenantStore
     audit_log: AuditLog
+    key_store: KeyStore
     catalog: ModelCatalog
     publisher: Publisher
     aliases: Aliases

@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from slora_api.errors import TenantBusy
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
-from slora_api.tenants.authentication import CurrentKey, Operator
+from slora_api.tenants.authentication import Operator, UsageReader
 from slora_api.tenants.usage_report import BucketWidth, UsagePageObject, UsageQuery
 
 __all__ = ["router"]
@@ -55,7 +55,7 @@ _ANSWERS = _CSV | errors(TenantBusy)
 
 
 @router.get("/v1/usage", response_model=UsagePageObject, responses=_ANSWERS)
-async def show_own_usage(asked: _Asked, key: CurrentKey, services: Wired) -> Response:
+async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired) -> Response:
     return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
 
 

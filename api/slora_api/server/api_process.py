@@ -35,6 +35,7 @@ from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
 from slora_api.settings import Settings
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
@@ -68,7 +69,8 @@ async def open_services(
     )
     journal = RevocationJournal(data.revocations)
     stack.callback(journal.close)
-    tenant_store = TenantStore(database, pepper, journal, settings.auth_stale_seconds)
+    key_store = KeyStore(database, pepper, journal, settings.auth_stale_seconds)
+    tenant_store = TenantStore(database, key_store)
     pinning = Pinning(registry, tenant_store, client)
     quarantine = Quarantine(data.quarantine, reserve)
     inspector = Inspector(model.shape, model.limits, InspectionBounds())
@@ -80,13 +82,14 @@ async def open_services(
         reserve,
         tenant_store,
         AuditLog(database),
+        key_store,
         ModelCatalog(base, adapters, client, pinning),
         Publisher(
             base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, client, pinning
         ),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, tenant_store, client, pinning.refresh),
+        ChangeFollower(registry, key_store, client, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes

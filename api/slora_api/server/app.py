@@ -20,6 +20,7 @@ from slora_api.routes import (
     audit,
     completions,
     health,
+    keys,
     limits,
     models,
     openapi,
@@ -30,13 +31,13 @@ from slora_api.routes.services import Services
 from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.server.request_scope import RequestScopeMiddleware
 from slora_api.tenants.admin_key import AdminKey
-from slora_api.tenants.authentication import AuthenticationMiddleware, is_operator
+from slora_api.tenants.authentication import AuthenticationMiddleware, check_routes, is_operator
 
 __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, audit, health, openapi)
+_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, keys, audit, health, openapi)
 _ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
@@ -65,6 +66,7 @@ def make_router(services: Services) -> FastAPI:
     """Makes the routes without the layers that guard them. FastAPI's documentation pages are off, because they load
     scripts from other hosts.
     """
+    check_routes(_ROUTES)
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     app.state.openapi_document = openapi.OpenApiDocument(_ROUTES)
@@ -81,7 +83,7 @@ def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
     """
     settings = services.settings
     app: ASGIApp = make_router(services)
-    app = AuthenticationMiddleware(app, services.tenant_store, admin_key)
+    app = AuthenticationMiddleware(app, services.key_store, admin_key)
     body_limits = BodyLimits(
         settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
     )

@@ -28,7 +28,7 @@ from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow
 from slora_api.generation.permit_pool import PermitPool
 from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
 from slora_api.server.min_rate_timeout import MinRateTimeout
-from slora_api.tenants.tenant_store import KeyRecord
+from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["BodyLimitMiddleware", "BodyLimits"]
 

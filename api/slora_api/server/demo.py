@@ -20,6 +20,7 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
 from slora_api.errors import Conflict
 from slora_api.tenants.api_key import make_key
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "find_demo_directory", "set_up_demo"]
@@ -74,7 +75,9 @@ def _read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-def _make_tenants(tenant_store: TenantStore, keys_path: Path, adapters: Iterable[str]) -> list[DemoTenant]:
+def _make_tenants(
+    tenant_store: TenantStore, key_store: KeyStore, keys_path: Path, adapters: Iterable[str]
+) -> list[DemoTenant]:
     wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
     keys = _read_keys(keys_path)
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
@@ -83,18 +86,22 @@ def _make_tenants(tenant_store: TenantStore, keys_path: Path, adapters: Iterable
     for tenant, adapter in wanted.items():
         with suppress(Conflict):  # an earlier start created it
             tenant_store.create_tenant(tenant)
-        tenant_store.import_key(tenant, adapter, keys[tenant])
+        key_store.import_key(tenant, adapter, keys[tenant])
     return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]
 
 
 async def set_up_demo(
-    adapters: Sequence[Path], tenant_store: TenantStore, publisher: Publisher, keys_path: Path
+    adapters: Sequence[Path],
+    tenant_store: TenantStore,
+    key_store: KeyStore,
+    publisher: Publisher,
+    keys_path: Path,
 ) -> list[DemoTenant]:
     """Creates the demo's tenants, API keys and adapters if they do not exist yet. Needs a running engine, as all
     uploads do.
     """
     names = [path.name for path in adapters]
-    tenants = await asyncio.to_thread(_make_tenants, tenant_store, keys_path, names)
+    tenants = await asyncio.to_thread(_make_tenants, tenant_store, key_store, keys_path, names)
     for path in adapters:
         await _publish(path, publisher)
     return tenants

@@ -8,7 +8,7 @@ import logging
 
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.key_store import KeyStore
 
 __all__ = ["DiskWatch"]
 
@@ -20,9 +20,9 @@ _PERIOD_S = 2.0
 class DiskWatch:
     """A read-only server becomes writable again only while `run` is running."""
 
-    def __init__(self, reserve: DiskReserve, tenant_store: TenantStore) -> None:
+    def __init__(self, reserve: DiskReserve, key_store: KeyStore) -> None:
         self._reserve = reserve
-        self._tenant_store = tenant_store
+        self._key_store = key_store
         # The last error, so that a lasting error is logged once.
         self._trouble = ""
 
@@ -39,7 +39,7 @@ class DiskWatch:
         trouble = ""
         try:
             self._reserve.watch()
-            self._tenant_store.write_pending_revocations()
+            self._key_store.write_pending_revocations()
         except DiskFull:
             pass  # `DiskReserve` has logged it
         except (OSError, StoreUnavailable) as error:

@@ -71,7 +71,9 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     tenants: Sequence[DemoTenant] = ()
     if adapters:
         try:
-            tenants = await set_up_demo(adapters, services.tenant_store, services.publisher, data.demo_keys)
+            tenants = await set_up_demo(
+                adapters, services.tenant_store, services.key_store, services.publisher, data.demo_keys
+            )
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
     services.generator.readiness.unfinished.pop(_DEMO, None)
@@ -147,7 +149,7 @@ async def _serve(settings: Settings) -> None:
             client.run(services.pinning.refresh),
             services.pinning.run(),
             services.follower.run(),
-            DiskWatch(services.reserve, services.tenant_store).run(),
+            DiskWatch(services.reserve, services.key_store).run(),
             services.publisher.sweep(),
             _announce(services, data, _url(listener), admin_key),
         ]

@@ -1,4 +1,5 @@
-"""The operator's admin key: given in the environment, or generated at the first start and stored only as a hash.
+"""The bootstrap key: the operator's key that is given in the environment, or generated at the first start and stored
+only as a hash. It can create further operators' keys, which are in the database.
 
 A given key takes precedence and is never stored. A generated key is printed once. An operator who loses it deletes the
 file and restarts the server.
@@ -10,13 +11,16 @@ from pathlib import Path
 
 from slora_adapters.durable_file import create_durably
 from slora_api.tenants.api_key import Pepper, make_key
+from slora_api.tenants.key_record import BOOTSTRAP_KEY_ID, OperatorKey
 
-__all__ = ["AdminKey", "open_admin_key"]
+__all__ = ["BOOTSTRAP_KEY", "AdminKey", "open_admin_key"]
 
 logger = logging.getLogger(__name__)
 
 _FILE_NAME = "admin-key.hmac"
 _WEAK_CHARS = 16
+# The caller of requests with the bootstrap key.
+BOOTSTRAP_KEY = OperatorKey(BOOTSTRAP_KEY_ID, BOOTSTRAP_KEY_ID, 0)
 
 
 @dataclass(frozen=True, slots=True)

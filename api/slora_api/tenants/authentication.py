@@ -1,8 +1,9 @@
-"""Identifies the caller of each request. Every path needs a key, except those in PUBLIC_PATHS.
+"""Identifies the caller of each request, and checks the scope that the route needs. Every path needs a key, except
+those in PUBLIC_PATHS.
 
-The middleware identifies the caller. A route's signature states which caller it accepts: `CurrentKey` for a tenant's
-API key, `Operator` for the admin key. The two checks are independent, so a route that declares neither is still closed
-to callers without a key.
+The middleware identifies the caller. A route's signature names the scope that it needs, with one of the parameter types
+below. The two checks are independent, so a route without a scope would still be closed to callers without a key. Such a
+route is a bug, and `check_routes` refuses to start a server that has one.
 
 /metrics is for the operator only, because it names the adapters of all tenants and shows how much each is used.
 Prometheus sends a key with `authorization: {credentials_file: ...}`.
@@ -11,27 +12,36 @@ Prometheus sends a key with `authorization: {credentials_file: ...}`.
 import asyncio
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from slora_adapters.database.audit_log import Actor, ActorKind, acting_as
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import Forbidden, TenantSuspended, Unauthorized, error_response
-from slora_api.tenants.admin_key import AdminKey
-from slora_api.tenants.tenant_store import KeyRecord, TenantStatus, TenantStore
+from slora_api.tenants.admin_key import BOOTSTRAP_KEY, AdminKey
+from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
+from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.scopes import Scope
+from slora_api.tenants.tenant_status import TenantStatus
 
 __all__ = [
     "PUBLIC_PATHS",
+    "AdapterReader",
+    "AdapterWriter",
     "AuthenticationMiddleware",
-    "CurrentKey",
+    "InferenceKey",
     "Operator",
-    "find_needed_key",
+    "UsageReader",
+    "check_routes",
     "is_operator",
+    "required_scopes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -40,29 +50,18 @@ logger = logging.getLogger(__name__)
 # ready. The document of the API is the same for every server of a release.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
-# The audit log's name of the admin key.
-BOOTSTRAP_KEY_ID = "bootstrap"
-
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class _OperatorCaller:
-    """The caller has sent the admin key."""
-
-
-_Caller = _OperatorCaller | KeyRecord
 
 
 class AuthenticationMiddleware:
     """ASGI middleware: stores the caller in the request's state, or answers 401."""
 
-    def __init__(self, app: ASGIApp, tenant_store: TenantStore, admin_key: AdminKey) -> None:
+    def __init__(self, app: ASGIApp, key_store: KeyStore, admin_key: AdminKey) -> None:
         self._app = app
-        self._tenant_store = tenant_store
+        self._key_store = key_store
         self._admin_key = admin_key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PUBLIC_PATHS:
             try:
                 caller = await self._identify(Headers(scope=scope).get("authorization", ""))
@@ -79,51 +78,75 @@ class AuthenticationMiddleware:
         else:
             await self._app(scope, receive, send)
 
-    async def _identify(self, header: str) -> _Caller | None:
+    async def _identify(self, header: str) -> Caller | None:
         match = _BEARER.fullmatch(header.strip())
         if match is None:
             return None
         if self._admin_key.matches(match[1]):
-            return _OperatorCaller()
-        if self._tenant_store.is_lookup_local(match[1]):
-            return self._tenant_store.authenticate(match[1])
-        return await asyncio.to_thread(self._tenant_store.authenticate, match[1])
+            return BOOTSTRAP_KEY
+        if self._key_store.is_lookup_local(match[1]):
+            return self._key_store.authenticate(match[1])
+        return await asyncio.to_thread(self._key_store.authenticate, match[1])
 
 
-def _actor(caller: _Caller, scope: Scope) -> Actor:
+def _actor(caller: Caller, scope: AsgiScope) -> Actor:
     """Returns whom the audit log names for changes that this request makes."""
+    kind = ActorKind.TENANT if isinstance(caller, KeyRecord) else ActorKind.OPERATOR
     address = scope["client"][0] if scope.get("client") else ""
-    request_id = scope["state"].get("request_id", "")
-    if isinstance(caller, KeyRecord):
-        return Actor(ActorKind.TENANT, caller.key_id, address, request_id)
-    return Actor(ActorKind.OPERATOR, BOOTSTRAP_KEY_ID, address, request_id)
+    return Actor(kind, caller.key_id, address, scope["state"].get("request_id", ""))
 
 
-def _current_key(request: Request) -> KeyRecord:
-    caller = getattr(request.state, "caller", None)
-    if not isinstance(caller, KeyRecord):
-        raise Forbidden(
-            "This route is for tenants; the operator's key has no adapters. Use a tenant's API key."
-        )
-    if caller.status is not TenantStatus.ACTIVE:
-        raise TenantSuspended(caller.tenant)
-    return caller
+class RequiredScope:
+    """The dependency of a route that returns the caller's key if it has `scope`, and raises Forbidden otherwise."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    async def __call__(self, request: Request) -> Caller:
+        caller: Caller = request.state.caller
+        if self.scope in caller.scopes:
+            if isinstance(caller, KeyRecord) and caller.status is not TenantStatus.ACTIVE:
+                raise TenantSuspended(caller.tenant)
+            return caller
+        held = ", ".join(f"`{scope}`" for scope in sorted(caller.scopes))
+        if self.scope is Scope.ADMIN:
+            remedy = "Use an operator's key."
+        elif isinstance(caller, OperatorKey):
+            remedy = "Use a tenant's API key, because an operator's key has no adapters."
+        else:
+            remedy = "Ask the operator for a key that has it."
+        raise Forbidden(f"This route needs the scope `{self.scope}`, but your key has only {held}. {remedy}")
 
 
-def _operator(request: Request) -> None:
-    if not is_operator(request):
-        raise Forbidden("This route is for the operator; use the admin key.")
+InferenceKey = Annotated[KeyRecord, Depends(RequiredScope(Scope.INFERENCE))]
+AdapterReader = Annotated[KeyRecord, Depends(RequiredScope(Scope.ADAPTERS_READ))]
+AdapterWriter = Annotated[KeyRecord, Depends(RequiredScope(Scope.ADAPTERS_WRITE))]
+UsageReader = Annotated[KeyRecord, Depends(RequiredScope(Scope.USAGE_READ))]
+Operator = Annotated[OperatorKey, Depends(RequiredScope(Scope.ADMIN))]
 
 
-def find_needed_key(dependency: Callable[..., Any]) -> str | None:
-    """Returns the kind of key that a dependency of a route demands. None if it demands no key."""
-    return {_current_key: "tenant", _operator: "admin"}.get(dependency)
+def required_scopes(route: APIRoute) -> set[Scope]:
+    """Returns the scopes that a caller of the route needs."""
+
+    def walk(dependant: Dependant) -> Iterable[Scope]:
+        if isinstance(dependant.call, RequiredScope):
+            yield dependant.call.scope
+        for dependency in dependant.dependencies:
+            yield from walk(dependency)
+
+    return set(walk(route.dependant))
+
+
+def check_routes(routes: Iterable[APIRoute]) -> None:
+    """Raises ValueError for a route that does not name exactly one scope, unless it is public."""
+    for route in routes:
+        if len(scopes := required_scopes(route)) != (route.path not in PUBLIC_PATHS):
+            raise ValueError(
+                f"route {route.path} needs the scopes {sorted(scopes)}: name exactly one in its signature, such as "
+                "`key: InferenceKey`, or add the path to PUBLIC_PATHS"
+            )
 
 
 def is_operator(request: Request) -> bool:
-    """Whether the request was sent with the admin key."""
-    return isinstance(getattr(request.state, "caller", None), _OperatorCaller)
-
-
-CurrentKey = Annotated[KeyRecord, Depends(_current_key)]
-Operator = Annotated[None, Depends(_operator)]
+    """Whether the request was sent with an operator's key."""
+    return isinstance(getattr(request.state, "caller", None), OperatorKey)

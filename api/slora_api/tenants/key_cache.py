@@ -17,7 +17,7 @@ _MAX_KEYS = 100_000
 
 class _Owned(Protocol):
     @property
-    def tenant(self) -> str: ...
+    def tenant(self) -> str | None: ...
 
 
 T = TypeVar("T", bound=_Owned)

@@ -1,6 +1,7 @@
 """Migrations on both databases: fresh ones, those of release 0.1, and those that are refused."""
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,17 +14,21 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
+from sqlalchemy.exc import IntegrityError
 
 from slora.tenant_share import TenantShare
-from slora_adapters.database import schema
+from slora_adapters.database import migration, schema
 from slora_adapters.database.database import Database
-from slora_adapters.database.migration import VERSION_TABLE, _scripts
+from slora_adapters.database.migration import VERSION_TABLE
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.registry import Registry, StorageUsage
 from slora_adapters.registry.registry_storage import RegistryStorage
-from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.api_key import Pepper, make_key
+from slora_api.tenants.key_record import KeyRecord
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.scopes import TENANT_SCOPES
 from slora_api.tenants.tenant_store import TenantStore
 
 OLD = Path(__file__).parent / "written_by_0_1"
@@ -101,15 +106,53 @@ def check_old_names(registry: Registry) -> None:
 
 def test_keys_and_shares_of_release_0_1_are_kept(migrated: Database, tmp_path: Path) -> None:
     with closing(RevocationJournal(tmp_path / "revocations")) as journal:
-        store = TenantStore(migrated, OLD_PEPPER, journal)
-        shares = {tenant.name: tenant.share for tenant in store.list_tenants()}
+        store = KeyStore(migrated, OLD_PEPPER, journal)
+        shares = {tenant.name: tenant.share for tenant in TenantStore(migrated, store).list_tenants()}
         assert shares == {"acme": TenantShare(2.5, 0.25, 1.0, -3), "beta": TenantShare()}
         first, revoked, last = json.loads((OLD / "keys.json").read_text())
         found = store.authenticate(first)
-        assert found is not None and (found.tenant, found.adapter) == ("acme", "voice@prod")
+        assert isinstance(found, KeyRecord) and (found.tenant, found.adapter) == ("acme", "voice@prod")
+        assert (found.name, found.scopes, found.models, found.expires_at) == ("", TENANT_SCOPES, None, None)
         assert store.authenticate(revoked) is None
         assert (found := store.authenticate(last)) is not None and found.tenant == "beta"
         assert [key.revoked_at is not None for key in store.list_keys("acme")] == [False, True]
+
+
+def test_keys_of_the_first_revision_are_kept(
+    empty_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key was made before the migration, and one by an older server after it, during a rolling upgrade."""
+    keys = [make_key(), make_key()]
+    insert = (
+        "INSERT INTO api_keys (key_id, tenant, digest, created_at) VALUES (:key_id, :tenant, :digest, :at)"
+    )
+    rows = [
+        {"key_id": key.key_id, "tenant": "acme", "digest": OLD_PEPPER.digest(key.secret), "at": at}
+        for at, key in enumerate(keys)
+    ]
+    versions = tmp_path / "migrations" / "versions"
+    versions.mkdir(parents=True)
+    shutil.copy(next((migration._SCRIPTS / "versions").glob("v0001_*.py")), versions)
+    with monkeypatch.context() as patch:
+        patch.setattr(migration, "_SCRIPTS", versions.parent)
+        with closing(Database(empty_database)) as database, database.transaction() as connection:
+            connection.execute(text("INSERT INTO tenants VALUES ('acme', 1, 2.5, 0, 1, 0)"))
+            connection.execute(text(insert), rows[0])
+    with (
+        closing(Database(empty_database)) as database,
+        closing(RevocationJournal(tmp_path / "revocations")) as journal,
+    ):
+        with database.transaction() as connection:
+            connection.execute(text(insert), rows[1])
+        store = KeyStore(database, OLD_PEPPER, journal)
+        for key in keys:
+            found = store.authenticate(key.secret)
+            assert (
+                isinstance(found, KeyRecord) and found.scopes == TENANT_SCOPES and found.share.weight == 2.5
+            )
+        assert [record.key_id for record in store.list_keys("acme")] == [key.key_id for key in keys]
+        with pytest.raises(IntegrityError), database.transaction() as connection:
+            connection.execute(text(insert), rows[0] | {"key_id": "other", "tenant": "nobody"})
 
 
 def test_a_reservation_of_release_0_1_protects_its_blob(migrated: Database) -> None:
@@ -134,7 +177,7 @@ def test_processes_that_start_together_migrate_once(empty_database: str) -> None
     assert [process.wait(60) for process in processes] == [0] * 4
     with closing(Database(empty_database)) as database:
         assert database.read(text(f"SELECT version_num FROM {VERSION_TABLE}")) == [
-            (_scripts().get_current_head(),)
+            (migration._scripts().get_current_head(),)
         ]
         assert len(database.read(schema.platform.select())) == 1
 

@@ -17,7 +17,7 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.change_follower import ChangeFollower
-from tests.api.platform import open_tenant_store
+from tests.api.platform import open_key_store
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(2, ("q_proj",), 100)
@@ -69,10 +69,10 @@ def follow(
     moved."""
     moved: list[None] = []
     assert database.path is not None
-    tenant_store = open_tenant_store(database, database.path.parent)
+    key_store = open_key_store(database, database.path.parent)
 
     async def main() -> None:
-        follower = ChangeFollower(registry, tenant_store, engine, lambda: moved.append(None))
+        follower = ChangeFollower(registry, key_store, engine, lambda: moved.append(None))
         running = asyncio.create_task(follower.run())
         async with asyncio.timeout(30):
             while not moved:  # the follower has started

@@ -15,8 +15,8 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_api.data_dir import open_data_dir
 from slora_api.tenants.api_key import PEPPER_BYTES, Pepper
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.tenant_store import TenantStore
 from tests.api.served import SLORA, environment
 from tests.postgresql_server import PostgresqlServer
 from tests.redis_server import RedisServer
@@ -81,7 +81,7 @@ def test_a_host_of_release_0_1_is_copied_into_postgresql_by_the_variables_of_the
     again = migrate(**variables)
     assert again.returncode == 0 and "copied 0 tenants, 0 keys and 0 names" in again.stdout
     with closing(Database(place)) as database, closing(RevocationJournal(tmp_path / "other")) as journal:
-        store = TenantStore(database, Pepper.from_file(data / "pepper"), journal)
+        store = KeyStore(database, Pepper.from_file(data / "pepper"), journal)
         assert (found := store.authenticate(first)) is not None and found.adapter == "voice@prod"
         assert store.authenticate(revoked) is None and store.authenticate(pending) is None
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
-from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
+from slora_api.routes import adapters, admin, completions, health, keys, models, vllm_adapters
 from slora_api.schemas import (
     AliasMove,
     ChatRequest,
     CompletionRequest,
     LoadLoraRequest,
     NewKeyRequest,
+    NewOperatorKeyRequest,
     NewTenantRequest,
     TenantChanges,
     UnloadLoraRequest,
@@ -26,7 +27,7 @@ from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
 
 _OPERATORS = ("/admin", "/metrics", "/v1/load_lora", "/v1/unload_lora")
-_ROUTERS = (adapters, admin, completions, health, models, vllm_adapters)
+_ROUTERS = (adapters, admin, completions, health, keys, models, vllm_adapters)
 _GENERATION = {"model": "default", "max_tokens": 3}
 # For each path, an accepted body. It is accepted once, if it creates or deletes something.
 ACCEPTED: dict[str, dict[str, Any]] = {
@@ -35,7 +36,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/v1/adapters/{name}/aliases/{alias}": {"versions": {"1": 100}},
     "/admin/tenants": {"name": "fuzzed"},
     "/admin/tenants/{tenant}": {"weight": 2.0},
-    "/admin/tenants/{tenant}/keys": {"adapter": "small"},
+    "/admin/tenants/{tenant}/keys": {"adapter": "small", "scopes": ["inference"]},
+    "/admin/keys": {"name": "fuzzed"},
     "/v1/load_lora_adapter": {"lora_name": "local", "lora_path": "small", "tenant": "fuzz"},
     "/v1/unload_lora_adapter": {"lora_name": "local", "tenant": "fuzz"},
 }
@@ -46,6 +48,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/admin/tenants": NewTenantRequest,
     "/admin/tenants/{tenant}": TenantChanges,
     "/admin/tenants/{tenant}/keys": NewKeyRequest,
+    "/admin/keys": NewOperatorKeyRequest,
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
 }

@@ -93,7 +93,11 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
     def start() -> list[DemoTenant]:
         with running_platform(tmp_path, ScriptedEngine()) as platform:
             services = platform.services
-            return asyncio.run(set_up_demo([adapter], services.tenant_store, services.publisher, keys_path))
+            return asyncio.run(
+                set_up_demo(
+                    [adapter], services.tenant_store, services.key_store, services.publisher, keys_path
+                )
+            )
 
     first = start()
     assert [(tenant.name, tenant.adapter) for tenant in first] == [("base", None), ("loud", "loud")]

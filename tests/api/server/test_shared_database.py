@@ -20,7 +20,7 @@ from slora_adapters.version import AdapterVersion
 from slora_api.tenants.api_key import PEPPER_BYTES
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.conftest import Kit
-from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import serving, wait_for
 from tests.api.server.test_server import upload
@@ -201,10 +201,10 @@ def test_a_host_with_another_pepper_is_refused(tmp_path: Path, shared_postgresql
     (second / "pepper").write_bytes(b"q" * PEPPER_BYTES)
     place = shared_postgresql.migrated_database()
     with closing(Database(place)) as database:
-        open_tenant_store(database, first)
+        open_key_store(database, first)
         with pytest.raises(StoreUnfit, match="copy the file `pepper` from the data directory of a server"):
-            open_tenant_store(database, second)
-        open_tenant_store(database, first)
+            open_key_store(database, second)
+        open_key_store(database, first)
 
 
 def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one(

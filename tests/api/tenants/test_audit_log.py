@@ -16,9 +16,9 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.server.app import make_router
-from slora_api.tenants.tenant_store import ShareChanges
+from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.adapters.hand_made import make_members
-from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, open_key_store, open_tenant_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.tenants.test_authentication import walk
 
@@ -52,6 +52,7 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
     ("operator", "POST", "/admin/tenants/{tenant}/suspend", None, ["tenant.suspend"]),
     ("operator", "POST", "/admin/tenants/{tenant}/resume", None, ["tenant.resume"]),
     ("operator", "POST", "/admin/tenants/{tenant}/keys", None, ["key.create"]),
+    ("operator", "POST", "/admin/keys", {"name": "ada"}, ["key.create"]),
     ("tenant", "POST", "/v1/adapters", "voice", ["adapter.push"]),
     ("tenant", "POST", "/v1/adapters", "voice", []),  # the same adapter again
     ("tenant", "PUT", "/v1/adapters/{name}/aliases/{alias}", {"versions": {"1": 100}}, ["alias.move"]),
@@ -109,12 +110,13 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
         assert answer.is_success, (method, path, answer.text)
         new = [entry for entry in entries(platform) if entry["id"] > last]
         assert [entry["action"] for entry in new] == actions, (method, path)
-        if path.endswith("/keys"):
+        if path.endswith("{tenant}/keys"):
             secret = answer.json()["key"]
         for entry in new:
             name = "bootstrap" if caller == "operator" else secret.split("_")[1]
             assert (entry["actor_kind"], entry["actor"]) == (caller, name)
-            assert (entry["address"], entry["tenant"]) == ("127.0.0.1", "acme")
+            owner = "" if path == "/admin/keys" else "acme"
+            assert (entry["address"], entry["tenant"]) == ("127.0.0.1", owner)
             assert entry["request_id"] == answer.headers["x-request-id"]
             assert started - 1 <= entry["created"] <= time.time() + 1
             assert (secret or ADMIN_KEY).split("_")[-2:][0] not in repr(entry)
@@ -204,9 +206,10 @@ def test_a_change_without_an_actor_is_the_servers(database: Database, tmp_path: 
 
 
 def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, tmp_path: Path) -> None:
-    store, registry = open_tenant_store(database, tmp_path), Registry(RegistryStorage(database))
+    keys, registry = open_key_store(database, tmp_path), Registry(RegistryStorage(database))
+    store = TenantStore(database, keys)
     store.create_tenant("a")
-    _, key = store.create_key("a")
+    _, key = keys.create_key("a")
 
     def refuse(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         if "INSERT INTO audit_log" in statement:
@@ -217,7 +220,7 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     for change in (
         lambda: store.create_tenant("b"),
         lambda: store.suspend("a"),
-        lambda: store.create_key("a"),
+        lambda: keys.create_key("a"),
         lambda: store.change_share("a", ShareChanges(weight=2)),
         lambda: registry.put("voice", AdapterVersion("a", "1" * 64), details),
     ):
@@ -226,6 +229,6 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     event.remove(database._engine, "before_cursor_execute", refuse)
     (tenant,) = store.list_tenants()
     assert (tenant.name, tenant.share.weight, tenant.status) == ("a", 1.0, "active")
-    assert len(store.list_keys("a")) == 1 and registry.list("a") == []
+    assert len(keys.list_keys("a")) == 1 and registry.list("a") == []
     assert [entry.action for entry in AuditLog(database).read(ALL, 10)] == ["key.create", "tenant.create"]
-    assert store.authenticate(key.secret) is not None
+    assert keys.authenticate(key.secret) is not None

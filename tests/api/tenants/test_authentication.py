@@ -3,11 +3,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from slora_api.server.app import make_router
 from slora_api.tenants.api_key import make_key
-from slora_api.tenants.authentication import PUBLIC_PATHS
+from slora_api.tenants.authentication import PUBLIC_PATHS, check_routes, required_scopes
+from slora_api.tenants.scopes import TENANT_SCOPES, Scope
 from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -31,15 +33,21 @@ def walk_routes(platform: Platform) -> list[APIRoute]:
     return list(walk(make_router(platform.services).routes))
 
 
-def routes(platform: Platform) -> list[tuple[str, str]]:
-    """Method and path of every route, with a value for each path parameter."""
-    found = walk_routes(platform)
-    assert len(found) >= 15
+def needs(platform: Platform) -> list[tuple[str, str, Scope]]:
+    """Method, path and scope of every route that needs one, with a value for each path parameter."""
     return [
-        (method, route.path.replace("{", "").replace(":path}", "").replace("}", ""))
-        for route in found
+        (method, route.path.replace("{", "").replace(":path}", "").replace("}", ""), scope)
+        for route in walk_routes(platform)
+        for scope in required_scopes(route)
         for method in route.methods
     ]
+
+
+def routes(platform: Platform) -> list[tuple[str, str]]:
+    """Method and path of every route, with a value for each path parameter."""
+    found = [(method, path) for method, path, _ in needs(platform)]
+    assert len(found) >= 25
+    return found + [("GET", path) for path in PUBLIC_PATHS]
 
 
 def ask(platform: Platform, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
@@ -68,29 +76,58 @@ def test_a_route_that_does_not_exist_is_closed_too(platform: Platform) -> None:
         assert ask(platform, "GET", path, {}).status_code == 401, path
 
 
-def test_every_route_is_either_for_tenants_or_for_the_operator(platform: Platform) -> None:
-    tenant = bearer(platform.key("walker"))
-    operator = bearer(ADMIN_KEY)
-    for method, path in routes(platform):
-        statuses = {ask(platform, method, path, headers).status_code for headers in (tenant, operator)}
-        assert (403 in statuses) != (path in PUBLIC_PATHS), (method, path)
-        assert 401 not in statuses, (method, path)
+def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> None:
+    key_store = platform.services.key_store
+    platform.key("walker")
+
+    def key_with(*scopes: Scope) -> dict[str, str]:
+        return bearer(key_store.create_key("walker", scopes=frozenset(scopes))[1].secret)
+
+    operator = bearer(key_store.create_operator_key("walker")[1].secret)
+    for method, path, needed in needs(platform):
+        others = [key_with(*TENANT_SCOPES - {needed})]
+        if needed is Scope.ADMIN:
+            holders = [operator, bearer(ADMIN_KEY)]
+        else:
+            holders = [key_with(needed)]
+            others += [operator, bearer(ADMIN_KEY)]
+        for headers in others:
+            answer = ask(platform, method, path, headers)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (403, "permission_error"), (method, path)
+            assert f"needs the scope `{needed}`" in error["message"], (method, path)
+        for headers in holders:
+            assert ask(platform, method, path, headers).status_code not in (401, 403), (method, path)
 
 
-def test_operator_routes_are_closed_to_tenants(platform: Platform) -> None:
-    tenant = bearer(platform.key("walker"))
-    for method, path in routes(platform):
-        if path.startswith("/admin") or path == "/metrics":
-            answer = ask(platform, method, path, tenant)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error"), (
-                method,
-                path,
-            )
+def test_a_refusal_names_the_missing_scope_and_the_scopes_of_the_key(platform: Platform) -> None:
+    platform.key("narrow")
+    scopes = frozenset({Scope.ADAPTERS_READ, Scope.USAGE_READ})
+    key = platform.services.key_store.create_key("narrow", scopes=scopes)[1].secret
+    refused = post(platform, key, "/v1/completions", {"model": "base", "prompt": "x"})
+    assert refused.status_code == 403
+    assert refused.json()["error"] == {
+        "message": "This route needs the scope `inference`, but your key has only `adapters:read`, `usage:read`. "
+        "Ask the operator for a key that has it.",
+        "type": "permission_error",
+        "param": None,
+        "code": "insufficient_permissions",
+    }
+
+
+def test_a_server_with_a_route_that_names_no_scope_does_not_start() -> None:
+    """Without this check, any key could call a new route whose author forgot the scope."""
+    router = APIRouter()
+    router.add_api_route("/healthz", lambda: None)
+    check_routes(router.routes)
+    router.add_api_route("/v1/forgotten", lambda: None)
+    with pytest.raises(ValueError, match="route /v1/forgotten needs the scopes"):
+        check_routes(router.routes)
 
 
 def test_missing_malformed_unknown_and_revoked_keys_get_the_same_answer(platform: Platform) -> None:
     valid = platform.key("closed")
-    platform.services.tenant_store.revoke_key(valid.split("_")[1])
+    platform.services.key_store.revoke_key(valid.split("_")[1])
     unknown = platform.key("closed")[:-1] + "0"
     headers = [
         {},
@@ -150,15 +187,14 @@ def test_invalid_tenants_and_keys_are_refused(platform: Platform) -> None:
 
 
 def test_importing_a_revoked_key_again_does_not_revive_it(platform: Platform) -> None:
-    tenant_store, secret = platform.services.tenant_store, make_key().secret
-    tenant_store.create_tenant("adopting")
-    assert tenant_store.import_key("adopting", None, secret) == tenant_store.import_key(
-        "adopting", None, secret
-    )
-    assert tenant_store.authenticate(secret) is not None
-    tenant_store.revoke_key(secret.split("_")[1])
-    tenant_store.import_key("adopting", None, secret)
-    assert tenant_store.authenticate(secret) is None
+    key_store, secret = platform.services.key_store, make_key().secret
+    platform.services.tenant_store.create_tenant("adopting")
+    for _ in range(2):
+        key_store.import_key("adopting", None, secret)
+    assert key_store.authenticate(secret) is not None
+    key_store.revoke_key(secret.split("_")[1])
+    key_store.import_key("adopting", None, secret)
+    assert key_store.authenticate(secret) is None
 
 
 def test_keys_survive_a_restart(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 from slora_adapters.database.change_feed import read_changes
 from slora_adapters.database.database import Database
 from slora_api.errors import NotFound, TenantSuspended
-from slora_api.tenants.tenant_store import TenantStatus
+from slora_api.tenants.key_record import KeyRecord
+from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.tenants.tenant_store import TenantStore
 from tests.adapters.hand_made import make_members
-from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import wait_for
 
@@ -97,18 +99,23 @@ def test_the_pins_of_a_suspended_tenant_are_released(platform: Platform, admin: 
 
 def test_a_suspension_reaches_other_processes_through_the_feed(database_place: str, tmp_path: Path) -> None:
     with closing(Database(database_place)) as database, closing(Database(database_place)) as far:
-        store, other = open_tenant_store(database, tmp_path), open_tenant_store(far, tmp_path)
-        store.create_tenant("acme").check_active()
+        keys, other = open_key_store(database, tmp_path), TenantStore(far, open_key_store(far, tmp_path))
+        other.create_tenant("acme").check_active()
         cursor = read_changes(database, None).cursor
-        _, key = store.create_key("acme")
-        assert (found := store.authenticate(key.secret)) is not None and found.status is TenantStatus.ACTIVE
+        _, key = keys.create_key("acme")
+
+        def status() -> TenantStatus:
+            found = keys.authenticate(key.secret)
+            assert isinstance(found, KeyRecord)
+            return found.status
+
+        assert status() is TenantStatus.ACTIVE
         with pytest.raises(TenantSuspended):
             other.suspend("acme").check_active()
-        store.apply_changes(changes := read_changes(database, cursor))
-        assert (found := store.authenticate(key.secret)) is not None
-        assert found.status is TenantStatus.SUSPENDED
+        keys.apply_changes(changes := read_changes(database, cursor))
+        assert status() is TenantStatus.SUSPENDED
         other.resume("acme")
-        store.apply_changes(read_changes(database, changes.cursor))
-        assert (found := store.authenticate(key.secret)) is not None and found.status is TenantStatus.ACTIVE
+        keys.apply_changes(read_changes(database, changes.cursor))
+        assert status() is TenantStatus.ACTIVE
         with pytest.raises(NotFound):
-            store.suspend("nobody")
+            other.suspend("nobody")

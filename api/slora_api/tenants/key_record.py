@@ -1,0 +1,63 @@
+"""What the server knows about an API key: everything but the secret. A request carries the record of its key."""
+
+from dataclasses import dataclass
+
+from slora.tenant_share import TenantShare
+from slora_api.tenants.scopes import Scope
+from slora_api.tenants.tenant_status import TenantStatus
+
+__all__ = ["BOOTSTRAP_KEY_ID", "Caller", "KeyRecord", "OperatorKey"]
+
+# The key id of the bootstrap key; see `admin_key.py`.
+BOOTSTRAP_KEY_ID = "bootstrap"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A tenant's API key without its secret. Times are Unix times in seconds.
+
+    name: a label for people; may be empty.
+    adapter: the default adapter, which `model="default"` selects; None selects the base model.
+    models: the allow-list; see `allow_list.py`. None permits all models of the tenant.
+    last_used_at: the last use that the database knows of; it is written once a minute at most.
+    replaced_by: the key that a rotation has made.
+    share, status: the tenant's share and status when the key was read.
+    """
+
+    key_id: str
+    tenant: str
+    name: str
+    scopes: frozenset[Scope]
+    adapter: str | None
+    models: frozenset[str] | None
+    created_at: int
+    expires_at: int | None
+    last_used_at: int | None
+    revoked_at: int | None
+    replaced_by: str | None
+    share: TenantShare
+    status: TenantStatus = TenantStatus.ACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorKey:
+    """An operator's key without its secret. The fields are those of a KeyRecord."""
+
+    key_id: str
+    name: str
+    created_at: int
+    expires_at: int | None = None
+    last_used_at: int | None = None
+    revoked_at: int | None = None
+    replaced_by: str | None = None
+
+    @property
+    def tenant(self) -> None:
+        return None
+
+    @property
+    def scopes(self) -> frozenset[Scope]:
+        return frozenset({Scope.ADMIN})
+
+
+Caller = KeyRecord | OperatorKey

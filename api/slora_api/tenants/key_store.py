@@ -1,0 +1,426 @@
+"""The API keys of tenants and operators. Keys are stored as hashes.
+
+A tenant's key may have a default adapter: a name, or `name@alias`, which is resolved at each request.
+
+Each process caches the keys that it has seen, with their tenant's share. A change applies to the next request in the
+process that makes it. Other processes apply it when they read the feed of changes, within a second. While the database
+does not answer, cached keys stay valid for `max_stale_s`, because a revocation could not arrive. Whether a key has
+expired is checked at each request.
+
+A revocation also takes effect when the database cannot be written, for example on a full disk. It is first written to a
+journal that needs no free space and that every process of the host reads at each request. It stays there until the
+database has it.
+
+Hosts that share a database need the same pepper. The first one leaves a check of its pepper in the database, and a host
+with another pepper is refused.
+
+Methods block on the database, so an event loop must call them on a thread; see also `is_lookup_local`. This module does
+not depend on HTTP.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Select, bindparam, insert, select, update
+
+from slora.tenant_share import TenantShare
+from slora_adapters.database import schema
+from slora_adapters.database.audit_log import Actor, current_actor, record_change
+from slora_adapters.database.change_feed import Change, Changes, publish
+from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
+from slora_adapters.registry.reference import parse_reference
+from slora_api.errors import BadRequest, NotFound
+from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
+from slora_api.tenants.key_cache import KeyCache
+from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
+from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.scopes import TENANT_SCOPES, Scope, join_scopes, split_scopes
+from slora_api.tenants.tenant_status import TenantStatus
+
+__all__ = ["TERM_COLUMNS", "KeyStore"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAME_CHARS = 128
+# Year 9999. A larger number is most likely a time in milliseconds.
+_MAX_TIME = 253_402_300_799
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredKey:
+    """A key that is not revoked, as it is cached. digest: see `Pepper`."""
+
+    record: Caller
+    digest: bytes
+
+    @property
+    def tenant(self) -> str | None:
+        return self.record.tenant
+
+
+_t, _k = schema.tenants.c, schema.api_keys.c
+TERM_COLUMNS = (_t.status, _t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
+_TERMS = select(*TERM_COLUMNS).where(_t.name == bindparam("name"))
+_KEYS = (
+    select(
+        *(_k.key_id, _k.tenant, _k.name, _k.scopes, _k.adapter, _k.models, _k.created_at, _k.expires_at),
+        *(_k.last_used_at, _k.revoked_at, _k.replaced_by, *TERM_COLUMNS),
+    )
+    .join_from(schema.api_keys, schema.tenants, isouter=True)
+    .order_by(_k.created_at, _k.key_id)
+)
+_KEYS_OF_TENANT = _KEYS.where(_k.tenant == bindparam("tenant"))
+_OPERATOR_KEYS = _KEYS.where(_k.tenant.is_(None))
+_VALID_KEY = _KEYS.add_columns(_k.digest).where(_k.key_id == bindparam("key_id"), _k.revoked_at.is_(None))
+_KEY_EXISTS = select(_k.key_id).where(_k.key_id == bindparam("key_id"))
+
+
+class KeyStore:
+    """All keys in the shared database.
+
+    journal: the revocation journal of this host.
+    max_stale_s: how long a cached key is valid after the last successful `apply_changes`; later, it is read from the
+    database again.
+    clock: monotonic seconds. wall_clock: Unix time.
+
+    The constructor raises StoreUnfit if the keys in the database were made with another pepper.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        pepper: Pepper,
+        journal: RevocationJournal,
+        max_stale_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._pepper = pepper
+        self._journal = journal
+        self._max_stale_s = max_stale_s
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._cache = KeyCache[_StoredKey]()
+        self._current_at = clock()
+        # Who made the revocations that are not in the database yet.
+        self._revokers: dict[str, Actor] = {}
+        # An unknown key id is compared with this digest, so that it takes as long as a wrong secret.
+        self._no_digest = pepper.digest("")
+        self._check_pepper()
+
+    def create_key(
+        self,
+        tenant: str,
+        adapter: str | None = None,
+        *,
+        name: str = "",
+        scopes: Set[Scope] = TENANT_SCOPES,
+        models: Set[str] | None = None,
+        expires_at: int | None = None,
+    ) -> tuple[KeyRecord, NewKey]:
+        """Creates a key of a tenant. Only the second value contains the secret. Raises NotFound or BadRequest."""
+        if adapter is not None:
+            _check_reference(adapter)
+        _check_name(name)
+        self._check_expiry(expires_at)
+        key = make_key()
+        record = self._new_record(key.key_id, tenant, adapter)
+        record = replace(
+            record,
+            name=name,
+            scopes=frozenset(scopes),
+            models=None if models is None else frozenset(models),
+            expires_at=expires_at,
+        )
+        self._insert("key.create", record, key.secret)
+        return record, key
+
+    def create_operator_key(self, name: str, expires_at: int | None = None) -> tuple[OperatorKey, NewKey]:
+        """Creates a key of an operator. Only the second value contains the secret. Raises BadRequest."""
+        if not name:
+            raise BadRequest("`name` is empty; name the person or program that gets the key.", "name")
+        _check_name(name)
+        self._check_expiry(expires_at)
+        key = make_key()
+        record = OperatorKey(key.key_id, name, self._now(), expires_at)
+        self._insert("key.create", record, key.secret)
+        return record, key
+
+    def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
+        """Makes a key valid that was generated earlier. A key that the database has already stays as it is, even if it
+        is revoked.
+
+        Raises NotFound for an unknown tenant, and BadRequest for a text that is not a key.
+        """
+        key_id = read_key_id(secret)
+        if key_id is None:
+            raise BadRequest("The text is not an API key of slora.")
+        record = self._new_record(key_id, tenant, adapter)
+        self._insert("key.import", record, secret)
+        return record
+
+    def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
+        """Lists the keys of a tenant, oldest first. Raises NotFound for an unknown tenant."""
+        self._find_terms(tenant)
+        records = self._read_records(_KEYS_OF_TENANT, {"tenant": tenant})
+        return [record for record in records if isinstance(record, KeyRecord)]
+
+    def list_operator_keys(self) -> Sequence[OperatorKey]:
+        """Lists the operators' keys, oldest first, without the bootstrap key."""
+        return [record for record in self._read_records(_OPERATOR_KEYS) if isinstance(record, OperatorKey)]
+
+    def revoke_key(self, key_id: str) -> None:
+        """Revokes a key at once. Revoking it again is a no-op.
+
+        Raises NotFound. Raises TryAgain if neither the database nor the journal could be written. The revocation then
+        applies in this process only, which keeps trying to write it. A restart before that would lose it. Also raises
+        TryAgain if a database that several hosts share could not be written. The revocation then applies on this host,
+        and on others as soon as the database answers again.
+        """
+        if not self._database.read(_KEY_EXISTS, {"key_id": key_id}):
+            raise NotFound(f"There is no key `{key_id[:64]}`.")
+        self._revokers[key_id] = current_actor()
+        is_kept = self._journal.add(key_id)
+        self._cache.drop(key_id)
+        try:
+            self._write_revocations((key_id,))
+        except StoreUnavailable as error:
+            logger.error(
+                "key %s is revoked, but the revocation is not in the database yet: %s", key_id, error
+            )
+            if not is_kept:
+                raise TryAgain(
+                    f"key {key_id} is revoked in this process, but the revocation could not be "
+                    f"written ({error}). A restart would make the key valid again, so revoke it again "
+                    "later."
+                ) from error
+            if self._database.path is None:
+                raise TryAgain(
+                    f"key {key_id} is revoked on this host, but other hosts accept it until the "
+                    "database answers again"
+                ) from error
+
+    def write_pending_revocations(self) -> None:
+        """Writes the journal's entries to the database. Raises StoreUnavailable."""
+        if pending := self._journal.pending():
+            self._write_revocations(sorted(pending))
+            logger.info("%d pending revocations were written to the database", len(pending))
+
+    def _write_revocations(self, key_ids: Sequence[str]) -> None:
+        try:
+            self._mark_revoked(key_ids)
+        except DiskFull:
+            if not self._database.free_reserve():
+                raise
+            self._mark_revoked(key_ids)
+        self._journal.remove(key_ids)
+        for key_id in key_ids:
+            self._revokers.pop(key_id, None)
+
+    def _mark_revoked(self, key_ids: Sequence[str]) -> None:
+        with self._database.transaction(CHANGES, even_if_full=True) as connection:
+            for key_id in key_ids:
+                revoked = (
+                    update(schema.api_keys)
+                    .where(_k.key_id == key_id, _k.revoked_at.is_(None))
+                    .values(revoked_at=self._now())
+                    .returning(_k.tenant)
+                )
+                for (tenant,) in connection.execute(revoked).fetchall():
+                    publish(connection, Change(tenant or "", key_id=key_id))
+                    actor = self._revokers.get(key_id)
+                    record_change(connection, "key.revoke", tenant or "", key_id, actor=actor)
+        for key_id in key_ids:
+            self._cache.drop(key_id)
+
+    def authenticate(self, secret: str) -> Caller | None:
+        """Returns the record of the key `secret` if it is well-formed, known, and neither revoked nor expired, else
+        None. Raises StoreUnavailable if the key is not cached, or for too long, and the database does not answer.
+        """
+        key_id = read_key_id(secret)
+        found = None if key_id is None or key_id in self._journal else self._find_key(key_id)
+        matches = self._pepper.matches(secret, self._no_digest if found is None else found.digest)
+        if found is None or not matches:
+            return None
+        expires_at = found.record.expires_at
+        return found.record if expires_at is None or self._wall_clock() < expires_at else None
+
+    def is_lookup_local(self, secret: str) -> bool:
+        """Returns whether `authenticate` answers within microseconds, so that an event loop may call it."""
+        key_id = read_key_id(secret)
+        return key_id is None or (self._is_current() and self._cache.get(key_id) is not None)
+
+    def apply_changes(self, changes: Changes) -> None:
+        """Drops from the cache what has changed. changes: what was just read from the feed."""
+        if changes.resync:
+            self._cache.clear()
+        for change in changes.changes:
+            if change.key_id:
+                self._cache.drop(change.key_id)
+            elif not change.name:
+                self.drop_tenant(change.tenant)
+        self._current_at = self._clock()
+
+    def drop_tenant(self, tenant: str) -> None:
+        """Looks the keys of a tenant up again, because the tenant has changed."""
+        self._cache.drop_tenant(tenant)
+
+    def _find_key(self, key_id: str) -> _StoredKey | None:
+        found = self._cache.get(key_id) if self._is_current() else None
+        return self._cache.look_up(key_id, lambda: self._read_key(key_id)) if found is None else found
+
+    def _read_key(self, key_id: str) -> _StoredKey | None:
+        rows = self._database.read(_VALID_KEY, {"key_id": key_id})
+        return _StoredKey(_make_record(rows[0][:-1]), bytes(rows[0][-1])) if rows else None
+
+    def _is_current(self) -> bool:
+        return self._clock() - self._current_at <= self._max_stale_s
+
+    def _check_pepper(self) -> None:
+        query = select(schema.platform.c.pepper_check)
+        check = self._no_digest
+        ((stored,),) = self._database.read(query)
+        if stored is None:
+            with self._database.transaction(CHANGES) as connection:
+                first = update(schema.platform).where(schema.platform.c.pepper_check.is_(None))
+                connection.execute(first.values(pepper_check=check))
+            ((stored,),) = self._database.read(query)
+        if not self._pepper.matches("", bytes(stored)):
+            raise StoreUnfit(
+                "the API keys in the database were made with another pepper, so this server would refuse all of "
+                "them: copy the file `pepper` from the data directory of a server that uses the database"
+            )
+
+    def _read_records(self, query: Select[Any], parameters: dict[str, Any] | None = None) -> list[Caller]:
+        """Marks keys as revoked if only the journal has their revocation. The journal has no times, so the current time
+        is used.
+        """
+        records = [_make_record(row) for row in self._database.read(query, parameters)]
+        pending = self._journal.pending()
+        return [
+            replace(record, revoked_at=record.revoked_at or self._now())
+            if record.key_id in pending
+            else record
+            for record in records
+        ]
+
+    def _find_terms(self, tenant: str) -> tuple[TenantShare, TenantStatus]:
+        rows = self._database.read(_TERMS, {"name": tenant})
+        if not rows:
+            raise NotFound(f"There is no tenant `{tenant[:128]}`.")
+        status, *share = rows[0]
+        return TenantShare(*share), TenantStatus(status)
+
+    def _new_record(self, key_id: str, tenant: str, adapter: str | None) -> KeyRecord:
+        """Returns the record of a new key that may do everything a tenant may. Raises NotFound."""
+        terms = self._find_terms(tenant)
+        return KeyRecord(
+            key_id, tenant, "", TENANT_SCOPES, adapter, None, self._now(), None, None, None, None, *terms
+        )
+
+    def _check_expiry(self, expires_at: int | None) -> None:
+        if expires_at is None:
+            return
+        if expires_at <= (now := self._now()):
+            raise BadRequest(
+                f"`expires_at` is {expires_at}, which is in the past: the server's time is {now}. Send a later Unix "
+                "time in seconds, or omit `expires_at`.",
+                "expires_at",
+            )
+        if expires_at > _MAX_TIME:
+            raise BadRequest(
+                f"`expires_at` is {expires_at}; the limit is {_MAX_TIME} (the year 9999). Send a Unix time in "
+                "seconds, not in milliseconds.",
+                "expires_at",
+            )
+
+    def _now(self) -> int:
+        return int(self._wall_clock())
+
+    def _insert(self, action: str, record: Caller, secret: str) -> None:
+        row = {
+            "key_id": record.key_id,
+            "tenant": record.tenant,
+            "digest": self._pepper.digest(secret),
+            "created_at": record.created_at,
+            "name": record.name,
+            "scopes": join_scopes(record.scopes),
+            "expires_at": record.expires_at,
+        }
+        if isinstance(record, KeyRecord):
+            row["adapter"] = record.adapter
+            row["models"] = None if record.models is None else json.dumps(sorted(record.models))
+        with self._database.transaction(CHANGES) as connection:
+            if connection.execute(_KEY_EXISTS, {"key_id": record.key_id}).first() is None:
+                connection.execute(insert(schema.api_keys), row)
+                record_change(connection, action, record.tenant or "", record.key_id, _describe_grant(record))
+
+
+def _check_reference(adapter: str) -> None:
+    """Raises BadRequest if the text is not a reference to an adapter."""
+    try:
+        parse_reference(adapter)
+    except BadAdapterName as error:
+        raise BadRequest(f"`adapter`: {error}.", "adapter") from None
+
+
+def _check_name(name: str) -> None:
+    if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+        raise BadRequest(
+            f"`name` is {name[:140]!r}; the name of a key has at most {_MAX_NAME_CHARS} printable characters.",
+            "name",
+        )
+
+
+def _describe_grant(record: Caller) -> dict[str, Any]:
+    """Returns what the audit log says of a new key."""
+    found: dict[str, Any] = {"name": record.name, "scopes": sorted(record.scopes)}
+    found["expires_at"] = record.expires_at
+    if isinstance(record, KeyRecord):
+        found |= {
+            "adapter": record.adapter,
+            "models": None if record.models is None else sorted(record.models),
+        }
+    return found
+
+
+def _make_record(row: Sequence[Any]) -> Caller:
+    (
+        key_id,
+        tenant,
+        name,
+        scopes,
+        adapter,
+        models,
+        *times,
+        replaced_by,
+        status,
+        weight,
+        floor,
+        ceiling,
+        priority,
+    ) = row
+    created_at, expires_at, last_used_at, revoked_at = times
+    if tenant is None:
+        return OperatorKey(key_id, name, created_at, expires_at, last_used_at, revoked_at, replaced_by)
+    return KeyRecord(
+        key_id,
+        tenant,
+        name,
+        split_scopes(scopes),
+        adapter,
+        None if models is None else frozenset(json.loads(models)),
+        created_at,
+        expires_at,
+        last_used_at,
+        revoked_at,
+        replaced_by,
+        TenantShare(weight, floor, ceiling, priority),
+        TenantStatus(status),
+    )

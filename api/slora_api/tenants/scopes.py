@@ -1,0 +1,50 @@
+"""Scopes: what a key may be used for. Each route names the scope that it needs; see `authentication.py`."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from slora_api.errors import BadRequest
+
+__all__ = ["TENANT_SCOPES", "Scope", "join_scopes", "parse_scopes", "split_scopes"]
+
+
+class Scope(StrEnum):
+    INFERENCE = "inference"
+    ADAPTERS_READ = "adapters:read"
+    ADAPTERS_WRITE = "adapters:write"
+    USAGE_READ = "usage:read"
+    ADMIN = "admin"
+
+
+# The scopes that a tenant's key may have. ADMIN belongs to operators' keys, which have no other scope.
+TENANT_SCOPES = frozenset(Scope) - {Scope.ADMIN}
+
+
+def parse_scopes(names: Iterable[str], param: str) -> frozenset[Scope]:
+    """Returns the scopes of a new key of a tenant. Raises BadRequest naming `param` and the scope that is refused."""
+    wanted = list(names)
+    known = ", ".join(f"`{scope}`" for scope in Scope if scope in TENANT_SCOPES)
+    if not wanted:
+        raise BadRequest(
+            f"`{param}` is empty, so the key could do nothing; name at least one of {known}.", param
+        )
+    for name in wanted:
+        if name == Scope.ADMIN:
+            raise BadRequest(
+                f"`{param}` contains `admin`, which a tenant's key cannot have; create an operator's key with POST "
+                "/admin/keys.",
+                param,
+            )
+        if name not in TENANT_SCOPES:
+            raise BadRequest(f"`{param}` contains {name[:64]!r}, which is not a scope; use {known}.", param)
+    return frozenset(map(Scope, wanted))
+
+
+def join_scopes(scopes: Iterable[Scope]) -> str:
+    """Returns the scopes as the database stores them: sorted and separated by spaces."""
+    return " ".join(sorted(scopes))
+
+
+def split_scopes(text: str) -> frozenset[Scope]:
+    """Returns the scopes that the database stores. Scopes that a newer release has added are left out."""
+    return frozenset(scope for scope in Scope if scope in text.split())

@@ -1,0 +1,12 @@
+"""Whether a tenant is served."""
+
+from enum import StrEnum
+
+__all__ = ["TenantStatus"]
+
+
+class TenantStatus(StrEnum):
+    """ACTIVE: the tenant is served. SUSPENDED: its keys are refused until the operator resumes it."""
+
+    ACTIVE = "active"
+    SUSPENDED = "suspended"

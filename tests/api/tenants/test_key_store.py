@@ -1,0 +1,218 @@
+"""API keys: what is cached, what is refused, and what each kind of key may do."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from slora.tenant_share import TenantShare
+from slora_adapters.database.change_feed import Changes, read_changes
+from slora_adapters.database.database import Database
+from slora_adapters.errors import StoreUnavailable
+from slora_api.tenants.api_key import PEPPER_BYTES, Pepper, _checksum, make_key
+from slora_api.tenants.key_cache import KeyCache
+from slora_api.tenants.key_record import KeyRecord
+from slora_api.tenants.key_store import KeyStore, _StoredKey
+from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.scopes import TENANT_SCOPES
+from slora_api.tenants.tenant_store import ShareChanges, TenantStore
+from tests.api.platform import ADMIN_KEY, Platform, open_key_store, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.postgresql_server import PostgresqlServer
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def admin(platform: Platform) -> Iterator[httpx.Client]:
+    with platform.client(ADMIN_KEY) as client:
+        yield client
+
+
+def make_record(key_id: str) -> KeyRecord:
+    return KeyRecord(key_id, "acme", "", TENANT_SCOPES, None, None, 1, None, None, None, None, TenantShare())
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: str, tmp_path: Path) -> None:
+    with closing(Database(database_place)) as database, closing(Database(database_place)) as far:
+        store, other = open_key_store(database, tmp_path), open_key_store(far, tmp_path)
+        tenants = TenantStore(far, other)
+        tenants.create_tenant("acme")
+        cursor = read_changes(database, None).cursor
+        made, key = store.create_key("acme", "voice")
+        assert not store.is_lookup_local(key.secret)
+        found = store.authenticate(key.secret)
+        assert found == made and store.is_lookup_local(key.secret)
+        body = f"slora_{key.key_id}_{'0' * 43}"
+        assert store.authenticate(f"{body}_{_checksum(body)}") is None, "only the id is right"
+        tenants.change_share("acme", ShareChanges(weight=2))
+        store.apply_changes(changes := read_changes(database, cursor))
+        assert not store.is_lookup_local(key.secret)
+        found = store.authenticate(key.secret)
+        assert isinstance(found, KeyRecord) and found.share == TenantShare(2)
+        other.revoke_key(key.key_id)
+        store.apply_changes(read_changes(database, changes.cursor))
+        assert store.authenticate(key.secret) is None and other.authenticate(key.secret) is None
+
+
+def test_after_a_resync_every_key_is_read_again(database_place: str, tmp_path: Path) -> None:
+    with closing(Database(database_place)) as database:
+        store = open_key_store(database, tmp_path)
+        TenantStore(database, store).create_tenant("acme")
+        _, key = store.create_key("acme")
+        assert store.authenticate(key.secret) is not None and store.is_lookup_local(key.secret)
+        store.apply_changes(Changes("0/", resync=True))
+        assert not store.is_lookup_local(key.secret) and store.authenticate(key.secret) is not None
+
+
+def test_a_cached_key_is_valid_for_a_while_without_the_database(
+    postgresql_server: PostgresqlServer, tmp_path: Path
+) -> None:
+    clock = Clock()
+    with closing(Database(postgresql_server.make_database())) as database:
+        pepper, journal = Pepper(b"p" * PEPPER_BYTES), RevocationJournal(tmp_path / "revocations")
+        store = KeyStore(database, pepper, journal, 60.0, clock)
+        TenantStore(database, store).create_tenant("acme")
+        (_, key), (_, unseen) = store.create_key("acme"), store.create_key("acme")
+        clock.now = 10.0
+        store.apply_changes(read_changes(database, None))
+        assert store.authenticate(key.secret) is not None
+        postgresql_server.kill()
+        clock.now = 70.0
+        assert store.authenticate(key.secret) is not None
+        for secret in (unseen.secret, make_key().secret):
+            with pytest.raises(StoreUnavailable):
+                store.authenticate(secret)
+        clock.now = 70.1
+        with pytest.raises(StoreUnavailable):
+            store.authenticate(key.secret)
+        with pytest.raises(StoreUnavailable):
+            store.revoke_key(key.key_id)
+        assert store.authenticate("no key at all") is None
+        journal.close()
+
+
+def test_a_key_that_is_revoked_while_it_is_looked_up_is_not_cached() -> None:
+    cache = KeyCache[_StoredKey]()
+    key = _StoredKey(make_record("k"), b"")
+
+    def find() -> _StoredKey:
+        cache.drop("k")
+        return key
+
+    assert cache.look_up("k", find) == key and cache.get("k") is None
+    assert cache.look_up("k", lambda: key) == cache.get("k") == key
+    cache.drop_tenant("beta")
+    assert cache.get("k") == key
+    cache.drop_tenant("acme")
+    assert cache.get("k") is None
+
+
+def test_the_least_recently_used_keys_are_evicted() -> None:
+    cache = KeyCache[_StoredKey](max_keys=2)
+    for key_id in ("a", "b", "c"):
+        cache.look_up(key_id, lambda key_id=key_id: _StoredKey(make_record(key_id), b""))
+        cache.get("a")
+    assert [key_id for key_id in "abc" if cache.get(key_id)] == ["a", "c"]
+
+
+@pytest.mark.parametrize("adapter", ["default", "default@prod", "default@3", "base@prod", "base@1"])
+def test_a_key_for_an_adapter_that_can_never_exist_is_refused(admin: httpx.Client, adapter: str) -> None:
+    """Born from a bug: the key was created, and then each of its requests was a 404."""
+    admin.post("/admin/tenants", json={"name": "keyed"})
+    refused = admin.post("/admin/tenants/keyed/keys", json={"adapter": adapter})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "adapter")
+    assert adapter in error["message"] and "omit `adapter`" in error["message"]
+    assert admin.get("/admin/tenants/keyed/keys").json()["data"] == []
+
+
+def test_a_key_may_name_the_base_model_or_a_future_adapter(admin: httpx.Client) -> None:
+    admin.post("/admin/tenants", json={"name": "named"})
+    for adapter in (None, "base", "later", "later@prod", "defaults"):
+        assert admin.post("/admin/tenants/named/keys", json={"adapter": adapter}).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"scopes": []}, "scopes", "is empty"),
+        ({"scopes": ["inference", "adapters:delete"]}, "scopes", "'adapters:delete', which is not a scope"),
+        ({"scopes": ["admin"]}, "scopes", "create an operator's key with POST /admin/keys"),
+        ({"scopes": "inference"}, "scopes", "list"),
+        ({"expires_at": 1_000_000_000}, "expires_at", "is 1000000000, which is in the past"),
+        ({"expires_at": 2_000_000_000_000}, "expires_at", "the limit is 253402300799"),
+        ({"expires_at": "2030-01-01"}, "expires_at", "integer"),
+        ({"name": "x" * 129}, "name", "at most 128 printable characters"),
+        ({"name": "two\nlines"}, "name", "at most 128 printable characters"),
+        ({"scope": ["inference"]}, "scope", "not a parameter"),
+    ],
+)
+def test_an_invalid_key_is_refused_by_field_and_not_created(
+    admin: httpx.Client, body: dict[str, Any], param: str, reason: str
+) -> None:
+    admin.post("/admin/tenants", json={"name": "invalid"})
+    refused = admin.post("/admin/tenants/invalid/keys", json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, param)
+    assert reason in error["message"]
+    assert admin.get("/admin/tenants/invalid/keys").json()["data"] == []
+
+
+def test_a_key_has_the_name_the_scopes_and_the_expiry_that_it_was_made_with(admin: httpx.Client) -> None:
+    admin.post("/admin/tenants", json={"name": "described"})
+    body = {
+        "name": "CI of team A",
+        "scopes": ["usage:read", "inference", "inference"],
+        "expires_at": 4_000_000_000,
+    }
+    made = admin.post("/admin/tenants/described/keys", json=body).json()
+    (listed,) = admin.get("/admin/tenants/described/keys").json()["data"]
+    assert listed.items() <= made.items()
+    assert (listed["name"], listed["scopes"]) == ("CI of team A", ["inference", "usage:read"])
+    assert (listed["expires_at"], listed["last_used_at"], listed["revoked"]) == (4_000_000_000, None, False)
+
+
+def test_a_key_is_valid_until_it_expires_also_while_it_is_cached(database_place: str, tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now = 1000.5
+    journal = RevocationJournal(tmp_path / "revocations")
+    with closing(Database(database_place)) as database, closing(journal):
+        store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
+        TenantStore(database, store).create_tenant("acme")
+        _, key = store.create_key("acme", expires_at=1060)
+        _, operators = store.create_operator_key("ada", expires_at=1060)
+        for clock.now in (1000.5, 1059.9):
+            assert store.authenticate(key.secret) and store.authenticate(operators.secret)
+        assert store.is_lookup_local(key.secret)
+        clock.now = 1060.0
+        assert store.authenticate(key.secret) is None and store.authenticate(operators.secret) is None
+
+
+def test_operators_have_several_named_keys_which_can_be_revoked(
+    platform: Platform, admin: httpx.Client
+) -> None:
+    ada, bob = (admin.post("/admin/keys", json={"name": name}).json() for name in ("ada", "bob"))
+    assert (ada["tenant"], ada["scopes"]) == (None, ["admin"])
+    with platform.client(ada["key"]) as client:
+        listed = client.get("/admin/keys").json()["data"]
+        assert {"ada", "bob"} <= {key["name"] for key in listed} and not any("key" in key for key in listed)
+        assert client.delete(f"/admin/keys/{bob['key_id']}").status_code == 200
+    with platform.client(bob["key"]) as client:
+        assert client.get("/admin/keys").status_code == 401
+    refused = admin.post("/admin/keys", json={"name": ""})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
