@@ -25,10 +25,14 @@ _MIN_FREE_BYTES = 256 << 10
 
 
 class DiskReserve:
-    """The reserve file at `path`. Methods may be called from several threads."""
+    """The reserve file at `path`. Methods may be called from several threads.
 
-    def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
+    is_keeper: whether this process creates the file. Only one process of a host does.
+    """
+
+    def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES, *, is_keeper: bool = True) -> None:
         self._path = path
+        self._is_keeper = is_keeper
         self._num_bytes = num_bytes
         self._lock = Lock()
         self._is_full = False
@@ -49,12 +53,12 @@ class DiskReserve:
             raise DiskFull(self.directory)
 
     def watch(self) -> bool:
-        """Creates the file if it is missing and the disk has space. Returns whether all changes are allowed. Call it
-        every few seconds.
+        """Creates the file if it is missing, the disk has space and this process is the keeper. Returns whether all
+        changes are allowed. Call it every few seconds.
         """
         with self._lock:
             needed = self._num_bytes if self._is_full else _MIN_FREE_BYTES
-            has_reserve = self._is_whole() or self._make()
+            has_reserve = self._is_whole() or (self._is_keeper and self._make())
             self._note(is_full=not (has_reserve and has_space(self.directory, needed)))
             return not self._is_full
 

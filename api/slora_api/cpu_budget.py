@@ -3,6 +3,8 @@
 A balance starts full, is charged for the CPU time used, and is refilled at a constant rate. While the balance is empty,
 the tenant's further work is refused. Other tenants are not affected.
 
+Each API process has a part of the budget, because a tenant's connections are spread over all processes.
+
 This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
 

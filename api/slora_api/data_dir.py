@@ -37,6 +37,10 @@ class DataDir:
         return self.path / "quarantine"
 
     @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
     def pepper(self) -> Path:
         return self.path / "pepper"
 

@@ -7,6 +7,8 @@ al., OSDI'24).
 One tenant never holds all slots. It gets a further slot only while a reserve stays free for tenants that hold none. A
 reserve of N slots keeps any N tenants from holding all slots.
 
+Each API process has slots of its own; see `slots_of_process`.
+
 This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
 
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 
 from slora_api.errors import TenantBusy
 
-__all__ = ["FairSlots", "reserved_slots"]
+__all__ = ["FairSlots", "reserved_slots", "slots_of_process"]
 
 
 def reserved_slots(num_slots: int) -> int:
@@ -27,6 +29,15 @@ def reserved_slots(num_slots: int) -> int:
     slots.
     """
     return max(1, num_slots // 4) if num_slots > 2 else 0
+
+
+def slots_of_process(num_slots: int, num_reserved: int, num_processes: int) -> int:
+    """Divides the slots of a host among its API processes. Each has one slot beside its reserve at least.
+
+    Example: of 4 slots with a reserve of 2, each of two processes has 3, of which one tenant gets at most 1. So one
+    tenant gets at most 2 of the host, as it does with one process.
+    """
+    return max(num_slots // num_processes, num_reserved + 1)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,10 @@ class Settings:
     engine: EngineConfig
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", metavar="ADDRESS")
     port: int = setting(8000, "TCP port to listen on; 0 takes a free one", Whole(0, 65535), metavar="PORT")
+    api_workers: int = setting(
+        1, "number of processes that answer HTTP requests. More than one use several cores for tokenizing, JSON and "
+        "streaming, and one that dies does not end the streams of the others", Whole(1, 64), metavar="N",
+    )  # fmt: skip
     data_dir: str = setting(
         "data", "directory for tenants, keys and adapters (created if missing)", metavar="DIR"
     )

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from slora_api.errors import TenantBusy
-from slora_api.fair_slots import FairSlots
+from slora_api.fair_slots import FairSlots, slots_of_process
 
 
 class Clock:
@@ -123,3 +123,12 @@ def test_a_slot_released_while_a_cancellation_is_pending_is_not_lost() -> None:
         assert not slots._active and slots._num_free == 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+def test_processes_divide_slots_and_each_keeps_the_reserve(num_processes: int) -> None:
+    for num_slots, num_reserved in ((4, 2), (3, 1)):
+        num_own = slots_of_process(num_slots, num_reserved, num_processes)
+        # What one tenant gets at most: every slot but the reserve.
+        of_one_tenant = num_processes * (num_own - num_reserved)
+        assert num_own - num_reserved >= 1 and of_one_tenant <= max(num_slots - num_reserved, num_processes)

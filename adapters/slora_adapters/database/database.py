@@ -16,7 +16,7 @@ even for the shared memory file that SQLite keeps beside the database, one conne
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -56,18 +56,25 @@ class Database:
 
     place: the path of a SQLite file, or a URL; see `parse_database_url`.
     reserve: the disk reserve on the disk of a SQLite file; None if there is no reserve.
+    on_change: called after each commit of a transaction that held the lock CHANGES, on its thread.
 
     Methods raise StoreUnavailable if the database does not answer, cannot be opened, read or written, or stays locked.
     They raise DiskFull if the disk of a SQLite file has no space. The constructor also raises StoreUnfit if the
     database is read-only, or if the settings of a PostgreSQL server allow the loss of changes.
     """
 
-    def __init__(self, place: Path | str, reserve: DiskReserve | None = None) -> None:
+    def __init__(
+        self,
+        place: Path | str,
+        reserve: DiskReserve | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         url = parse_database_url(str(place))
         self._path = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
         # For messages; it has no password.
         self.label = repr(str(self._path) if self._path else url.render_as_string(hide_password=True))
         self._reserve = reserve if self._path else None
+        self._on_change = on_change
         self._engine = make_sqlite_engine(self._path) if self._path else make_postgresql_engine(url)
         # Only one transaction of this process waits for CHANGES in the database, so that waiting ones need no
         # connection.
@@ -121,6 +128,8 @@ class Database:
             except BaseException:
                 connection.rollback()
                 raise
+        if CHANGES in locks:
+            self._on_change()
 
     def read(self, statement: Executable, parameters: Mapping[str, Any] | None = None) -> Sequence[Any]:
         """Returns all rows of one query."""

@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -32,6 +31,7 @@ from slora_adapters.loader.loader_messages import (
     encode_loaded,
 )
 from slora_adapters.loader.source import FetchFailed
+from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.store.store_url import open_store
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
@@ -164,19 +164,6 @@ def run(config: LoaderConfig, heartbeat: Heartbeat) -> None:
     store.close()
 
 
-def _end_with_stdin() -> None:
-    """Exits this process when standard input is closed. The parent holds the other end of the pipe while it
-    is alive.
-    """
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main() -> int:
     # An @file keeps the configuration out of the process list, because a store's URL may contain a password.
     description = (
@@ -192,7 +179,7 @@ def main() -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.nice(_NICE)
     arguments = parser.parse_args()
-    _end_with_stdin()
+    end_with_stdin()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
     try:
         run(LoaderConfig.from_json(arguments.config), heartbeat)

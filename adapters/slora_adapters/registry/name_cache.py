@@ -33,9 +33,14 @@ _RECORD_BYTES = 1500
 
 
 class NameCache:
-    """A thread-safe LRU cache. max_bytes: approximate memory of all cached answers."""
+    """A thread-safe LRU cache.
 
-    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+    max_bytes: approximate memory of all cached answers.
+    is_behind: whether answers may lack a change of another process. `get` finds nothing then.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_BYTES, is_behind: Callable[[], bool] = lambda: False) -> None:
+        self._is_behind = is_behind
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._names: OrderedDict[NameKey, dict[Target, Answer]] = OrderedDict()
@@ -43,6 +48,8 @@ class NameCache:
 
     def get(self, key: NameKey, target: Target) -> Answer | None:
         """Returns None if the answer is not cached."""
+        if self._is_behind():
+            return None
         with self._lock:
             answers = self._names.get(key)
             if answers is None:

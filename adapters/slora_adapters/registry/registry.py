@@ -87,10 +87,12 @@ class Registry:
         self,
         storage: RegistryStorage,
         clock: Callable[[], float] = time.time,
+        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
+        """is_behind: whether the cache may lack a change of another process, so that lookups must not use it."""
         self._storage = storage
         self._clock = clock
-        self._cache = NameCache()
+        self._cache = NameCache(is_behind=is_behind)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Follows the feed of changes and tells this process's engine about the changes that concern it.
 
 Any process that shares the database can change adapters, keys and tenants. This task reads the feed five times a
-second, which also invalidates the caches of names and keys. The engine removes versions that no name has any more. When
+second, and at once after a change by another process of the same host. Reading it also invalidates the caches of names
+and keys. The engine removes versions that no name has any more. When
 a pin has moved, the engine receives all pins again. If the feed cannot tell which changes were missed, every version
 that the engine may hold is looked up.
 
@@ -20,6 +21,7 @@ from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.host_changes import HostChanges
 from slora_api.tenants.key_store import KeyStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
@@ -28,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # Every process must know of a change within a second.
 _POLL_S = 0.2
+# How often the board is read for changes on this host.
+_BOARD_POLL_S = 0.02
 
 
 class VersionHolder(Protocol):
@@ -42,7 +46,11 @@ class VersionHolder(Protocol):
 
 
 class ChangeFollower:
-    """Runs on one event loop. on_moved_pin: called when the set of pinned versions may have changed."""
+    """Runs on one event loop.
+
+    on_moved_pin: called when the set of pinned versions may have changed. host_changes: None if this process is the
+    only API process of the host.
+    """
 
     def __init__(
         self,
@@ -50,11 +58,13 @@ class ChangeFollower:
         key_store: KeyStore,
         engine: VersionHolder,
         on_moved_pin: Callable[[], None],
+        host_changes: HostChanges | None = None,
     ) -> None:
         self._registry = registry
         self._key_store = key_store
         self._engine = engine
         self._on_moved_pin = on_moved_pin
+        self._host_changes = host_changes
 
     async def run(self) -> None:
         """Follows the feed until cancelled."""
@@ -62,12 +72,15 @@ class ChangeFollower:
         answers = True
         while True:
             is_all = True
+            committed = None if self._host_changes is None else self._host_changes.read()
             try:
                 changes = await asyncio.to_thread(self._registry.changes, cursor)
                 self._key_store.apply_changes(changes)
                 await self._pass_on(changes)
                 # The cursor advances only now, so that changes that could not be passed on are read again.
                 cursor, is_all = changes.cursor, changes.is_all
+                if self._host_changes is not None and committed is not None and is_all:
+                    self._host_changes.apply(committed)
                 if not answers:
                     _log.info("the database is available again")
                 answers = True
@@ -80,7 +93,17 @@ class ChangeFollower:
                     )
                 answers = False
             if is_all:
-                await asyncio.sleep(_POLL_S)
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Waits until it is time to read the feed."""
+        if self._host_changes is None:
+            await asyncio.sleep(_POLL_S)
+            return
+        for _ in range(round(_POLL_S / _BOARD_POLL_S)):
+            await asyncio.sleep(_BOARD_POLL_S)
+            if self._host_changes.is_behind():
+                return
 
     async def _pass_on(self, changes: Changes) -> None:
         suspects: Collection[AdapterVersion]

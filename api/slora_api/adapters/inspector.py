@@ -17,7 +17,7 @@ from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.limits import AdapterLimits
 from slora_api.errors import InspectionFailed
-from slora_api.fair_slots import FairSlots
+from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]
@@ -56,14 +56,19 @@ class InspectionBounds:
 
 
 class Inspector:
-    """Inspects adapters for a base model of `shape` within `limits`."""
+    """Inspects adapters for a base model of `shape` within `limits`. num_processes: API processes of the host, which
+    divide the inspectors.
+    """
 
-    def __init__(self, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds) -> None:
+    def __init__(
+        self, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds, num_processes: int = 1
+    ) -> None:
         self._shape = shape
         self._limits = limits
         self._bounds = bounds
+        num_inspectors = slots_of_process(_NUM_INSPECTORS, _NUM_RESERVED, num_processes)
         self._slots = FairSlots(
-            _NUM_INSPECTORS, _MAX_WAITING, "uploads to inspect", num_reserved=_NUM_RESERVED
+            num_inspectors, _MAX_WAITING, "uploads to inspect", num_reserved=_NUM_RESERVED
         )
 
     async def inspect(self, tenant: str, source: Path, scratch: Path) -> CheckedAdapter:

@@ -20,7 +20,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
 from slora_api.cpu_budget import CpuBudget
 from slora_api.errors import ServerBusy
-from slora_api.fair_slots import FairSlots
+from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.generation.template_process import RenderedText, RendererSettings, pack_request
 from slora_api.generation.template_renderer import RendererDied, RendererStalled, TemplateRenderer
 
@@ -54,7 +54,8 @@ Messages = Sequence[Mapping[str, str]]
 class ChatTemplates:
     """Renders conversations. Call `close` at the end.
 
-    max_waiting: requests of one tenant that may wait for a process. clock: monotonic seconds.
+    max_waiting: requests of one tenant that may wait for a process. num_processes: API processes of the host, which
+    divide slots and CPU budgets. clock: monotonic seconds.
     """
 
     def __init__(
@@ -63,14 +64,18 @@ class ChatTemplates:
         max_waiting: int = 256,
         render_cpu_s: float = RENDER_CPU_S,
         clock: Callable[[], float] = time.monotonic,
+        num_processes: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
         self._settings = RendererSettings(tokenizer.special_tokens, render_cpu_s)
         self._clock = clock
+        num_renderers = slots_of_process(_NUM_RENDERERS, _NUM_RESERVED, num_processes)
         self._slots = FairSlots(
-            _NUM_RENDERERS, max_waiting, "chat templates to render", clock, num_reserved=_NUM_RESERVED
+            num_renderers, max_waiting, "chat templates to render", clock, num_reserved=_NUM_RESERVED
         )
-        self._budget = CpuBudget(_BURST_CPU_S, _REFILL, "rendering chat templates", clock)
+        self._budget = CpuBudget(
+            _BURST_CPU_S / num_processes, _REFILL / num_processes, "rendering chat templates", clock
+        )
         self._idle: list[TemplateRenderer] = []
         self._num_failed_starts = 0
         self._next_start_at = 0.0

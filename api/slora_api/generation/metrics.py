@@ -1,32 +1,69 @@
 """Prometheus metrics: vLLM's names, so that existing dashboards work, and additional ones that start with `slora_`.
 
-The API's own counters are kept here. The engine is asked for its numbers at each scrape. Adapters are labelled with
-tenant and digest prefix, because names are not unique across tenants. Only the operator can read the metrics (see
+The API's own counters and histograms are kept here. With several API processes, each keeps them in files of its own,
+and any process answers a scrape with the sums over all files (prometheus_client's multiprocess mode). The files outlive
+a process that dies. Gauges and the engine's numbers are read at each scrape. Adapters are labelled with tenant and
+digest prefix, because names are not unique across tenants. Only the operator can read the metrics (see
 authentication.py).
 """
 
+import os
 import time
+from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from slora.engine.info import EngineInfo, EngineStats
 from slora.request import FinishReason
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "allocate_files", "share_metrics"]
+
+# Space for some thousand series. It is allocated at the start, because a write to a memory-mapped file on a full disk
+# would kill the process.
+_FILE_BYTES = 1 << 20
 
 # Histogram buckets in seconds: from one decode step to the longest answers, densest where users notice a delay.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Metrics:
-    """The metrics of one server. model_name: value of the `model_name` label of vLLM's metrics."""
+def allocate_files(directory: Path, num_processes: int) -> None:
+    """Creates the files of processes 1 to `num_processes`, all with zeros. Raises OSError if the disk has no room."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for stale in directory.iterdir():
+        stale.unlink()
+    for process in range(1, num_processes + 1):
+        for kind in ("counter", "histogram"):
+            with (directory / f"{kind}_{process}.db").open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, _FILE_BYTES)
 
-    def __init__(self, model_name: str) -> None:
+
+def share_metrics(directory: Path, process: int) -> None:
+    """Keeps all metrics that this process creates from now on in its files in `directory`. They continue the counts of
+    an earlier process with the same number.
+    """
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(
+        directory
+    )  # prometheus_client finds the files by this variable
+    values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """The metrics of one server.
+
+    model_name: value of the `model_name` label of vLLM's metrics.
+    directory: the files of all API processes, after `share_metrics`; None if this process is the only one.
+    restarts: how often each process of the server died and was restarted, by the process's name.
+    is_read_only: whether the disk of the data directory is full.
+    """
+
+    def __init__(self, model_name: str, directory: Path | None = None) -> None:
         self._model = model_name
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
@@ -52,19 +89,13 @@ class Metrics:
             registry=self._registry,
             buckets=_SECONDS,
         )
-        self._restarts = Counter(
-            "slora_process_restarts", "Number of times that a process of the server died and was restarted.",
-            ["process"], registry=self._registry,
-        )  # fmt: skip
-        self._ready = Gauge(
-            "slora_ready", "1 while the engine and the loader are connected.", registry=self._registry
-        )
-        self._read_only = Gauge(
-            "slora_read_only", "1 while the disk of the data directory is full and changes are refused.",
-            registry=self._registry,
-        )  # fmt: skip
-        self._engine = _EngineCollector(model_name)
-        self._registry.register(self._engine)
+        self.restarts: Tally[str] = Tally()
+        self.is_read_only = False
+        self._engine: tuple[EngineInfo, EngineStats] | None = None
+        self._scraped = self._registry if directory is None else CollectorRegistry()
+        if directory is not None:
+            MultiProcessCollector(self._scraped, str(directory))  # type: ignore[no-untyped-call]
+        self._scraped.register(self)
 
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(name, help_text, ["model_name"], registry=self._registry, buckets=_SECONDS)
@@ -81,32 +112,34 @@ class Metrics:
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
 
-    def restarted(self, process: str) -> None:
-        self._restarts.labels(process).inc()
-
-    def set_read_only(self, *, is_read_only: bool) -> None:
-        self._read_only.set(is_read_only)
-
     def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine its metrics are left out rather than shown as
         zeros.
         """
-        self._ready.set(engine is not None)
-        self._engine.latest = engine
-        return generate_latest(self._registry)
-
-
-class _EngineCollector:
-    """Converts the engine's statistics to metrics."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model = model_name
-        self.latest: tuple[EngineInfo, EngineStats] | None = None
+        self._engine = engine
+        return generate_latest(self._scraped)
 
     def collect(self) -> Iterable[Metric]:
-        if self.latest is not None:
-            yield from self._vllm(*self.latest)
-            yield from _own(self.latest[1])
+        """Makes the metrics that are not counted in this process. The registry calls it at each scrape."""
+        restarts = CounterMetricFamily(
+            "slora_process_restarts",
+            "Number of times that a process of the server died and was restarted.",
+            labels=["process"],
+        )
+        for process, count in self.restarts.items():
+            restarts.add_metric([process], count)
+        yield restarts
+        yield GaugeMetricFamily(
+            "slora_ready", "1 while the engine and the loader are connected.", self._engine is not None
+        )
+        yield GaugeMetricFamily(
+            "slora_read_only",
+            "1 while the disk of the data directory is full and changes are refused.",
+            self.is_read_only,
+        )
+        if self._engine is not None:
+            yield from self._vllm(*self._engine)
+            yield from _own(self._engine[1])
 
     def describe(self) -> Iterable[Metric]:
         return ()

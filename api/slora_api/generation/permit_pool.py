@@ -10,17 +10,21 @@ moves the average by a sixteenth. N taken permits are expected back evenly over 
 20 s on average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too
 short. The client then retries too soon and is refused again.
 
+All API processes of a host share the permits through a tally. Two of them may take the last permit at the same moment,
+so a process that has taken a permit checks the limits again and gives it back if they are exceeded. The reserve is
+checked only before.
+
 This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slora_api.errors import SOON_S, ServerBusy, TenantBusy
 from slora_api.fair_slots import reserved_slots
+from slora_api.host_board import Tally
 
 __all__ = ["PermitPool"]
 
@@ -38,6 +42,7 @@ class PermitPool:
     what: the use of the permits, as error messages call it.
     tenant_limit: the setting that gives max_per_tenant, as error messages call it.
     clock: monotonic seconds.
+    tally: what tenants hold in all API processes of the host. None: this process is the only one.
     """
 
     def __init__(
@@ -47,17 +52,21 @@ class PermitPool:
         what: str,
         tenant_limit: str,
         clock: Callable[[], float] = time.monotonic,
+        tally: Tally | None = None,
     ) -> None:
         self.num_permits = num_permits
         self.max_per_tenant = max_per_tenant
         # At least two: one that the second tenant may take, and one that it must leave free for a third.
         self.num_reserved = max(2, reserved_slots(num_permits)) if num_permits > 2 else 0
-        self.num_taken = 0
         self._what = what
         self._tenant_limit = tenant_limit
         self._clock = clock
-        self._held_by: Counter[str] = Counter()
+        self._held = Tally() if tally is None else tally
         self._average_s: float | None = None
+
+    @property
+    def num_taken(self) -> int:
+        return self._held.total
 
     @property
     def num_free(self) -> int:
@@ -69,11 +78,11 @@ class PermitPool:
         return min(self.max_per_tenant, self._available_to_newcomer(self.num_permits))
 
     def held_by(self, tenant: str) -> int:
-        return self._held_by[tenant]
+        return self._held.count_of(tenant)
 
     def num_available_to(self, tenant: str) -> int:
         """Returns how many of the free permits the tenant may take now. The tenant's own limit is not considered."""
-        if self._held_by[tenant]:
+        if self.held_by(tenant):
             return max(0, self.num_free - self.num_reserved)
         return self._available_to_newcomer(self.num_free)
 
@@ -106,17 +115,12 @@ class PermitPool:
     @contextmanager
     def hold(self, tenant: str, count: int) -> Iterator[None]:
         """Takes `count` permits for the duration of the context. Raises TenantBusy, ServerBusy."""
-        self.check_available(tenant, count)
+        self._take(tenant, count)
         taken_at = self._clock()
-        self.num_taken += count
-        self._held_by[tenant] += count
         try:
             yield
         finally:
-            self.num_taken -= count
-            self._held_by[tenant] -= count
-            if not self._held_by[tenant]:
-                del self._held_by[tenant]
+            self._held.add(tenant, -count)
             self._update_average(self._clock() - taken_at, count)
 
     def wait_s(self, count: int, num_taken: int) -> int:
@@ -124,6 +128,16 @@ class PermitPool:
         if self._average_s is None or not num_taken:
             return SOON_S
         return min(_LONGEST_WAIT_S, max(1, math.ceil(self._average_s * count / num_taken)))
+
+    def _take(self, tenant: str, count: int) -> None:
+        self.check_available(tenant, count)
+        self._held.add(tenant, count)
+        if self.num_free < 0 or self.held_by(tenant) > self.max_per_tenant:
+            self._held.add(tenant, -count)
+            raise ServerBusy(
+                f"Other requests took the last permits for {self._what} at the same moment. Try again.",
+                SOON_S,
+            )
 
     def _available_to_newcomer(self, num_free: int) -> int:
         return max(num_free - self.num_reserved, num_free // 2, min(num_free, 1))

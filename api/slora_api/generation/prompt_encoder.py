@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from slora.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
-from slora_api.fair_slots import FairSlots
+from slora_api.fair_slots import FairSlots, slots_of_process
 
 __all__ = ["PromptEncoder"]
 
@@ -22,16 +22,21 @@ _INLINE_TOKENS = 2_000
 _SLICE_CHARS = 1 << 16
 # A slice may cut a word, which adds tokens. This many are subtracted per slice, so that no text that fits is refused.
 _CUT_TOKENS = 256
-# Three slots, because `reserved_slots` then keeps one free for tenants that hold none.
-_NUM_SLOTS = 3
+# One is reserved for tenants that hold none.
+_NUM_SLOTS, _NUM_RESERVED = 3, 1
 
 
 class PromptEncoder:
-    """Tokenizes and decodes prompts. max_waiting: long prompts of one tenant that may wait for a slot."""
+    """Tokenizes and decodes prompts.
 
-    def __init__(self, tokenizer: Tokenizer, max_waiting: int) -> None:
+    max_waiting: long prompts of one tenant that may wait for a slot. num_processes: API processes of the host, which
+    divide the slots.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_waiting: int, num_processes: int = 1) -> None:
         self.tokenizer = tokenizer
-        self._slots = FairSlots(_NUM_SLOTS, max_waiting, "prompts to tokenize")
+        num_slots = slots_of_process(_NUM_SLOTS, _NUM_RESERVED, num_processes)
+        self._slots = FairSlots(num_slots, max_waiting, "prompts to tokenize", num_reserved=_NUM_RESERVED)
 
     async def encode(
         self,

@@ -1,7 +1,7 @@
 """Limits how many answers and uploads are in progress, for the whole server and for each tenant.
 
-A request beyond a limit is refused at once, with the time after which a permit should be free. The module runs on one
-event loop and needs no lock.
+A request beyond a limit is refused at once, with the time after which a permit should be free. The limits hold for all
+API processes of the host together. The module runs on one event loop and needs no lock.
 """
 
 import time
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from slora_api.errors import BadRequest, Stopping
 from slora_api.generation.permit_pool import PermitPool
+from slora_api.host_board import HostBoard
 
 __all__ = ["RequestLimiter"]
 
@@ -17,7 +18,9 @@ __all__ = ["RequestLimiter"]
 class RequestLimiter:
     """Counts generations and uploads in progress. After `stop()`, no new ones are admitted.
 
-    One tenant has at most half of the permits for uploads. clock: monotonic seconds.
+    One tenant has at most half of the permits for uploads.
+
+    board: None if this process is the only one. clock: monotonic seconds.
     """
 
     def __init__(
@@ -26,11 +29,18 @@ class RequestLimiter:
         max_requests: int,
         max_per_tenant: int,
         max_uploads: int,
+        board: HostBoard | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stopping = False
+        answers, uploads = (board.tally("answers"), board.tally("uploads")) if board else (None, None)
         self._generation_permits = PermitPool(
-            max_requests, max_per_tenant, "answers in progress", "max_concurrent_per_tenant", clock
+            max_requests,
+            max_per_tenant,
+            "answers in progress",
+            "max_concurrent_per_tenant",
+            clock,
+            answers,
         )
         self._upload_permits = PermitPool(
             max_uploads,
@@ -38,11 +48,12 @@ class RequestLimiter:
             "uploads in progress",
             "half of max_concurrent_uploads",
             clock,
+            uploads,
         )
 
     @property
     def num_generations(self) -> int:
-        """The number of answers in progress."""
+        """The number of answers in progress in all processes."""
         return self._generation_permits.num_taken
 
     def stop(self) -> None:

@@ -63,7 +63,7 @@ async def readyz(services: Wired) -> Readiness:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(_operator: Operator, services: Wired) -> Response:
     generator = services.generator
-    generator.metrics.set_read_only(is_read_only=services.reserve.is_full)
+    generator.metrics.is_read_only = services.reserve.is_full
     return Response(
         generator.metrics.render(await _engine_numbers(generator)), media_type=CONTENT_TYPE_LATEST
     )

@@ -5,6 +5,9 @@ blocks the event loop for 0.2 s. Without free file descriptors, asyncio retries 
 This acceptor accepts 16 at once. Without free descriptors it closes idle connections, logs one line per minute, and
 retries after a second.
 
+Several API processes may accept from the same socket. A process that has more connections than another one waits for
+some milliseconds, so that the other one can accept first.
+
 A connection for which there is no room is answered 503 at once. Its descriptor stays open for a second, so that the
 client can read the answer before the reset.
 """
@@ -27,6 +30,8 @@ _log = get_rate_limited_logger(__name__)
 # Accepting this many connections takes the event loop about 2 ms.
 _MAX_AT_ONCE = 16
 _RETRY_S = 1.0
+# How long a process with more connections than another leaves a new one to it.
+_YIELD_S = 0.002
 _LINGER_S = 1.0
 # Refused connections that stay open for `_LINGER_S`. Any further ones are closed at once.
 _MAX_LINGERING = 32
@@ -50,7 +55,7 @@ class Acceptor:
     def start(self) -> None:
         """Starts to accept connections."""
         self._listener.setblocking(False)
-        self._loop.add_reader(self._listener, self._accept)
+        self._listen()
 
     def stop(self) -> None:
         """Stops accepting connections."""
@@ -60,23 +65,45 @@ class Acceptor:
         while self._refused:
             self._refused.pop().close()
 
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
         for _ in range(_MAX_AT_ONCE):
-            try:
-                accepted, address = self._listener.accept()
-            except OSError as error:
-                if error.errno in _EXHAUSTED:
-                    self._pause(error)
-                return  # no connection waits, or a client hung up before it was accepted
-            accepted.setblocking(False)
-            host = str(address[0])
-            reason = self._connections.make_room(host)
-            if reason is None:
-                self._hand_over(accepted, host)
-            else:
-                self._refuse(accepted, reason)
+            if self._connections.has_more_than_another():
+                self._pause(_YIELD_S, self._accept_after_yielding)
+                return
+            if not self._accept_one():
+                return
 
-    def _pause(self, error: OSError) -> None:
+    def _accept_after_yielding(self) -> None:
+        """Accepts a connection that no other process has accepted meanwhile, because they may be busy or stopped."""
+        self._listen()
+        self._accept_one()
+
+    def _accept_one(self) -> bool:
+        """Returns whether a connection was accepted."""
+        try:
+            accepted, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                self._report_exhausted(error)
+                self._pause(_RETRY_S, self._listen)
+            return False  # no connection waits, or a client hung up before it was accepted
+        accepted.setblocking(False)
+        host = str(address[0])
+        reason = self._connections.make_room(host)
+        if reason is None:
+            self._hand_over(accepted, host)
+        else:
+            self._refuse(accepted, reason)
+        return True
+
+    def _pause(self, seconds: float, resume: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(seconds, resume)
+
+    def _report_exhausted(self, error: OSError) -> None:
         num_closed = self._connections.close_idle()
         _log.warning(
             "a new connection cannot be accepted (%s): %d are open, and %d idle ones were closed",
@@ -84,8 +111,6 @@ class Acceptor:
             len(self._connections),
             num_closed,
         )
-        self._loop.remove_reader(self._listener)
-        self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
 
     def _hand_over(self, accepted: socket.socket, host: str) -> None:
         protocol = self._make_protocol()

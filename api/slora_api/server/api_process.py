@@ -1,12 +1,29 @@
-"""Opens the objects of one API process: those that routes use, and its limits of connections."""
+"""An API process: the objects that its routes use, and the entry point of an API worker.
 
+All objects of `open_services` belong to one process. What must hold for the host is in the database, in files of the
+data directory, or on the board. The main process opens the same objects: to serve with them, if it is the only API
+process, or to work for the host. It has number 0 on the board; see `api_workers.py`.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from slora.engine.client import RemoteEngine
+from slora.errors import ConfigError, SloraError
+from slora.setting import SettingRefused
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.errors import StoreUnavailable
+from slora_adapters.heartbeat import Heartbeat, Progress
+from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
@@ -24,16 +41,25 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.data_dir import DataDir
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
-from slora_api.generation.metrics import Metrics
+from slora_api.generation.metrics import Metrics, share_metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
+from slora_api.host_board import HostBoard
+from slora_api.host_changes import HostChanges
 from slora_api.routes.services import Services
+from slora_api.server.api_workers import WorkerConfig
+from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import store_url
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
-from slora_api.settings import Settings
+from slora_api.server.disk_watch import DiskWatch
+from slora_api.server.host_state import HostState
+from slora_api.server.http_front import HttpFront, run_until_stopped
+from slora_api.server.http_server import HttpServer
+from slora_api.settings import Settings, read_settings
 from slora_api.tenants.adapter_quota import AdapterQuota
+from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
@@ -43,6 +69,11 @@ from slora_api.tenants.usage_report import UsageReport
 
 __all__ = ["connection_limits", "open_services"]
 
+logger = logging.getLogger("slora.api")
+
+# Exit codes for the supervisor: the settings can never work, and something outside this process is not ready.
+_REFUSED_EXIT, _FAILED_EXIT, _TRY_LATER_EXIT = 2, 1, os.EX_TEMPFAIL
+
 
 async def open_services(
     stack: AsyncExitStack,
@@ -51,29 +82,37 @@ async def open_services(
     data: DataDir,
     pepper: Pepper,
     client: RemoteEngine,
+    board: HostBoard,
+    metrics: Path | None = None,
 ) -> Services:
-    """Creates the objects that routes use. The stack closes them."""
-    reserve = DiskReserve(data.reserve)
-    database = Database(settings.database or data.database, reserve)
+    """Creates the objects that routes use. The stack closes them. metrics: see `Metrics`."""
+    is_main, num_serving = board.process == 0, settings.api_workers
+    host_changes = HostChanges(board)
+    reserve = DiskReserve(data.reserve, is_keeper=is_main)
+    database = Database(settings.database or data.database, reserve, host_changes.announce)
     stack.callback(database.close)
     store = open_store(store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(RegistryStorage(database), is_behind=host_changes.is_behind)
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
-    templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant)
+    templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant, num_processes=num_serving)
     stack.push_async_callback(templates.close)
     limiter = RequestLimiter(
         max_requests=settings.max_concurrent_requests,
         max_per_tenant=settings.max_concurrent_per_tenant,
         max_uploads=settings.max_concurrent_uploads,
+        board=board,
     )
     journal = RevocationJournal(data.revocations)
     stack.callback(journal.close)
-    key_store = KeyStore(database, pepper, journal, settings.auth_stale_seconds)
+    key_store = KeyStore(
+        database, pepper, journal, settings.auth_stale_seconds, is_behind=host_changes.is_behind
+    )
     tenant_store = TenantStore(database, key_store)
     pinning = Pinning(registry, tenant_store, client)
-    quarantine = Quarantine(data.quarantine, reserve)
-    inspector = Inspector(model.shape, model.limits, InspectionBounds())
+    # Each process empties its own folder when it starts. The main process's folder contains those of the workers.
+    quarantine = Quarantine(data.quarantine if is_main else data.quarantine / str(board.process), reserve)
+    inspector = Inspector(model.shape, model.limits, InspectionBounds(), num_serving)
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
     canary = Canary(client, model.tokenizer)
     base = model.base()
@@ -89,19 +128,79 @@ async def open_services(
         ),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, key_store, client, pinning.refresh),
+        ChangeFollower(
+            registry, key_store, client, pinning.refresh, host_changes if num_serving > 1 else None
+        ),
         Uploads(quarantine),
         LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),
         templates,
-        Generator(client, model.tokenizer, limiter, Metrics(model.name)),
-        PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant),
+        Generator(client, model.tokenizer, limiter, Metrics(model.name, metrics)),
+        PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(UsageLedger(database), registry.find_names, model.name),
     )
 
 
 def connection_limits(settings: Settings) -> ConnectionLimits:
     """Raises this process's limit of open files and derives the number of connections from it."""
-    max_connections = fit_connections(settings.max_connections, raise_descriptor_limit())
-    return ConnectionLimits(max_connections, settings.max_connections_per_address)
+    share = -(-settings.max_connections // settings.api_workers)
+    max_connections = fit_connections(share, raise_descriptor_limit())
+    return ConnectionLimits(
+        max_connections, settings.max_connections_per_address, num_processes=settings.api_workers
+    )
+
+
+async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat) -> None:
+    limits = connection_limits(settings)
+    model = BaseModelFiles(settings, config.started_at)
+    share_metrics(config.metrics, config.number)
+    async with AsyncExitStack() as stack:
+        data = DataDir(Path(settings.data_dir).resolve())
+        listener = stack.enter_context(socket.socket(fileno=config.listener))
+        board = HostBoard(config.board, config.board_size, config.number)
+        pepper = Pepper.from_file(data.pepper)
+        client = RemoteEngine(config.engine_socket)
+        services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
+        app = make_app(services, open_admin_key(settings.admin_key, data.path, pepper), board)
+        work = [
+            client.run(),
+            services.follower.run(),
+            DiskWatch(services.reserve, services.key_store).run(),
+            HostState(services.generator, board).follow(),
+            heartbeat.run(lambda: Progress(0, is_busy=False)),
+        ]
+        gc.collect()
+        gc.freeze()  # see `serve.py`
+        heartbeat.begin_serving()
+        await run_until_stopped(
+            HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener),
+            services.generator.limiter,
+            [asyncio.create_task(one) for one in work],
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="An API worker of slora. `slora serve` starts it.")
+    parser.add_argument("--config", required=True, help="WorkerConfig as JSON")
+    parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
+    arguments = parser.parse_args()
+    config = WorkerConfig.from_json(arguments.config)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s [{config.number}] %(name)s %(levelname)s %(message)s"
+    )
+    end_with_stdin()
+    heartbeat = Heartbeat(arguments.heartbeat, computes_here=False)
+    try:
+        asyncio.run(_serve(read_settings(config.flags, os.environ), config, heartbeat))
+    except (SloraError, OSError, ValueError) as error:
+        logger.error("%s", error)
+        heartbeat.explain(str(error))
+        if isinstance(error, ConfigError | SettingRefused):
+            return _REFUSED_EXIT
+        return _TRY_LATER_EXIT if isinstance(error, StoreUnavailable) else _FAILED_EXIT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.errors import error_response
+from slora_api.host_board import HostBoard
 from slora_api.routes import (
     adapters,
     admin,
@@ -77,9 +78,9 @@ def make_router(services: Services) -> FastAPI:
     return app
 
 
-def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
+def make_app(services: Services, admin_key: AdminKey, board: HostBoard | None = None) -> ASGIApp:
     """Makes the routes and the layers around them. The last layer added is the outermost, so it sees a request
-    first.
+    first. board: None if this process is the only API process.
     """
     settings = services.settings
     app: ASGIApp = make_router(services)
@@ -87,5 +88,5 @@ def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
     body_limits = BodyLimits(
         settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
     )
-    app = BodyLimitMiddleware(app, body_limits)
+    app = BodyLimitMiddleware(app, body_limits, board)
     return RequestScopeMiddleware(app, services.generator.metrics.answered)

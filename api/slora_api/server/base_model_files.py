@@ -15,9 +15,10 @@ __all__ = ["BaseModelFiles"]
 
 
 class BaseModelFiles:
-    """What the API knows about the base model, read from its directory without the engine. Raises ConfigError."""
+    """started_at: Unix time of the server's start, which /v1/models shows. Raises ConfigError."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, started_at: int | None = None) -> None:
+        self.started_at = int(time.time()) if started_at is None else started_at
         self.directory = settings.engine.model
         self.config = read_model_spec(self.directory, settings.engine.model_impl)
         self.dtype = self.config.resolve_dtype(settings.engine.dtype)
@@ -39,4 +40,4 @@ class BaseModelFiles:
 
     def base(self) -> BaseModelInfo:
         identity = BaseIdentity(self.directory, (self.name, self.directory.resolve().name))
-        return BaseModelInfo(self.name, identity, read_model_defaults(self.directory), int(time.time()))
+        return BaseModelInfo(self.name, identity, read_model_defaults(self.directory), self.started_at)

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
 from slora_api.generation.permit_pool import PermitPool
+from slora_api.host_board import HostBoard
 from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
 from slora_api.server.min_rate_timeout import MinRateTimeout
 from slora_api.tenants.key_record import KeyRecord
@@ -65,10 +66,18 @@ class BodyLimits:
             )
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
-    def memory(self) -> PermitPool:
-        """The memory for all bodies, in bytes: 256 MiB by default. One tenant may use at most half of it."""
+    def memory(self, board: HostBoard | None = None) -> PermitPool:
+        """The memory for all bodies in all API processes, in bytes: 256 MiB by default. One tenant may use at most half
+        of it.
+        """
         num_bytes = _MAX_BODIES * self.max_body_bytes
-        return PermitPool(num_bytes, num_bytes // 2, "bytes of requests in memory", "32 times max_body_bytes")
+        return PermitPool(
+            num_bytes,
+            num_bytes // 2,
+            "bytes of requests in memory",
+            "32 times max_body_bytes",
+            tally=board.tally("body bytes") if board else None,
+        )
 
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
         """Returns the error for a body of which `num_bytes` arrived in `waited_s` seconds of waiting."""
@@ -149,12 +158,12 @@ class _BodyReader:
 
 
 class BodyLimitMiddleware:
-    """ASGI middleware that wraps everything that may read a body."""
+    """ASGI middleware that wraps everything that may read a body. board: None if this process is the only one."""
 
-    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: BodyLimits, board: HostBoard | None = None) -> None:
         self._app = app
         self._limits = limits
-        self._memory = limits.memory()
+        self._memory = limits.memory(board)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _BodyReader(receive, scope, self._limits, self._memory)

@@ -9,10 +9,12 @@ __all__ = ["ConnectionLimits"]
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The limits of one server.
+    """The limits of one API process.
 
-    max_connections: the most open connections.
-    max_per_address: the most open connections of one client address. None: three quarters of max_connections.
+    max_connections: the most open connections of the process.
+    max_per_address: the most open connections of one client address to all processes. None: three quarters of those
+    that all processes have.
+    num_processes: API processes of the host.
     idle_s: how long a connection may stay open without a request. Load balancers commonly keep idle connections for 60
     s. The default is longer, so that they close the connection first.
     head_s: limit from the first byte of a request to the end of its headers, which have at most 16 KiB.
@@ -24,6 +26,7 @@ class ConnectionLimits:
 
     max_connections: int = 4096
     max_per_address: int | None = None
+    num_processes: int = 1
     idle_s: float = 75.0
     head_s: float = 10.0
     write_grace_s: float = 20.0
@@ -33,6 +36,7 @@ class ConnectionLimits:
     @property
     def per_address(self) -> int:
         """The most connections of one address."""
+        num_connections = self.num_processes * self.max_connections
         if self.max_per_address is not None:
-            return min(self.max_per_address, self.max_connections)
-        return self.max_connections - reserved_slots(self.max_connections)
+            return min(self.max_per_address, num_connections)
+        return num_connections - reserved_slots(num_connections)

@@ -9,6 +9,9 @@ If the server is full when a new connection arrives, a batch of idle connections
 address with the most connections, the longest idle first. An address at its own limit replaces only its own idle
 connections. If no connection is idle, the new one is refused.
 
+The limit of an address holds for all API processes of the host. A process closes only its own idle connections, so an
+address at its limit may be refused while another process has an idle one.
+
 This module does not depend on sockets or HTTP. It runs on one event loop and needs no lock.
 """
 
@@ -17,6 +20,7 @@ from collections import Counter
 from heapq import nsmallest
 from typing import Protocol
 
+from slora_api.host_board import HostBoard, Tally
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.rate_limited_log import get_rate_limited_logger
 
@@ -27,6 +31,9 @@ _log = get_rate_limited_logger(__name__)
 # A batch closes one in this many connections. It closes several at once, because the search for idle ones looks at all
 # connections: 5 ms for 4,096.
 _BATCHES = 64
+# Of two processes, the one with the fewer connections may have one in this many fewer. A small margin keeps processes
+# from waiting for one another when many clients connect at once.
+_FAIR_MARGIN = 8
 # Home networks have a /64 of IPv6, so its addresses count as one client.
 _IPV6_PREFIX = 64
 
@@ -46,10 +53,12 @@ class Connection(Protocol):
 
 
 class Connections:
-    """Counts connections by client address and makes room for new ones."""
+    """Counts connections by client address and makes room for new ones. board: None if this process is the only one."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, board: HostBoard | None = None) -> None:
         self.limits = limits
+        self._board = board
+        self._on_host = Tally() if board is None else board.tally("connections")
         self._addresses: dict[Connection, str] = {}
         self._num_of: Counter[str] = Counter()
         # Addresses for which a search found no idle connection; None stands for all addresses. Cleared by the next
@@ -59,14 +68,20 @@ class Connections:
     def __len__(self) -> int:
         return len(self._addresses)
 
+    def has_more_than_another(self) -> bool:
+        """Whether another API process that is ready has clearly fewer connections."""
+        least = None if self._board is None else self._board.least_connections_elsewhere()
+        return least is not None and len(self) > least + least // _FAIR_MARGIN
+
     def make_room(self, host: str) -> str | None:
         """Makes room for a connection from `host`, if necessary by closing idle ones. Returns None, or the reason for a
         refusal.
         """
         address, per_address = _group(host), self.limits.per_address
-        if self._num_of[address] >= per_address and not self.close_idle(address):
+        num_open = self._on_host.count_of(address)
+        if num_open >= per_address and not self.close_idle(address):
             return (
-                f"Your address has {self._num_of[address]} connections to this server, all with "
+                f"Your address has {num_open} connections to this server, all with "
                 f"requests in progress. The limit is {per_address} (max_connections_per_address). "
                 "Reuse connections, or close some."
             )
@@ -85,6 +100,7 @@ class Connections:
         address = _group(host)
         self._addresses[connection] = address
         self._num_of[address] += 1
+        self._share(address, 1)
 
     def discard(self, connection: Connection) -> None:
         """Removes a closed connection. An unknown connection is no error."""
@@ -93,6 +109,7 @@ class Connections:
             self._num_of[address] -= 1
             if not self._num_of[address]:
                 del self._num_of[address]
+            self._share(address, -1)
 
     def close_idle(self, address: str | None = None) -> int:
         """Closes a batch of idle connections of `address`, or of all addresses. Returns how many it closed."""
@@ -117,6 +134,11 @@ class Connections:
         self._without_idle.clear()
         for connection in list(self._addresses):
             connection.sweep(now_s)
+
+    def _share(self, address: str, count: int) -> None:
+        self._on_host.add(address, count)
+        if self._board is not None:
+            self._board.set_connections(len(self))
 
 
 def _group(host: str) -> str:

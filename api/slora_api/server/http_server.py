@@ -11,6 +11,7 @@ from contextlib import suppress
 import uvicorn
 from starlette.types import ASGIApp
 
+from slora_api.host_board import HostBoard
 from slora_api.server.acceptor import Acceptor
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.connections import Connections
@@ -21,9 +22,14 @@ __all__ = ["HttpServer"]
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` until `should_exit` is set. drain_s: how long requests in progress may then continue."""
+    """Serves `app` until `should_exit` is set.
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, drain_s: float) -> None:
+    drain_s: how long requests in progress may then continue. board: None if this process is the only one that serves.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, drain_s: float, board: HostBoard | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -42,7 +48,7 @@ class HttpServer(uvicorn.Server):
         )
         # uvicorn logs a line for each request that is not valid HTTP.
         get_rate_limited_logger("uvicorn.error")
-        self._connections = Connections(limits)
+        self._connections = Connections(limits, board)
         self._acceptors: list[Acceptor] = []
         self._sweeping: asyncio.Task[None] | None = None
 

@@ -8,13 +8,14 @@ import argparse
 import asyncio
 import gc
 import logging
+import math
 import os
-import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
@@ -22,8 +23,10 @@ from slora.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
+from slora_api.host_board import BoardSize, HostBoard
 from slora_api.routes.services import Services
 from slora_api.server.api_process import connection_limits, open_services
+from slora_api.server.api_workers import ApiWorkers
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import engine_and_loader
@@ -35,8 +38,11 @@ from slora_api.server.demo import (
     set_up_demo,
 )
 from slora_api.server.disk_watch import DiskWatch
+from slora_api.server.host_state import HostState
+from slora_api.server.http_front import Front, HttpFront, run_until_stopped
 from slora_api.server.http_server import HttpServer
 from slora_api.server.listener import open_listener
+from slora_api.server.metrics_files import open_metrics_files
 from slora_api.server.sockets import open_sockets
 from slora_api.server.supervisor import Supervisor
 from slora_api.settings import Settings, read_settings, unknown_variables
@@ -58,15 +64,17 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _announce(services: Services, data: DataDir, url: str, admin_key: AdminKey) -> None:
-    """Prints the server's URL, sets up the demo if it is configured, and prints when the engine is ready."""
+async def _announce(
+    services: Services, data: DataDir, board: HostBoard, url: str, admin_key: AdminKey
+) -> None:
+    """Prints the server's URL, sets up the demo if it is configured, and prints when all processes are ready."""
     settings, client = services.settings, services.generator.client
     print(f"slora: listening on {url}; the engine is starting", flush=True)
     if admin_key.shown_once is not None:
         print(f"slora: admin key, shown only once: {admin_key.shown_once}", flush=True)
     # Checked first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
-    while not client.ready:
+    while not (client.ready and board.are_others_ready()):
         await asyncio.sleep(_POLL_S)
     tenants: Sequence[DemoTenant] = ()
     if adapters:
@@ -87,43 +95,15 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
         print(describe_demo(url, tenants), flush=True)
 
 
-async def _run_until_stopped(
-    server: HttpServer, listener: socket.socket, limiter: RequestLimiter, work: list[asyncio.Task[None]]
-) -> None:
-    """Serves until a signal arrives, or until a task of `work` fails, whose error is then raised."""
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    # uvicorn installs its signal handlers when it starts. The handlers below replace them.
-    await asyncio.sleep(0)
-
-    def stop() -> None:
-        # After a second signal, the server does not wait for requests in progress.
-        server.force_exit = limiter.stopping
-        if not limiter.stopping:
-            print(
-                f"slora: stopping; {limiter.num_generations} answers in progress may finish, for "
-                f"{server.config.timeout_graceful_shutdown} s at most; a second signal stops at once",
-                flush=True,
-            )
-        limiter.stop()
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    watched = {serving, *work}
-    try:
-        while not serving.done():
-            done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-    finally:
-        server.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
+    print(
+        f"slora: stopping; {limiter.num_generations} answers in progress may finish, for "
+        f"{math.ceil(drain_s)} s at most; a second signal stops at once",
+        flush=True,
+    )
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
     limits = connection_limits(settings)
     model = BaseModelFiles(settings)
     async with AsyncExitStack() as stack:
@@ -132,17 +112,22 @@ async def _serve(settings: Settings) -> None:
         sockets = open_sockets(stack, data)
         pepper = Pepper.from_file(data.pepper)
         client = RemoteEngine(sockets.engine)
-        services = await open_services(stack, settings, model, data, pepper, client)
+        # The main process serves by itself, or starts workers that do.
+        num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
+        board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
+        stack.callback(board.close)
+        services = await open_services(stack, settings, model, data, pepper, client, board)
         if settings.demo:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
         # Created after the steps that may refuse to start: a new key is shown only once, and a failed start would lose
         # it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
+        generator, restarts = services.generator, services.generator.metrics.restarts
         supervisor = Supervisor(
             engine_and_loader(settings, model, data, sockets),
             settings.stall_seconds,
-            services.generator.readiness.stalls,
-            services.generator.metrics.restarted,
+            generator.readiness.stalls,
+            lambda name: restarts.update([name]),
         )
         work = [
             supervisor.run(),
@@ -151,18 +136,28 @@ async def _serve(settings: Settings) -> None:
             services.follower.run(),
             DiskWatch(services.reserve, services.key_store).run(),
             services.publisher.sweep(),
-            _announce(services, data, _url(listener), admin_key),
+            _announce(services, data, board, _url(listener), admin_key),
         ]
-        server = HttpServer(make_app(services, admin_key), limits, settings.drain_seconds)
+        front: Front
+        if settings.api_workers == 1:
+            app = make_app(services, admin_key, board)
+            front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
+        else:
+            work.append(HostState(generator, board).publish())
+            metrics = open_metrics_files(stack, data, settings.api_workers)
+            front = ApiWorkers(
+                flags, model.started_at, metrics, sockets, listener, board,
+                settings.stall_seconds, lambda name: restarts.update([name]),
+            )  # fmt: skip
         # All objects so far live as long as the process. If they were not frozen, each full collection would block the
         # event loop for 50 ms.
         gc.collect()
         gc.freeze()
-        await _run_until_stopped(
-            server,
-            listener,
-            services.generator.limiter,
+        await run_until_stopped(
+            front,
+            generator.limiter,
             [asyncio.create_task(one) for one in work],
+            lambda: _announce_stop(generator.limiter, settings.drain_seconds),
         )
 
 
@@ -177,7 +172,7 @@ def main(arguments: argparse.Namespace) -> int:
     for name, meant in unknown_variables(os.environ).items():
         logger.warning("%s is not a setting%s", name, f"; did you mean {meant}?" if meant else "")
     try:
-        asyncio.run(_serve(settings))
+        asyncio.run(_serve(settings, vars(arguments)))
     except (SloraError, OSError, ValueError) as error:
         print(f"slora: {error}", file=sys.stderr)
         return 1

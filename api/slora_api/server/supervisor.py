@@ -1,4 +1,4 @@
-"""Starts the engine and the loader as child processes, and restarts them when they die or stall.
+"""Starts child processes, such as the engine and the loader, and restarts them when they die or stall.
 
 This process holds the other end of each child's standard input. However this process ends, even by kill -9, the
 children read end-of-file and exit. They log to this process's standard error.
@@ -19,6 +19,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slora.errors import SloraError
@@ -53,7 +54,7 @@ class ChildRefused(SloraError):
 class Child:
     """One child process: its name in logs, the module to run, its arguments, and its whole environment.
 
-    waits_for_others: see `Watchdog`.
+    waits_for_others: see `Watchdog`. descriptors: open files that it inherits.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Child:
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     waits_for_others: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class _Exit:
 
 
 class Supervisor:
-    """Keeps the children running while `run` is running. pids: process ids of the running children, by name.
+    """Keeps the children running while `run` is running, or until `stop`.
 
     stalls: child name -> a sentence, filled for each child that makes no progress.
     on_restart: called with the name of a child that died.
@@ -92,14 +94,22 @@ class Supervisor:
         stalls: dict[str, str],
         on_restart: Callable[[str], None],
     ) -> None:
-        self.pids: dict[str, int] = {}
         self._children = children
         self._restart_after_s = restart_after_s
         self._stalls = stalls
         self._on_restart = on_restart
+        self._processes: dict[str, Process] = {}
+        self._stopping = asyncio.Event()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process ids of the running children, by name."""
+        return {name: process.pid for name, process in self._processes.items()}
 
     async def run(self) -> None:
-        """Raises ChildRefused if a child can never work. The other children are then stopped."""
+        """Returns when all children have ended after `stop`. Raises ChildRefused if a child can never work. The other
+        children are then stopped.
+        """
         tasks = [asyncio.create_task(self._keep_alive(child)) for child in self._children]
         try:
             # asyncio.gather would end with the first cancelled task. A second cancellation would then abandon the other
@@ -112,12 +122,20 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def stop(self) -> None:
+        """Sends SIGTERM to the children. From now on, a child that ends is not restarted."""
+        self._stopping.set()
+        for process in self._processes.values():
+            _terminate(process)
+
     async def _keep_alive(self, child: Child) -> None:
         pause_s = _MIN_BACKOFF_S
         was_ever_ready, num_failed_starts = False, 0
-        while True:
+        while not self._stopping.is_set():
             started_at = time.monotonic()
             death = await self._run_once(child)
+            if self._stopping.is_set():
+                return
             was_ever_ready |= death.was_ready
             num_failed_starts += death.exit_code != _TRY_LATER_EXIT
             if death.exit_code == _REFUSED_EXIT:
@@ -130,14 +148,17 @@ class Supervisor:
                 pause_s = _MIN_BACKOFF_S
             logger.error("the %s died with %s; restarting it in %.1f s", child.name, death, pause_s)
             self._on_restart(child.name)
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
             pause_s = min(2 * pause_s, _MAX_BACKOFF_S)
 
     async def _run_once(self, child: Child) -> _Exit:
         page = HeartbeatPage.create()
         try:
             process = await _start(child, page)
-            self.pids[child.name] = process.pid
+            self._processes[child.name] = process
+            if self._stopping.is_set():
+                _terminate(process)
             watching = asyncio.create_task(self._watch(child, process, page))
             try:
                 exit_code = await process.wait()
@@ -146,7 +167,7 @@ class Supervisor:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
                 is_stalled = self._stalls.pop(child.name, None) is not None
-                del self.pids[child.name]
+                del self._processes[child.name]
                 # A child that still starts has nothing to finish, and would notice the end of its input only later.
                 can_finish = page.read().is_serving and not is_stalled
                 await _stop(process, _STOP_S if can_finish else 0)
@@ -190,8 +211,13 @@ async def _start(child: Child, page: HeartbeatPage) -> Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", child.module, *child.arguments, "--heartbeat", str(page.descriptor),
         stdin=PIPE, stdout=sys.stderr.fileno(), process_group=0, env=dict(child.environment),
-        pass_fds=(page.descriptor,),
+        pass_fds=(page.descriptor, *child.descriptors),
     )  # fmt: skip
+
+
+def _terminate(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()
 
 
 async def _stop(process: Process, grace_s: float) -> None:

@@ -24,16 +24,22 @@ T = TypeVar("T", bound=_Owned)
 
 
 class KeyCache(Generic[T]):
-    """A thread-safe LRU cache of what is known of a key, by key id."""
+    """A thread-safe LRU cache of what is known of a key, by key id.
 
-    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+    is_behind: whether entries may lack a change of another process. `get` finds nothing then.
+    """
+
+    def __init__(self, max_keys: int = _MAX_KEYS, is_behind: Callable[[], bool] = lambda: False) -> None:
         self._max_keys = max_keys
+        self._is_behind = is_behind
         self._keys: OrderedDict[str, T] = OrderedDict()
         self._num_drops = 0
         self._lock = Lock()
 
     def get(self, key_id: str) -> T | None:
         """Returns None if the key is not cached."""
+        if self._is_behind():
+            return None
         with self._lock:
             found = self._keys.get(key_id)
             if found is not None:

@@ -2,9 +2,9 @@
 
 A tenant's key may have a default adapter: a name, or `name@alias`, which is resolved at each request.
 
-Each process caches the keys that it has seen, with their tenant's share. A change applies to the next request in the
-process that makes it. Other processes apply it when they read the feed of changes, within a second. While the database
-does not answer, cached keys stay valid for `max_stale_s`, because a revocation could not arrive. Whether a key has
+Each process caches the keys that it has seen, with their tenant's share. A change applies to the next request on the
+host that makes it. Other hosts apply it when they read the feed of changes, within a second. While the database does
+not answer, cached keys stay valid for `max_stale_s`, because a revocation could not arrive. Whether a key has
 expired is checked at each request.
 
 A revocation also takes effect when the database cannot be written, for example on a full disk. It is first written to a
@@ -87,6 +87,7 @@ class KeyStore:
     max_stale_s: how long a cached key is valid after the last successful `apply_changes`; later, it is read from the
     database again.
     clock: monotonic seconds. wall_clock: Unix time.
+    is_behind: whether the cache may lack a change of another process, so that lookups must not use it.
 
     The constructor raises StoreUnfit if the keys in the database were made with another pepper.
     """
@@ -99,6 +100,7 @@ class KeyStore:
         max_stale_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
         self._database = database
         self._pepper = pepper
@@ -106,7 +108,7 @@ class KeyStore:
         self._max_stale_s = max_stale_s
         self._clock = clock
         self._wall_clock = wall_clock
-        self._cache = KeyCache[_StoredKey]()
+        self._cache = KeyCache[_StoredKey](is_behind=is_behind)
         self._current_at = clock()
         # Who made the revocations that are not in the database yet.
         self._revokers: dict[str, Actor] = {}

@@ -1,7 +1,7 @@
 """Tenants. A tenant is a name with a share of the engine. While it is suspended, its keys are refused.
 
-A new share applies to the next request in the process that makes it. Other processes apply it when they read the feed
-of changes, within a second.
+A new share applies to the next request on the host that makes it. Other hosts apply it when they read the feed of
+changes, within a second.
 
 Methods block on the database, so an event loop must call them on a thread. This module does not depend on HTTP.
 """

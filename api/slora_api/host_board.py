@@ -1,0 +1,247 @@
+"""The board: memory that the API processes of one host share.
+
+Each API process has a column that only it writes, and reads the columns of all. So no process waits for a lock, and one
+that is stopped or killed blocks no other. The main process also writes the state of the host, and clears the column of
+a process that died.
+
+The memory consists of 64-bit words. It starts with the state of the host: the number of its changes, the length of its
+text, and the text, which is JSON. The columns follow. A column has the words of `_Word` and one table for each tally.
+"""
+
+import json
+import mmap
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from threading import Lock
+from typing import Any, Literal
+
+__all__ = ["BoardSize", "HostBoard", "Tally", "TallyName"]
+
+TallyName = Literal["answers", "uploads", "body bytes", "connections"]
+_TALLIES: tuple[TallyName, ...] = ("answers", "uploads", "body bytes", "connections")
+_WORD_BYTES = 8
+_MAX_STATE_BYTES = 64 << 10
+_STATE_AT = 2 * _WORD_BYTES
+_HEADER_BYTES = _STATE_AT + _MAX_STATE_BYTES
+
+
+class _Word(IntEnum):
+    """The first words of a column.
+
+    CHANGES: changes that the process has committed to the database, also before it was restarted.
+    READY: 1 while the process would answer a request. CONNECTIONS: its open connections.
+    """
+
+    CHANGES = 0
+    READY = 1
+    CONNECTIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSize:
+    """num_processes: the main process and all workers. num_keys: the most keys that a process holds in one tally."""
+
+    num_processes: int
+    num_keys: int
+
+    @property
+    def table_bytes(self) -> int:
+        # The total, the number of rows ever used, the hashes of the keys, and their counts.
+        return _WORD_BYTES * (2 + 2 * self.num_keys)
+
+    @property
+    def column_bytes(self) -> int:
+        return _WORD_BYTES * len(_Word) + len(_TALLIES) * self.table_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return _HEADER_BYTES + self.num_processes * self.column_bytes
+
+
+class _Table:
+    """One process's part of a tally: a count for each key. Another process may read it at any time.
+
+    at: its first byte. A row without a key has the hash 0.
+    """
+
+    def __init__(self, memory: mmap.mmap, words: "memoryview[int]", at: int, num_keys: int) -> None:
+        self._memory, self._words = memory, words
+        self._first_word = at // _WORD_BYTES
+        self._hashes_at = at + 2 * _WORD_BYTES
+        self._num_keys = num_keys
+        # Of the process that writes the table.
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(num_keys - 1, -1, -1))
+
+    @property
+    def total(self) -> int:
+        return self._words[self._first_word]
+
+    def count_of(self, key_hash: bytes) -> int:
+        used = self._words[self._first_word + 1] * _WORD_BYTES
+        at = self._memory.find(key_hash, self._hashes_at, self._hashes_at + used)
+        while at >= 0 and at % _WORD_BYTES:  # found across two hashes
+            at = self._memory.find(key_hash, at + 1, self._hashes_at + used)
+        return 0 if at < 0 else self._words[at // _WORD_BYTES + self._num_keys]
+
+    def write(self, key: str, count: int, total: int) -> None:
+        first = self._first_word
+        self._words[first] = total
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = self._free_rows.pop()
+            self._words[first + 2 + self._num_keys + row] = count
+            self._words[first + 2 + row] = int.from_bytes(_hash(key), sys.byteorder)
+            self._words[first + 1] = max(self._words[first + 1], row + 1)
+        elif count:
+            self._words[first + 2 + self._num_keys + row] = count
+        else:
+            self._words[first + 2 + row] = 0
+            self._free_rows.append(self._rows.pop(key))
+
+
+class Tally:
+    """Counts what each key, such as a tenant, holds in all API processes of the host. It starts empty.
+
+    own: the table of this process; None if there are no other processes. others: the tables of the others.
+    """
+
+    def __init__(self, own: _Table | None = None, others: Sequence[_Table] = ()) -> None:
+        self._own, self._others = own, others
+        self._counts: Counter[str] = Counter()
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        return self._total + sum(table.total for table in self._others)
+
+    def count_of(self, key: str) -> int:
+        own = self._counts[key]
+        if not self._others:
+            return own
+        key_hash = _hash(key)
+        return own + sum(table.count_of(key_hash) for table in self._others)
+
+    def add(self, key: str, count: int) -> None:
+        """count: negative to remove what was added."""
+        self._total += count
+        self._counts[key] += count
+        left = self._counts[key]
+        if not left:
+            del self._counts[key]
+        if self._own is not None:
+            self._own.write(key, left, self._total)
+
+
+class HostBoard:
+    """The board as process number `process` sees it; the main process has number 0.
+
+    descriptor: of the shared memory; None if this is the only process.
+    """
+
+    def __init__(self, descriptor: int | None, size: BoardSize, process: int = 0) -> None:
+        self.descriptor, self.size, self.process = descriptor, size, process
+        self._memory = mmap.mmap(-1 if descriptor is None else descriptor, size.num_bytes)
+        self._words: memoryview[int] = memoryview(self._memory).cast("Q")
+        self._seen_state = 0
+        self._lock = Lock()
+
+    @staticmethod
+    def create(size: BoardSize) -> "HostBoard":
+        """Creates the board of the main process, all zeros. `close` closes its descriptor."""
+        if size.num_processes == 1:
+            return HostBoard(None, size)
+        descriptor = os.memfd_create("slora-board")
+        os.ftruncate(descriptor, size.num_bytes)
+        return HostBoard(descriptor, size)
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+    def tally(self, name: TallyName) -> Tally:
+        """Call it once for each name: this process has one table for it."""
+        tables = [self._table(process, name) for process in range(self.size.num_processes)]
+        return Tally(tables.pop(self.process), tables)
+
+    def clear(self, process: int) -> None:
+        """Gives back what a process held that has ended."""
+        start = self._column(process) + _WORD_BYTES * _Word.READY
+        end = self._column(process + 1)
+        self._memory[start:end] = bytes(end - start)
+
+    # -- the state of the host --------------------------------------------------------------------------------------
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Only the main process calls this."""
+        text = json.dumps(state).encode()
+        if len(text) > _MAX_STATE_BYTES:
+            raise ValueError(f"the state has {len(text)} bytes; the board has room for {_MAX_STATE_BYTES}")
+        self._words[0] += 1  # odd while the text is incomplete
+        self._words[1] = len(text)
+        self._memory[_STATE_AT : _STATE_AT + len(text)] = text
+        self._words[0] += 1
+
+    def read_state(self) -> dict[str, Any] | None:
+        """Returns None if the state has not changed since the last call, or is being written."""
+        number = self._words[0]
+        if number == self._seen_state or number % 2:
+            return None
+        text = self._memory[_STATE_AT : _STATE_AT + self._words[1]]
+        if self._words[0] != number:
+            return None
+        self._seen_state = number
+        state: dict[str, Any] = json.loads(text)
+        return state
+
+    # -- words of columns -------------------------------------------------------------------------------------------
+
+    def count_change(self) -> None:
+        """Tells the other processes that this one has committed a change. May be called from any thread."""
+        with self._lock:
+            self._words[self._word(self.process, _Word.CHANGES)] += 1
+
+    def changes_elsewhere(self) -> tuple[int, ...]:
+        """Returns the number of changes of each other process."""
+        return tuple(self._read_others(_Word.CHANGES))
+
+    def set_ready(self, *, is_ready: bool) -> None:
+        self._words[self._word(self.process, _Word.READY)] = is_ready
+
+    def are_others_ready(self) -> bool:
+        return all(self._read_others(_Word.READY))
+
+    def set_connections(self, count: int) -> None:
+        self._words[self._word(self.process, _Word.CONNECTIONS)] = count
+
+    def least_connections_elsewhere(self) -> int | None:
+        """Returns the connections of the ready process that has the fewest; None if no other process is ready."""
+        counts = zip(self._read_others(_Word.CONNECTIONS), self._read_others(_Word.READY), strict=True)
+        return min((count for count, is_ready in counts if is_ready), default=None)
+
+    def _read_others(self, word: _Word) -> list[int]:
+        others = (process for process in range(self.size.num_processes) if process != self.process)
+        return [self._words[self._word(process, word)] for process in others]
+
+    def _word(self, process: int, word: _Word) -> int:
+        return self._column(process) // _WORD_BYTES + word
+
+    def _column(self, process: int) -> int:
+        return _HEADER_BYTES + process * self.size.column_bytes
+
+    def _table(self, process: int, name: TallyName) -> _Table:
+        tables_at = self._column(process) + _WORD_BYTES * len(_Word)
+        at = tables_at + _TALLIES.index(name) * self.size.table_bytes
+        return _Table(self._memory, self._words, at, self.size.num_keys)
+
+
+def _hash(key: str) -> bytes:
+    """Returns the hash of a key, which is not 0."""
+    return blake2b(key.encode(), digest_size=_WORD_BYTES).digest()

@@ -1,0 +1,48 @@
+"""Tells an API process that another one on this host has committed a change to the database.
+
+A client that has changed an alias through one process may send its next request to another one. Until that process has
+read the change from the feed, some tens of milliseconds later, it looks keys and names up in the database instead of
+its caches. So the request sees the change.
+"""
+
+import time
+from collections.abc import Callable
+
+from slora_api.host_board import HostBoard
+
+__all__ = ["HostChanges"]
+
+# Caches are used again after this time even if the feed could not be read, because the database may be unavailable.
+_MAX_BEHIND_S = 1.0
+
+
+class HostChanges:
+    """clock: monotonic seconds."""
+
+    def __init__(self, board: HostBoard, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board = board
+        self._clock = clock
+        self._applied = board.changes_elsewhere()
+        # What another process has committed and the follower has not read, and since when.
+        self._missing: tuple[int, ...] = ()
+        self._missing_since = 0.0
+
+    def announce(self) -> None:
+        """Tells the other processes that this one has committed a change. May be called from any thread."""
+        self._board.count_change()
+
+    def read(self) -> tuple[int, ...]:
+        """Returns what the other processes have committed so far. Pass it to `apply` after reading the feed."""
+        return self._board.changes_elsewhere()
+
+    def apply(self, committed: tuple[int, ...]) -> None:
+        self._applied = committed
+
+    def is_behind(self) -> bool:
+        """Whether caches may lack a change of another process of this host."""
+        committed = self._board.changes_elsewhere()
+        if committed == self._applied:
+            return False
+        if committed != self._missing:
+            self._missing, self._missing_since = committed, self._clock()
+        return self._clock() - self._missing_since < _MAX_BEHIND_S

@@ -1,0 +1,116 @@
+"""The API workers: child processes that answer HTTP requests, if there is more than one (`--api-workers`).
+
+The main process does what must be done once on a host: it holds the lock of the data directory and the listening
+socket, supervises the other processes, sends pins to the engine, deletes unreferenced adapters, watches the disk, and
+publishes the demo. Each worker has an event loop, an engine client, database connections and caches of its own.
+
+All workers accept connections from the inherited socket. If a worker dies, connections that it has not accepted wait
+for another one.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slora_api.host_board import BoardSize, HostBoard
+from slora_api.server.sockets import Sockets
+from slora_api.server.supervisor import Child, Supervisor
+
+__all__ = ["ApiWorkers", "WorkerConfig"]
+
+_MODULE = "slora_api.server.api_process"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker needs to know beside its environment.
+
+    number: from 1. flags: see `read_settings`. started_at: Unix time of the server's start. metrics: the folder of
+    metrics files. engine_socket: the path at which the engine listens. listener, board: inherited descriptors.
+    """
+
+    number: int
+    flags: Mapping[str, str]
+    started_at: int
+    metrics: Path
+    engine_socket: Path
+    listener: int
+    board: int
+    board_size: BoardSize
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @staticmethod
+    def from_json(text: str) -> "WorkerConfig":
+        raw = json.loads(text)
+        paths = {name: Path(raw[name]) for name in ("metrics", "engine_socket")}
+        return WorkerConfig(**{**raw, **paths, "board_size": BoardSize(**raw["board_size"])})
+
+
+class ApiWorkers:
+    """Starts the workers and restarts those that die. on_restart: called with the name of a worker that died."""
+
+    def __init__(
+        self,
+        flags: Mapping[str, Any],
+        started_at: int,
+        metrics: Path,
+        sockets: Sockets,
+        listener: socket.socket,
+        board: HostBoard,
+        restart_after_s: float,
+        on_restart: Callable[[str], None],
+    ) -> None:
+        assert board.descriptor is not None, "a board without other processes"
+        given = {name: text for name, text in flags.items() if isinstance(text, str)}
+        configs = [
+            WorkerConfig(
+                number,
+                given,
+                started_at,
+                metrics,
+                sockets.engine,
+                listener.fileno(),
+                board.descriptor,
+                board.size,
+            )
+            for number in range(1, board.size.num_processes)
+        ]
+        self._board = board
+        self._on_restart = on_restart
+        self._numbers = {_name(config.number): config.number for config in configs}
+        # A stalled worker is no reason for the others to refuse requests, so its stall is only logged.
+        self._supervisor = Supervisor(_children(configs), restart_after_s, {}, self._clear)
+
+    async def run(self) -> None:
+        await self._supervisor.run()
+
+    def stop(self, *, at_once: bool) -> None:
+        self._supervisor.stop()  # a second SIGTERM ends a worker at once
+
+    def _clear(self, name: str) -> None:
+        self._board.clear(self._numbers[name])
+        self._on_restart(name)
+
+
+def _name(number: int) -> str:
+    return f"API worker {number}"
+
+
+def _children(configs: Sequence[WorkerConfig]) -> list[Child]:
+    # The whole environment, because a worker reads the settings as this process did.
+    return [
+        Child(
+            _name(config.number),
+            _MODULE,
+            ["--config", config.to_json()],
+            dict(os.environ),
+            descriptors=(config.listener, config.board),
+        )
+        for config in configs
+    ]

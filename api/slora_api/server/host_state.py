@@ -1,0 +1,48 @@
+"""Passes the state of the host from the main process to the API workers: stalled processes, unfinished parts of the
+start, and restarts.
+"""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from slora_api.generation.generation import Generator
+from slora_api.host_board import HostBoard
+
+__all__ = ["HostState"]
+
+_PERIOD_S = 0.1
+
+
+class HostState:
+    """The state as the `Readiness` and the `Metrics` of `generator` have it."""
+
+    def __init__(self, generator: Generator, board: HostBoard) -> None:
+        self._readiness = generator.readiness
+        self._metrics = generator.metrics
+        self._client = generator.client
+        self._board = board
+
+    async def publish(self) -> None:
+        """The main process: writes each new state to the board, until cancelled."""
+        written: dict[str, Any] = {}
+        while True:
+            state: dict[str, Any] = {
+                "stalls": dict(self._readiness.stalls),
+                "unfinished": dict(self._readiness.unfinished),
+                "restarts": dict(self._metrics.restarts),
+            }
+            if state != written:
+                self._board.write_state(state)
+                written = state
+            await asyncio.sleep(_PERIOD_S)
+
+    async def follow(self) -> None:
+        """A worker: takes over each new state, and reports whether this worker is ready, until cancelled."""
+        while True:
+            if (state := self._board.read_state()) is not None:
+                self._readiness.stalls = state["stalls"]
+                self._readiness.unfinished = state["unfinished"]
+                self._metrics.restarts = Counter(state["restarts"])
+            self._board.set_ready(is_ready=self._client.ready)
+            await asyncio.sleep(_PERIOD_S)

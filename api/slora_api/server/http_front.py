@@ -1,0 +1,75 @@
+"""Serves HTTP in this process until a signal stops it."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from slora_api.generation.request_limiter import RequestLimiter
+from slora_api.server.http_server import HttpServer
+
+__all__ = ["Front", "HttpFront", "run_until_stopped"]
+
+
+class Front(Protocol):
+    """What answers HTTP requests: this process, or its API workers."""
+
+    async def run(self) -> None:
+        """Serves until `stop`, and then until requests in progress have ended."""
+
+    def stop(self, *, at_once: bool) -> None:
+        """at_once: do not wait for requests in progress."""
+
+
+class HttpFront:
+    """Answers the requests of `listener` in this process."""
+
+    def __init__(self, server: HttpServer, listener: socket.socket) -> None:
+        self._server = server
+        self._listener = listener
+
+    async def run(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self, *, at_once: bool) -> None:
+        self._server.force_exit = at_once
+        self._server.should_exit = True
+
+
+async def run_until_stopped(
+    front: Front,
+    limiter: RequestLimiter,
+    work: Sequence[asyncio.Task[None]],
+    announce_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Serves until a signal arrives, or until a task of `work` fails, whose error is then raised.
+
+    announce_stop: called at the first signal.
+    """
+    serving = asyncio.create_task(front.run())
+    # uvicorn installs its signal handlers when it starts. The handlers below replace them.
+    await asyncio.sleep(0)
+
+    def stop() -> None:
+        # After a second signal, the server does not wait for requests in progress.
+        front.stop(at_once=limiter.stopping)
+        if not limiter.stopping:
+            announce_stop()
+        limiter.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    watched = {serving, *work}
+    try:
+        while not serving.done():
+            done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        if not serving.done():
+            front.stop(at_once=False)
+        await asyncio.gather(serving, return_exceptions=True)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)

@@ -1,0 +1,224 @@
+"""`slora serve --api-workers 2`: two processes answer, behave as one server, and one may die."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.platform import bearer
+from tests.api.served import ADMIN_KEY, READY_S, Served, serving, wait_for
+from tests.api.server.test_server import upload
+
+MAX_PER_TENANT = 4
+
+
+class Connection:
+    """One connection to one worker. worker: the worker's process."""
+
+    def __init__(self, server: Served) -> None:
+        self._http = HTTPConnection(*server.url.removeprefix("http://").split(":"), timeout=READY_S)  # type: ignore[arg-type]
+        self._http.connect()
+        self.get("/healthz", "")
+        port = self._http.sock.getsockname()[1]
+        self.worker = next(
+            worker
+            for worker in workers(server)
+            if any(one.raddr and one.raddr.port == port for one in worker.net_connections("tcp"))
+        )
+
+    def send(self, method: str, path: str, key: str, body: Any = None) -> HTTPResponse:
+        raw = None if body is None else json.dumps(body)
+        self._http.request(method, path, raw, {**bearer(key), "Content-Type": "application/json"})
+        return self._http.getresponse()
+
+    def call(self, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
+        """Returns the status and the JSON of the answer."""
+        answer = self.send(method, path, key, body)
+        raw = answer.read()
+        return answer.status, json.loads(raw)
+
+    def get(self, path: str, key: str) -> tuple[int, Any]:
+        return self.call("GET", path, key)
+
+    def complete(self, key: str, model: str = "default", **fields: Any) -> HTTPResponse:
+        return self.send(
+            "POST", "/v1/completions", key, {"model": model, "prompt": "hello", "max_tokens": 1, **fields}
+        )
+
+    def stream(self, key: str, num_tokens: int) -> HTTPResponse:
+        """Starts a stream and reads its first event."""
+        answer = self.complete(key, "base", max_tokens=num_tokens, stream=True, ignore_eos=True)
+        if answer.status == 200:
+            answer.readline()
+        return answer
+
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: self.get("/readyz", "")[0] == 200 or None)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def workers(server: Served) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children()
+    return [child for child in children if "slora_api.server.api_process" in child.cmdline()]
+
+
+@contextmanager
+def connect_to_both(server: Served) -> Iterator[tuple[Connection, Connection]]:
+    """Yields a connection to each worker."""
+    with ExitStack() as stack:
+        found: dict[int, Connection] = {}
+
+        def connect() -> tuple[Connection, ...] | None:
+            connection = Connection(server)
+            stack.callback(connection.close)
+            found.setdefault(connection.worker.pid, connection)
+            return tuple(found.values()) if len(found) == 2 else None
+
+        first, second = wait_for(connect, server.alive)
+        yield first, second
+
+
+def serve_two(kit: Kit, directory: Path) -> AbstractContextManager[Served]:
+    """A server with two workers, whose model has room for long streams."""
+    base = directory / "base"
+    shutil.copytree(kit.base, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    limit = ("--max-concurrent-per-tenant", str(MAX_PER_TENANT))
+    return serving(base, directory / "data", "--api-workers", "2", *limit)
+
+
+@pytest.fixture(scope="module")
+def two(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_two(kit, tmp_path_factory.mktemp("two")) as served:
+        served.wait_until_ready()
+        yield served
+
+
+def read_metric(connection: Connection, name: str) -> float:
+    """The sum of all series of a metric."""
+    lines = connection.send("GET", "/metrics", ADMIN_KEY).read().decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].split(" ")[0] == name
+    )
+
+
+def test_a_change_through_one_worker_holds_for_the_next_request_to_the_other(two: Served, kit: Kit) -> None:
+    with connect_to_both(two) as (one, other):
+        for at, (writer, reader) in enumerate([(one, other), (other, one)]):
+            tenant = f"shared-{at}"
+            assert writer.call("POST", "/admin/tenants", ADMIN_KEY, {"name": tenant})[0] == 201
+            status, made = writer.call(
+                "POST", f"/admin/tenants/{tenant}/keys", ADMIN_KEY, {"adapter": "tuned@prod"}
+            )
+            key = made["key"]
+            assert status == 201 and reader.get("/v1/models", key)[0] == 200
+            assert upload(two, key, "tuned", kit.small).status_code == 201
+            assert upload(two, key, "tuned", kit.wide).status_code == 201
+            versions = {1: set[str](), 2: set[str]()}
+            for move in range(10):
+                number = 1 + move % 2
+                alias = {"versions": {str(number): 100}}
+                assert writer.call("PUT", "/v1/adapters/tuned/aliases/prod", key, alias)[0] == 200
+                answer = reader.complete(key)
+                answer.read()
+                versions[number].add(answer.headers["x-slora-adapter-digest"])
+            assert len(versions[1]) == len(versions[2]) == 1 and versions[1] != versions[2]
+            assert writer.call("DELETE", f"/admin/keys/{made['key_id']}", ADMIN_KEY)[0] == 200
+            assert reader.get("/v1/models", key)[0] == 401
+
+
+def test_workers_show_the_same_models_and_one_sum_of_metrics(two: Served) -> None:
+    key = two.make_key("metrics")
+    with connect_to_both(two) as both:
+        assert both[0].get("/v1/models", key) == both[1].get("/v1/models", key)
+        before = read_metric(both[0], "vllm:request_success_total")
+        for connection in (*both, *both):
+            connection.complete(key, "base").read()
+        counts = [read_metric(connection, "vllm:request_success_total") for connection in both]
+        assert counts == [before + 4] * 2
+        steps = [read_metric(connection, "slora_engine_steps_total") for connection in both]
+        assert 0 < steps[0] <= steps[1] < 1.5 * steps[0] + 100, "the engine is not counted twice"
+
+
+def test_a_tenants_limit_counts_its_answers_in_all_workers(two: Served) -> None:
+    hostile, honest = two.make_key("hostile"), two.make_key("honest")
+    with ExitStack() as stack:
+        pairs = [stack.enter_context(connect_to_both(two)) for _ in range(3)]
+        for one, other in pairs[:2]:
+            assert one.stream(hostile, 4000).status == other.stream(hostile, 4000).status == 200
+        for connection in pairs[2]:
+            status, body = connection.call(
+                "POST", "/v1/completions", hostile, {"model": "base", "prompt": "x", "max_tokens": 1}
+            )
+            assert status == 429
+            assert f"Your tenant has {MAX_PER_TENANT} answers in progress" in body["error"]["message"]
+            answer = connection.complete(honest, "base")
+            answer.read()
+            assert answer.status == 200
+
+
+def read_stream(answer: HTTPResponse) -> str:
+    """Returns how the stream ended."""
+    try:
+        raw = answer.read()
+    except (IncompleteRead, ConnectionError):
+        return "broken"
+    return "done" if raw.endswith(b"data: [DONE]\n\n") else "broken"
+
+
+def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
+    doomed_key, other_key = two.make_key("doomed"), two.make_key("survivor")
+    with ExitStack() as stack:
+        doomed, other = stack.enter_context(connect_to_both(two))
+        extra = stack.enter_context(connect_to_both(two))
+        before = read_metric(other, "vllm:request_success_total")
+        survivors = [one.stream(other_key, 300) for one in (other, *extra) if one.worker == other.worker]
+        victims = [one.stream(doomed_key, 4000) for one in (doomed, *extra) if one.worker == doomed.worker]
+        assert len(survivors) == len(victims) == 2
+        doomed.worker.kill()
+        assert [read_stream(one) for one in victims] == ["broken"] * 2
+        # New connections are answered by the other worker, or wait for the new one.
+        fresh = stack.enter_context(connect_to_both(two))
+        assert doomed.worker.pid not in [one.worker.pid for one in fresh]
+        assert [read_stream(one) for one in survivors] == ["done"] * 2
+        for connection in fresh:
+            connection.wait_until_ready()
+            answer = connection.complete(doomed_key, "base", n=MAX_PER_TENANT, temperature=1)
+            answer.read()
+            assert answer.status == 200, "the permits of the dead worker are free again"
+        assert read_metric(fresh[0], "vllm:request_success_total") == before + 2 + 2 * MAX_PER_TENANT
+        assert read_metric(fresh[1], "slora_process_restarts_total") == 1
+
+
+def test_sigterm_lets_the_streams_of_all_workers_finish(kit: Kit, tmp_path: Path) -> None:
+    with serve_two(kit, tmp_path) as server:
+        server.wait_until_ready()
+        key = server.make_key("acme")
+        with connect_to_both(server) as both:
+            streams = [connection.stream(key, 200) for connection in both]
+            processes = workers(server)
+            server.process.send_signal(signal.SIGTERM)
+            assert [read_stream(stream) for stream in streams] == ["done"] * 2
+        assert server.process.wait(READY_S) == 0
+        wait_for(lambda: any("stopping; 2 answers in progress" in line for line in server.lines) or None)
+        assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.soak
+def test_workers_end_with_a_server_that_is_killed(kit: Kit, tmp_path: Path) -> None:
+    with serve_two(kit, tmp_path) as server:
+        server.wait_until_ready()
+        processes = workers(server)
+        server.process.kill()
+        assert len(processes) == 2 and not psutil.wait_procs(processes, timeout=READY_S)[1]
