@@ -60,6 +60,7 @@ from slora_adapters.errors import (
     SloraError,
     StoreUnavailable,
 )
+from slora_api.key_masking import mask_keys
 
 __all__ = [
     "SOON_S",
@@ -388,13 +389,15 @@ def describe_error(error: BaseException, *, for_operator: bool = False) -> Error
     elif isinstance(error, RequestValidationError):
         message, param, code = _explain_validation(error.errors())
     body: dict[str, Any] = {
-        "message": message,
+        "message": mask_keys(message),
         "type": rule.kind,
-        "param": param,
+        "param": param and mask_keys(param),
         "code": code or rule.code,
     }
     if isinstance(error, AdapterInvalid):
-        body["reasons"] = [{"code": reason.code, "message": reason.message} for reason in error.reasons]
+        body["reasons"] = [
+            {"code": reason.code, "message": mask_keys(reason.message)} for reason in error.reasons
+        ]
     return ErrorAnswer(rule.status, {"error": body}, _headers(rule, error))
 
 

@@ -43,6 +43,7 @@ _HANDLERS = {
     "adapter pins": ("slora_api.cli.adapter", "pins"),
     "adapter unpin": ("slora_api.cli.adapter", "unpin"),
     "usage": ("slora_api.cli.usage", "show"),
+    "audit isolation": ("slora_api.cli.audit_isolation", "audit"),
     "complete": ("slora_api.cli.complete", "complete"),
     "health": ("slora_api.cli.health", "health"),
 }
@@ -192,7 +193,7 @@ def _duration(text: str) -> int:
 
 
 def _add_audit(commands: _Commands) -> None:
-    audit = commands.group("audit", "show who changed what (operator)")
+    audit = commands.group("audit", "show who changed what, and prove that tenants are isolated (operator)")
     log = audit.add("log", "list changes of tenants, keys and adapters, newest first", has_json=True)
     log.add_argument("--tenant", metavar="T", help="only changes of this tenant")
     log.add_argument(
@@ -207,6 +208,28 @@ def _add_audit(commands: _Commands) -> None:
     log.add_argument("--until", type=_time, metavar="TIME", help="only before this time")
     log.add_argument(
         "--limit", type=_positive, default=100, metavar="N", help="largest number of entries (default 100)"
+    )
+    _add_isolation(audit)
+
+
+def _add_isolation(audit: _Commands) -> None:
+    isolation = audit.add(
+        "isolation",
+        "try to see and use what belongs to another tenant of the running server, as two temporary tenants",
+        has_json=True,
+    )
+    isolation.epilog = "The exit code is 0 only if every cell is as it must be."
+    isolation.add_argument(
+        "--timing",
+        action="store_true",
+        help="also compare times to the first token by the Kolmogorov-Smirnov test; takes minutes, on an idle server",
+    )
+    isolation.add_argument(
+        "--samples",
+        type=_positive,
+        default=250,
+        metavar="N",
+        help="samples in each arm of the timing test (default 250)",
     )
 
 

@@ -14,6 +14,7 @@ from slora_api.listing import MAX_LIMIT
 __all__ = [
     "CommandFailed",
     "admin_client",
+    "admin_key",
     "check",
     "error_code",
     "explained",
@@ -40,21 +41,27 @@ def open_client(headers: dict[str, str]) -> httpx.Client:
     return httpx.Client(base_url=server_url(), headers=headers, timeout=TIMEOUT)
 
 
-def _client(variable: str, owner: str) -> httpx.Client:
+def _read_key(variable: str, owner: str) -> str:
     key = os.environ.get(variable)
     if not key:
         raise CommandFailed(f"{variable} is not set; export {variable}=... with {owner} key")
-    return open_client({"Authorization": f"Bearer {key}"})
+    return key
+
+
+def admin_key() -> str:
+    """Returns the admin key. Raises CommandFailed without SLORA_ADMIN_KEY."""
+    return _read_key("SLORA_ADMIN_KEY", "the operator's")
 
 
 def admin_client() -> httpx.Client:
     """Opens a client with the admin key. Raises CommandFailed without SLORA_ADMIN_KEY."""
-    return _client("SLORA_ADMIN_KEY", "the operator's")
+    return open_client({"Authorization": f"Bearer {admin_key()}"})
 
 
 def tenant_client() -> httpx.Client:
     """Opens a client with a tenant's API key. Raises CommandFailed without SLORA_API_KEY."""
-    return _client("SLORA_API_KEY", "a tenant's")
+    key = _read_key("SLORA_API_KEY", "a tenant's")
+    return open_client({"Authorization": f"Bearer {key}"})
 
 
 def _message(response: httpx.Response) -> str:

@@ -1,16 +1,19 @@
-"""/v1/models: the models that the API key may use."""
+"""/v1/models: the models that the API key may use. /v1/adapter-modules: what adapters of the base model may change."""
+
+from typing import Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
+from typing_extensions import TypedDict
 
 from slora_api.adapters.model_catalog import ModelObject
 from slora_api.errors import ModelNotFound, Starting
-from slora_api.listing import PageObject
+from slora_api.listing import ListObject, PageObject
 from slora_api.request_bounds import RequestBounds
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import Limit
-from slora_api.tenants.authentication import InferenceKey
+from slora_api.tenants.authentication import AdapterReader, InferenceKey
 
 __all__ = ["router"]
 
@@ -30,6 +33,33 @@ def list_models(
     """Lists all models if the client sends no `limit`, because OpenAI's clients do not request pages of models."""
     # Serialized on this thread: thousands of models take milliseconds, which must not block the event loop.
     return JSONResponse(services.catalog.list_models(key, limit, after))
+
+
+class AdapterModule(TypedDict):
+    """A module of the base model that an adapter may change. path: its full name in PEFT's spelling."""
+
+    object: Literal["adapter.module"]
+    path: str
+    in_features: int
+    out_features: int
+
+
+@router.get("/v1/adapter-modules", responses=errors(Starting))
+def list_adapter_modules(_key: AdapterReader, services: Wired) -> ListObject[AdapterModule]:
+    """Lists the modules layer by layer. The embedding and the head come last."""
+    modules = services.generator.engine_info().shape.modules
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "adapter.module",
+                "path": module.path,
+                "in_features": module.in_width,
+                "out_features": module.out_width,
+            }
+            for module in modules
+        ],
+    }
 
 
 @router.get("/v1/models/{model:path}", responses=errors(ModelNotFound))

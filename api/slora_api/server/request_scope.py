@@ -14,12 +14,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import Stopping, error_response
+from slora_api.key_masking import mask_keys
 
 __all__ = ["RequestScopeMiddleware"]
 
 logger = logging.getLogger(__name__)
 
-# Request ids that a client may choose: safe in a header and in a log line.
+# Request ids that a client may choose: safe in a header and in a log line. An API key is no request id.
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 Observe = Callable[[str, int, float], None]
@@ -27,7 +28,8 @@ Observe = Callable[[str, int, float], None]
 
 def _request_id(scope: Scope) -> str:
     sent = Headers(scope=scope).get("x-request-id", "")
-    return sent if _SANE_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+    is_usable = _SANE_ID.fullmatch(sent) and mask_keys(sent) == sent
+    return sent if is_usable else f"req_{uuid.uuid4().hex}"
 
 
 class _ResponseSender:

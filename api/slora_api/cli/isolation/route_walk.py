@@ -1,0 +1,137 @@
+"""Calls every route of the OpenAPI document with every kind of key that must not open it.
+
+Only calls that must be refused are sent, so nothing is changed on an isolated server. On others, the paths name objects
+that do not exist.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import httpx
+
+from slora_api.cli.isolation.audited_server import AuditedServer, AuditedTenant
+from slora_api.cli.isolation.finding import Finding
+from slora_api.cli.remote import check
+
+__all__ = ["walk_routes", "walk_suspended"]
+
+_PROBE = "routes"
+_ADMIN = "admin"
+# Rules of this program's own, in case the server's are wrong: routes without a key, and routes for operators only.
+_PUBLIC = ("/healthz", "/readyz", "/openapi.json")
+_OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/v1/(un)?load_lora_adapter")
+# Paths that servers of language models have left open, and spellings that have got past their checks.
+_HIDDEN = (
+    "/docs", "/redoc", "/tokenize", "/detokenize", "/pause", "/invocations", "/version", "/server_info", "/v1",
+    "/load_lora_adapter_from_tensors", "/v1/models/", "//v1/models", "/V1/models", "/v1/models;x", "/v1%2fmodels",
+    "/healthz/../v1/models", "/healthz/%2e%2e/v1/models", "/healthz/", "/openapi.json/../admin/tenants",
+)  # fmt: skip
+_UNKNOWN_KEY = "slora_AAAAAAAA_" + 43 * "A" + "_AAAAAA"
+
+
+class _Operation(NamedTuple):
+    method: str
+    path: str
+    scopes: frozenset[str]
+
+    @property
+    def is_public(self) -> bool:
+        return self.path in _PUBLIC
+
+    def url(self) -> str:
+        """The path with a name that does not exist for each parameter."""
+        return re.sub(r"\{.*?\}", "audit-nothing", self.path)
+
+
+def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Finding]:
+    operations = list(_operations(check(server.send("GET", "/openapi.json"))))
+    closed = [one for one in operations if not one.is_public]
+
+    def refused(cell: str, status: int, key: str | None, which: Callable[[_Operation], bool]) -> Finding:
+        called = [one for one in closed if which(one)]
+        return _expect_status(server, cell, status, key, called)
+
+    def anything(_: _Operation) -> bool:
+        return True
+
+    yield _undeclared(operations)
+    yield refused("without a key", 401, None, anything)
+    yield refused("with an unknown key", 401, _UNKNOWN_KEY, anything)
+    yield refused("with a revoked key", 401, tenant.revoked_key, anything)
+    yield refused("operators' routes with a tenant's key", 403, tenant.key, lambda one: _ADMIN in one.scopes)
+    yield refused(
+        "tenants' routes with the admin key", 403, server.admin_key, lambda one: _ADMIN not in one.scopes
+    )
+    for scope in sorted({scope for one in closed for scope in one.scopes} - {_ADMIN}):
+        key = tenant.make_key([scope])
+        yield refused(f"with the scope {scope} alone", 403, key, lambda one, own=scope: own not in one.scopes)  # type: ignore[misc]
+    yield _hidden_paths(server)
+    # Without this, a server that refuses everything would pass.
+    opened = server.send("GET", "/v1/models", tenant.key).status_code
+    yield Finding(_PROBE, "a tenant's own route with its key", "200", str(opened), opened == 200)
+
+
+def walk_suspended(server: AuditedServer, tenant: AuditedTenant) -> Finding:
+    """Suspends the tenant."""
+    server.manage("POST", f"/admin/tenants/{tenant.name}/suspend")
+    operations = _operations(check(server.send("GET", "/openapi.json")))
+    called = [one for one in operations if not one.is_public and _ADMIN not in one.scopes]
+    return _expect_status(server, "with the key of a suspended tenant", 403, tenant.key, called)
+
+
+def _operations(document: Mapping[str, Any]) -> Iterator[_Operation]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            needs = [scope for one in operation.get("security", ()) for scope in one.get("api_key", ())]
+            yield _Operation(method.upper(), path, frozenset(needs))
+
+
+def _undeclared(operations: list[_Operation]) -> Finding:
+    """Compares the declared scopes with what this program knows about the routes."""
+    wrong = [
+        f"{one.method} {one.path}"
+        for one in operations
+        if (not one.scopes) != one.is_public or (_ADMIN in one.scopes) != bool(_OPERATORS.fullmatch(one.path))
+    ]
+    return Finding(
+        _PROBE, "declared scopes", "a scope on each of the routes that need a key",
+        _summary(len(operations), wrong), not wrong,
+    )  # fmt: skip
+
+
+def _expect_status(
+    server: AuditedServer, cell: str, status: int, key: str | None, called: list[_Operation]
+) -> Finding:
+    wrong = []
+    for one in called:
+        answer = server.send(one.method, one.url(), key)
+        if answer.status_code != status:
+            wrong.append(f"{one.method} {one.path} answered {answer.status_code}")
+    return Finding(
+        _PROBE, cell, f"{status} from all", _summary(len(called), wrong), bool(called) and not wrong
+    )
+
+
+def _hidden_paths(server: AuditedServer) -> Finding:
+    wrong = []
+    for path in _HIDDEN:
+        for method in ("GET", "POST"):
+            answer = _send_raw(server, method, path)
+            if answer.status_code != 401:
+                wrong.append(f"{method} {path} answered {answer.status_code}")
+    cell = "odd and undocumented paths without a key"
+    return Finding(_PROBE, cell, "401 from all", _summary(2 * len(_HIDDEN), wrong), not wrong)
+
+
+def _send_raw(server: AuditedServer, method: str, path: str) -> httpx.Response:
+    """Sends the path as it is written."""
+    url = server.client.base_url.copy_with(raw_path=path.encode())
+    return server.client.send(server.client.build_request(method, url))
+
+
+def _summary(num_called: int, wrong: list[str]) -> str:
+    if not wrong:
+        return f"all {num_called}"
+    shown = "; ".join(wrong[:3])
+    return f"{shown}; and {len(wrong) - 3} more" if len(wrong) > 3 else shown

@@ -1,0 +1,81 @@
+"""Whether a tenant can tell from the time to the first token that another tenant has sent a prompt before.
+
+Two samples of times are compared by the Kolmogorov-Smirnov test, as in "Auditing Prompt Caching in Language Model APIs"
+(Gu et al., ICML 2025). All arms are measured in turns, so that they see the same load:
+
+- leak: prompts that the other tenant has sent, against fresh prompts. They must not differ.
+- null: fresh prompts against fresh prompts. They must not differ, or the machine is too noisy for a verdict.
+- power: prompts that the same tenant has sent, against fresh ones. They must differ, or the test cannot see a leak.
+"""
+
+import math
+import random
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+
+from slora_api.cli.isolation.audited_server import AuditedTenant
+from slora_api.cli.isolation.finding import Finding
+from slora_api.cli.isolation.prefix_cells import Prompts
+from slora_api.cli.remote import check
+
+__all__ = ["ALPHA", "compare_samples", "compare_times"]
+
+_PROBE = "timing"
+# Probability of a false alarm of each comparison.
+ALPHA = 0.001
+
+
+def compare_times(
+    owner: AuditedTenant,
+    prober: AuditedTenant,
+    base: str,
+    num_samples: int,
+    show_progress: Callable[[int], None],
+) -> Iterator[Finding]:
+    """num_samples: of each arm. base: name of the base model. show_progress: called with the number of rounds done."""
+    prompts = Prompts(owner.server, owner.key)
+    arms: dict[str, list[float]] = {"other tenant's": [], "own": [], "fresh": [], "also fresh": []}
+    order = random.Random(0)
+    for done in range(num_samples):
+        foreign, own = prompts.draw(), prompts.draw()
+        _time(owner, base, foreign)
+        _time(prober, base, own)
+        sent = {"other tenant's": foreign, "own": own, "fresh": prompts.draw(), "also fresh": prompts.draw()}
+        for arm in order.sample(sorted(sent), len(sent)):
+            arms[arm].append(_time(prober, base, sent[arm]))
+        show_progress(done + 1)
+    fresh = arms["fresh"]
+    yield _judge(
+        "leak: prompts of another tenant against fresh ones", arms["other tenant's"], fresh, differ=False
+    )
+    yield _judge("null: fresh prompts against fresh ones", arms["also fresh"], fresh, differ=False)
+    yield _judge("power: own prompts against fresh ones", arms["own"], fresh, differ=True)
+
+
+def compare_samples(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Returns the statistic D of the two-sample Kolmogorov-Smirnov test, and its p-value.
+
+    The p-value is the asymptotic one (Kolmogorov's distribution), which is accurate for 250 values in each sample.
+    """
+    one, two = sorted(first), sorted(second)
+    d = max(abs(bisect_right(one, x) / len(one) - bisect_right(two, x) / len(two)) for x in (*one, *two))
+    scaled = math.sqrt(len(one) * len(two) / (len(one) + len(two))) * d
+    if scaled < 0.2:  # the series converges slowly there, and the p-value is 1 in double precision
+        return d, 1.0
+    series = sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
+    return d, min(1.0, max(0.0, 2 * series))
+
+
+def _judge(cell: str, sample: Sequence[float], fresh: Sequence[float], *, differ: bool) -> Finding:
+    d, p = compare_samples(sample, fresh)
+    expected = f"p < {ALPHA}" if differ else f"p >= {ALPHA}"
+    seen = f"p = {p:.3g}, D = {d:.3f}, {len(sample)} samples an arm"
+    return Finding(_PROBE, cell, expected, seen, (p < ALPHA) == differ)
+
+
+def _time(tenant: AuditedTenant, model: str, prompt: str) -> float:
+    """Seconds until the whole answer, which has one token."""
+    began = time.perf_counter()
+    check(tenant.server.complete(tenant.key, model, prompt))
+    return time.perf_counter() - began

@@ -1,0 +1,217 @@
+"""`slora audit isolation` passes on this server, and fails on servers that leak, each in its own way."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora_api import errors
+from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.publisher import Publisher
+from slora_api.cli.main import main
+from slora_api.generation.served_model import ServedModel
+from slora_api.tenants import authentication
+from slora_api.tenants.key_record import KeyRecord
+from tests.api.conftest import Kit
+from tests.api.platform import ADMIN_KEY, Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine
+from tests.api.served import SLORA, Served, environment, serving, wait_for
+
+_BLOCK = 16
+
+
+def tenant_and_weights(request: EngineRequest) -> object:
+    return request.tenant, request.adapter
+
+
+@dataclass
+class CachingEngine(ScriptedEngine):
+    """Answers each prompt with one token. A prompt that it has seen in the same scope counts as cached.
+
+    scope: what two requests must have in common to share a prefix.
+    """
+
+    scope: Callable[[EngineRequest], object] = tenant_and_weights
+    seen: set[object] = field(default_factory=set)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        if request.tenant == "slora:canary":
+            async for delta in super().generate(request):
+                yield delta
+            return
+        key = self.scope(request), tuple(request.prompt_token_ids)
+        num_cached = _BLOCK if key in self.seen else 0
+        self.seen.add(key)
+        yield TokenDelta((65,), FinishReason.LENGTH, num_cached=num_cached)
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[Platform]:
+    with running_platform(tmp_path, CachingEngine()) as running:
+        yield running
+
+
+@dataclass
+class Audit:
+    """Runs the command in this process, against `url`."""
+
+    patch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def run(self, url: str) -> tuple[int, list[dict[str, Any]]]:
+        """Returns the exit code and the findings that are not as they must be."""
+        self.patch.setenv("SLORA_URL", url)
+        self.patch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
+        code = main(["audit", "isolation", "--json"])
+        shown = self.capsys.readouterr()
+        assert shown.out, shown.err
+        answer = json.loads(shown.out)
+        wrong = [finding for finding in answer["findings"] if not finding["ok"]]
+        assert answer["ok"] == (not wrong) and (code == 0) == (not wrong), shown.err
+        assert len(answer["findings"]) > 40
+        return code, wrong
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Audit:
+    return Audit(monkeypatch, capsys)
+
+
+def cells(wrong: list[dict[str, Any]]) -> list[str]:
+    return [finding["cell"] for finding in wrong]
+
+
+def test_this_server_passes_the_audit(server: Served, audit: Audit) -> None:
+    assert audit.run(server.url) == (0, [])
+
+
+def test_an_audit_leaves_no_tenant_that_could_send_a_request(platform: Platform, audit: Audit) -> None:
+    assert audit.run(platform.url) == (0, [])
+    left = platform.services.tenant_store.list_tenants()
+    for tenant in left:
+        assert tenant.status == "suspended"
+        assert all(key.revoked_at is not None for key in platform.services.key_store.list_keys(tenant.name))
+
+
+def test_a_prefix_cache_without_the_tenant_in_its_scope_is_noticed(tmp_path: Path, audit: Audit) -> None:
+    engine = CachingEngine(scope=lambda request: request.adapter and request.adapter.digest)
+    with running_platform(tmp_path, engine) as platform:
+        code, wrong = audit.run(platform.url)
+    assert (code, cells(wrong)) == (1, ["other tenant, same adapter", "other tenant, base model"])
+
+
+def test_a_prefix_cache_without_the_adapter_in_its_scope_is_noticed(tmp_path: Path, audit: Audit) -> None:
+    engine = CachingEngine(scope=lambda request: request.tenant)
+    with running_platform(tmp_path, engine) as platform:
+        _, wrong = audit.run(platform.url)
+    assert cells(wrong) == [
+        "same tenant, other adapter",
+        "same tenant, base model after an adapter",
+        "same tenant, adapter after the base model",
+    ]
+
+
+def test_a_server_without_a_prefix_cache_does_not_pass(tmp_path: Path, audit: Audit) -> None:
+    """Otherwise the audit would prove nothing."""
+    engine = CachingEngine(scope=lambda request: object())
+    with running_platform(tmp_path, engine) as platform:
+        _, wrong = audit.run(platform.url)
+    assert cells(wrong) == ["same tenant, same adapter", "same tenant, base model"]
+
+
+def test_a_route_that_any_key_opens_is_noticed(
+    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def admit(_self: object, request: Any) -> Any:
+        return request.state.caller
+
+    monkeypatch.setattr(authentication.RequiredScope, "__call__", admit)
+    _, wrong = audit.run(platform.url)
+    assert "operators' routes with a tenant's key" in cells(wrong)
+    assert "with the scope usage:read alone" in cells(wrong)
+
+
+def test_a_route_that_needs_no_key_is_noticed(
+    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "PUBLIC_PATHS", authentication.PUBLIC_PATHS | {"/v1/usage"})
+    _, wrong = audit.run(platform.url)
+    assert {"without a key", "with an unknown key", "with a revoked key"} <= set(cells(wrong))
+    assert all(one["seen"].startswith("GET /v1/usage answered") for one in wrong)
+
+
+def test_an_error_that_tells_a_foreign_model_from_a_missing_one_is_noticed(
+    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, models = ModelCatalog.find_model, set[str]()
+
+    async def reveal(self: ModelCatalog, key: KeyRecord, name: str, *rest: Any, **named: Any) -> ServedModel:
+        owned = [one.label for one in self._adapters.registry.list(key.tenant, limit=10)]
+        models.update(owned)
+        if name in models and name not in owned:
+            raise errors.Forbidden("This model belongs to another tenant.")
+        return await find(self, key, name, *rest, **named)
+
+    monkeypatch.setattr(ModelCatalog, "find_model", reveal)
+    _, wrong = audit.run(platform.url)
+    assert all("completions" in cell for cell in cells(wrong)), wrong
+
+
+def test_an_upload_that_tells_known_bytes_from_fresh_ones_is_noticed(
+    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_out, digests = Publisher._try_out, set[str]()
+
+    async def skip_known(self: Publisher, tenant: str, adapter: Any, usage: Any) -> Any:
+        if adapter.digest in digests:
+            return None
+        digests.add(adapter.digest)
+        return await try_out(self, tenant, adapter, usage)
+
+    monkeypatch.setattr(Publisher, "_try_out", skip_known)
+    _, wrong = audit.run(platform.url)
+    assert cells(wrong) == ["an upload of bytes that another tenant has"]
+
+
+def test_an_error_that_quotes_a_key_is_noticed(
+    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "mask_keys", lambda text: text)
+    _, wrong = audit.run(platform.url)
+    assert "key as field `model`" in cells(wrong) and "key as path" in cells(wrong)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_audit_removes_its_tenants(platform: Platform, sent: signal.Signals) -> None:
+    tenant_store = platform.services.tenant_store
+    variables = environment(SLORA_URL=platform.url, SLORA_ADMIN_KEY=ADMIN_KEY)
+    with subprocess.Popen(
+        [*SLORA, "audit", "isolation"], env=variables, stderr=subprocess.DEVNULL
+    ) as running:
+        wait_for(lambda: len(tenant_store.list_tenants()) == 2 or None)
+        os.kill(running.pid, sent)
+        assert running.wait(60) == 130
+    assert [tenant.status for tenant in tenant_store.list_tenants()] == ["suspended", "suspended"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("public", ["other tenant, base model"]),
+        ("off", ["same tenant, same adapter", "same tenant, base model"]),
+    ],
+)
+def test_modes_of_the_prefix_cache_are_noticed(
+    kit: Kit, tmp_path: Path, audit: Audit, mode: str, expected: list[str]
+) -> None:
+    with serving(kit.base, tmp_path / "data", "--prefix-cache", mode) as served:
+        served.wait_until_ready()
+        assert cells(audit.run(served.url)[1]) == expected
