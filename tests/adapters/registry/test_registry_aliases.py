@@ -438,5 +438,5 @@ class RegistryMachine(RuleBasedStateMachine):
 def test_both_storages_agree_with_a_simple_model(shared_postgresql: PostgresqlServer) -> None:
     machine = type("OverBoth", (RegistryMachine,), {"server": shared_postgresql})
     # Each step commits to disk once or twice.
-    counts = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=50)
+    counts = settings(max_examples=settings.default.max_examples // 8, stateful_step_count=50)
     run_state_machine_as_test(machine, settings=counts)

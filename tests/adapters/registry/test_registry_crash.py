@@ -41,6 +41,11 @@ for number in range(1, 10_000):
 """
 
 
+def steps(*quick: int, soak: tuple[int, ...]) -> list[object]:
+    """Numbers of changes before the kill. After 3 of them a move follows, after 4 a deletion, after 17 a push."""
+    return [*quick, *(pytest.param(number, marks=pytest.mark.soak) for number in soak)]
+
+
 @dataclass
 class Acknowledged:
     """The last versions that were pushed, moved to and deleted, according to the rollout's output."""
@@ -74,7 +79,7 @@ def check(registry: Registry, acknowledged: Acknowledged) -> None:
     assert registry.rollouts("t") == []
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 17, 60])
+@pytest.mark.parametrize("num_steps", steps(3, 4, 17, soak=(1, 2, 60)))
 def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
     open_storage: OpenStorage, num_steps: int
 ) -> None:
@@ -91,7 +96,7 @@ def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
     check(registry, acknowledged)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 17, 60])
+@pytest.mark.parametrize("num_steps", steps(3, 17, soak=(1, 60)))
 def test_a_postgresql_server_that_is_killed_under_a_rollout_keeps_what_it_acknowledged(
     postgresql_server: PostgresqlServer, num_steps: int
 ) -> None:

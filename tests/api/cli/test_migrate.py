@@ -13,6 +13,7 @@ import pytest
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_api.cli.main import main
 from slora_api.data_dir import open_data_dir
 from slora_api.tenants.api_key import PEPPER_BYTES, Pepper
 from slora_api.tenants.key_store import KeyStore
@@ -96,7 +97,19 @@ def test_a_host_of_release_0_1_is_copied_into_postgresql_by_the_variables_of_the
     ],
 )
 def test_a_copy_that_cannot_begin_says_why(
-    tmp_path: Path, flags: tuple[str, ...], exit_code: int, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    exit_code: int,
+    message: str,
 ) -> None:
-    refused = migrate(*flags, SLORA_DATA_DIR=str(tmp_path))
-    assert (refused.returncode, refused.stdout) == (exit_code, "") and message in refused.stderr
+    for name in ("SLORA_REGISTRY", "SLORA_DATABASE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLORA_DATA_DIR", str(tmp_path))
+    try:
+        ended: object = main(["migrate", *flags])
+    except SystemExit as wrong_usage:
+        ended = wrong_usage.code
+    printed = capsys.readouterr()
+    assert (ended, printed.out) == (exit_code, "") and message in printed.err

@@ -21,6 +21,8 @@ from tests.redis_server import DURABLE, RedisServer
 # room for one.
 SMALL = ("--pool-bytes", "450KiB", "--host-cache-bytes", "160KiB")
 SHORT = {"prompt": "hi", "max_tokens": 2, "temperature": 0}
+# Between the calls of a thread. Without a pause, the threads and the server would compute all the time.
+PAUSE_S = 0.05
 
 
 class RepeatingThread(threading.Thread):
@@ -34,7 +36,7 @@ class RepeatingThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._stopped.is_set():
+            while not self._stopped.wait(PAUSE_S):
                 self._ask()
         except BaseException as error:
             self._error = error
