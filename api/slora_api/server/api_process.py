@@ -12,8 +12,10 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
@@ -67,7 +69,7 @@ from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_report import UsageReport
 
-__all__ = ["connection_limits", "open_services"]
+__all__ = ["background_work", "connection_limits", "open_services"]
 
 logger = logging.getLogger("slora.api")
 
@@ -151,6 +153,19 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
     )
 
 
+def background_work(
+    services: Services, client: RemoteEngine, on_hello: Callable[[], None] = lambda: None
+) -> list[Coroutine[Any, Any, None]]:
+    """The tasks of each API process. `serve.py` adds what the main process does for the host. on_hello: see
+    `RemoteEngine.run`.
+    """
+    return [
+        client.run(on_hello),
+        services.follower.run(),
+        DiskWatch(services.reserve, services.key_store).run(),
+    ]
+
+
 async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat) -> None:
     limits = connection_limits(settings)
     model = BaseModelFiles(settings, config.started_at)
@@ -164,9 +179,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
         app = make_app(services, open_admin_key(settings.admin_key, data.path, pepper), board)
         work = [
-            client.run(),
-            services.follower.run(),
-            DiskWatch(services.reserve, services.key_store).run(),
+            *background_work(services, client),
             HostState(services.generator, board).follow(),
             heartbeat.run(lambda: Progress(0, is_busy=False)),
         ]

@@ -25,7 +25,7 @@ from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.host_board import BoardSize, HostBoard
 from slora_api.routes.services import Services
-from slora_api.server.api_process import connection_limits, open_services
+from slora_api.server.api_process import background_work, connection_limits, open_services
 from slora_api.server.api_workers import ApiWorkers
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
@@ -37,7 +37,6 @@ from slora_api.server.demo import (
     find_demo_directory,
     set_up_demo,
 )
-from slora_api.server.disk_watch import DiskWatch
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import Front, HttpFront, run_until_stopped
 from slora_api.server.http_server import HttpServer
@@ -131,10 +130,8 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
         )
         work = [
             supervisor.run(),
-            client.run(services.pinning.refresh),
+            *background_work(services, client, services.pinning.refresh),
             services.pinning.run(),
-            services.follower.run(),
-            DiskWatch(services.reserve, services.key_store).run(),
             services.publisher.sweep(),
             _announce(services, data, board, _url(listener), admin_key),
         ]
