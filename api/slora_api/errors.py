@@ -7,6 +7,7 @@ SloraError (the project's root)
 │   ├── TenantSuspended    the operator has suspended the key's tenant
 │   ├── ModelNotFound      unknown model, or another tenant's; the message is the same
 │   ├── NotFound           a tenant, key or adapter that does not exist
+│   ├── PurgeBegun         the tenant is being deleted
 │   ├── Conflict           the name is taken
 │   ├── InUse              not deleted, because aliases point at it
 │   ├── PinsFull           pins would exceed their bound of the page pool
@@ -79,6 +80,7 @@ __all__ = [
     "ModelNotFound",
     "NotFound",
     "PinsFull",
+    "PurgeBegun",
     "QuotaExceeded",
     "RequestTooSlow",
     "ServerBusy",
@@ -129,6 +131,14 @@ class NotFound(ApiError):
 
 class Conflict(ApiError):
     """The name is taken. Sending the same request again cannot succeed."""
+
+
+class PurgeBegun(ApiError):
+    def __init__(self, tenant: str) -> None:
+        super().__init__(
+            f"The tenant `{tenant}` is being purged, so it can be neither suspended nor resumed. Repeat the purge if "
+            f"it was interrupted (POST /admin/tenants/{tenant}/purge)."
+        )
 
 
 class InUse(ApiError):
@@ -256,6 +266,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (BadAdapterName, _Rule(400, _REQUEST, "invalid_name")),
     (BadAlias, _Rule(400, _REQUEST, "invalid_alias")),
     (Conflict, _Rule(409, "conflict_error", "name_taken", should_retry=False)),
+    (PurgeBegun, _Rule(409, "conflict_error", "purge_begun", should_retry=False)),
     (InUse, _Rule(409, "conflict_error", "adapter_in_use", should_retry=False)),
     (AliasConflict, _Rule(409, "conflict_error", "alias_conflict", should_retry=False)),
     (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),

@@ -38,6 +38,7 @@ __all__ = [
     "LoadLoraRequest",
     "NewKeyRequest",
     "NewTenantRequest",
+    "PurgeRequest",
     "StreamOptions",
     "TenantChanges",
     "UnloadLoraRequest",
@@ -365,6 +366,14 @@ class NewTenantRequest(TenantChanges):
     """POST /admin/tenants. Fields of the share that are left out get their defaults."""
 
     name: _Name
+
+
+class PurgeRequest(BaseModel):
+    """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: what happens to its usage."""
+
+    model_config = _STRICT
+    confirm: str
+    ledger: Literal["keep", "erase"]
 
 
 class NewKeyRequest(BaseModel):

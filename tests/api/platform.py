@@ -36,6 +36,7 @@ from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.tenant_purge import TenantPurge
 from slora_api.adapters.uploads import Uploads
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
@@ -168,6 +169,7 @@ def running_platform(
     pinning = Pinning(registry, tenant_store, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     canary = Canary(engine, tokenizer)
+    ledger = UsageLedger(database)
     limiter = RequestLimiter(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,
@@ -193,7 +195,8 @@ def running_platform(
         templates,
         Generator(engine, tokenizer, limiter, Metrics("base")),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
-        UsageReport(UsageLedger(database), registry.find_names, "base"),
+        UsageReport(ledger, registry.find_names, "base"),
+        TenantPurge(tenant_store, ledger, adapters, engine),
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, pinning.run] if follows else []

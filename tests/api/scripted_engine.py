@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel
 from slora.engine.client import UsageListener
-from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
@@ -89,6 +89,7 @@ class ScriptedEngine:
     num_refused_pins: int = 0
     prewarmed: list[Pin] = field(default_factory=list)
     forgotten: list[AdapterVersion] = field(default_factory=list)
+    purged: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     acknowledged: list[str] = field(default_factory=list)
     unreported: dict[str, int] = field(default_factory=dict)
@@ -176,6 +177,12 @@ class ScriptedEngine:
     def versions(self) -> set[AdapterVersion]:
         asked = {request.adapter for request in self.requests if request.adapter is not None}
         return asked - set(self.forgotten)
+
+    async def purge_tenant(self, tenant: str) -> TenantPurge:
+        if not self.ready:
+            raise EngineUnavailable("it is not there")
+        self.purged.append(tenant)
+        return TenantPurge(1, 2, 3)
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         self.forgotten.append(version)

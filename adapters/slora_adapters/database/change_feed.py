@@ -36,6 +36,7 @@ _AFTER = (
         _COLUMNS.orphaned,
         _COLUMNS.moved_pin,
         _COLUMNS.key_id,
+        _COLUMNS.purged,
     )
     .where(_COLUMNS.change_id >= bindparam("first"))
     .order_by(_COLUMNS.change_id)
@@ -50,6 +51,7 @@ class Change:
     itself: of one of its keys, or of its share if `key_id` is empty, too.
 
     orphaned: versions that no name of the tenant has any more. moved_pin: whether the pins that engines apply changed.
+    purged: whether the tenant and everything that it had were deleted.
     """
 
     tenant: str
@@ -57,6 +59,7 @@ class Change:
     orphaned: tuple[AdapterVersion, ...] = ()
     moved_pin: bool = False
     key_id: str = ""
+    purged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ def publish(connection: Connection, change: Change) -> None:
         "key_id": change.key_id,
         "orphaned": json.dumps([version.digest for version in change.orphaned]),
         "moved_pin": change.moved_pin,
+        "purged": change.purged,
     }
     (change_id,) = connection.execute(insert(schema.changes).returning(_COLUMNS.change_id), row).one()
     connection.execute(delete(schema.changes).where(_COLUMNS.change_id <= change_id - KEPT_CHANGES))
@@ -100,8 +104,9 @@ def read_changes(database: Database, cursor: str | None) -> Changes:
                     tuple(AdapterVersion(tenant, digest) for digest in json.loads(orphaned)),
                     moved_pin,
                     key_id,
+                    purged,
                 )
-                for _, _, tenant, name, orphaned, moved_pin, key_id in rows[1:]
+                for _, _, tenant, name, orphaned, moved_pin, key_id, purged in rows[1:]
             )
             return Changes(_cursor(rows[-1]), found, is_all=len(found) < _MAX_CHANGES)
     (last,) = database.read(_LAST)

@@ -18,6 +18,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Table,
     Text,
+    false,
     text,
 )
 
@@ -202,6 +203,7 @@ changes = Table(
     Column("key_id", Text, nullable=False),
     Column("orphaned", Text, nullable=False),
     Column("moved_pin", Boolean, nullable=False),
+    Column("purged", Boolean, nullable=False, server_default=false()),
     sqlite_autoincrement=True,
 )
 

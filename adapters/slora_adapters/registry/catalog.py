@@ -13,6 +13,7 @@ to another one.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
@@ -26,6 +27,17 @@ logger = logging.getLogger(__name__)
 # How long a shared store keeps a blob that no version refers to. Operators have a day to notice that a registry was
 # restored from an old backup, or that it uses a wrong Redis of the same name.
 SHARED_GRACE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedBlobs:
+    """The blobs of a tenant that were deleted, and their bytes. num_kept: blobs that others need, or that cannot be
+    deleted because other registries have claimed the store.
+    """
+
+    num_deleted: int
+    num_bytes: int
+    num_kept: int
 
 
 class Catalog:
@@ -102,6 +114,18 @@ class Catalog:
         for digest in removal.unreferenced:
             self._drop_orphan(digest)
         return removal
+
+    def purge_blobs(self, tenant: str) -> PurgedBlobs:
+        """Drops the blobs that only this tenant's versions refer to. The versions stay, so a purge that is interrupted
+        finds the blobs again.
+        """
+        blobs = self.registry.blobs_of(tenant)
+        deleted = [
+            num_bytes
+            for digest, num_bytes in blobs.items()
+            if not self._other_claims() and self.registry.collect(digest, self._drop, leaving=tenant)
+        ]
+        return PurgedBlobs(len(deleted), sum(deleted), len(blobs) - len(deleted))
 
     def sweep(self) -> int:
         """Drops unreferenced blobs that crashes left behind, and returns how many. Safe to run during uploads."""

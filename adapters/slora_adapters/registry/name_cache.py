@@ -75,6 +75,13 @@ class NameCache:
         with self._lock:
             self._num_bytes -= _size(self._names.pop(key, {}))
 
+    def drop_tenant(self, tenant: str) -> None:
+        """Drops all names of a tenant."""
+        with self._lock:
+            keys = [key for key in self._names if key[0] == tenant]
+        for key in keys:
+            self.drop(key)
+
     def clear(self) -> None:
         with self._lock:
             self._names.clear()

@@ -147,6 +147,10 @@ class Registry:
         """Drops this name from the cache, so that the next lookup of the name queries the storage."""
         self._cache.drop((tenant, _parse(reference).name))
 
+    def drop_cached_tenant(self, tenant: str) -> None:
+        """Drops all names of a tenant from the cache."""
+        self._cache.drop_tenant(tenant)
+
     def rollouts(
         self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
     ) -> Sequence[Rollout]:
@@ -356,13 +360,18 @@ class Registry:
         with suppress(StoreUnavailable):
             self._storage.release(reservation)
 
-    def collect(self, digest: str, drop: Callable[[str], None]) -> bool:
+    def collect(self, digest: str, drop: Callable[[str], None], *, leaving: str = "") -> bool:
         """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. Returns whether `drop`
         was called.
 
-        No new reference to the blob can be created while `drop` runs, so `drop` must be fast.
+        No new reference to the blob can be created while `drop` runs, so `drop` must be fast. leaving: a tenant whose
+        versions do not count, because it is being purged.
         """
-        return self._storage.collect(digest, drop, self._clock())
+        return self._storage.collect(digest, drop, self._clock(), leaving)
+
+    def blobs_of(self, tenant: str) -> Mapping[str, int]:
+        """Returns the size of each blob that versions of the tenant refer to, by digest."""
+        return self._storage.blobs_of(tenant)
 
     # -- the feed ---------------------------------------------------------------------------------------------------
 
@@ -374,6 +383,8 @@ class Registry:
         if changes.resync:
             self._cache.clear()
         for change in changes.changes:
+            if change.purged:
+                self._cache.drop_tenant(change.tenant)
             self._cache.drop((change.tenant, change.name))
         return changes
 

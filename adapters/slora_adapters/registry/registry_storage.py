@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import bindparam, delete, insert, select, tuple_, union_all
+from sqlalchemy import bindparam, delete, func, insert, select, tuple_, union_all
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -51,7 +51,7 @@ RESERVATION_S = 3600.0
 
 _v, _r = schema.adapter_versions.c, schema.adapter_reservations.c
 _REFERENCED = union_all(
-    select(_v.digest).where(_v.digest == bindparam("digest")),
+    select(_v.digest).where(_v.digest == bindparam("digest"), _v.tenant != bindparam("leaving")),
     select(_r.digest).where(_r.digest == bindparam("digest"), _r.expires_at > bindparam("now")),
 ).limit(1)
 _NAMES = (
@@ -143,9 +143,15 @@ class RegistryStorage:
             )
         return found
 
+    def blobs_of(self, tenant: str) -> Mapping[str, int]:
+        """Returns the size of each blob that versions of the tenant refer to, by digest."""
+        size = func.max(func.coalesce(_v.blob_bytes, _v.num_bytes))
+        rows = self._database.read(select(_v.digest, size).where(_v.tenant == tenant).group_by(_v.digest))
+        return {digest: int(num_bytes) for digest, num_bytes in rows}
+
     def is_referenced(self, digest: str, now: float) -> bool:
         """Returns whether a version of any tenant, or a reservation, needs the blob."""
-        return bool(self._database.read(_REFERENCED, {"digest": digest, "now": now}))
+        return bool(self._database.read(_REFERENCED, {"digest": digest, "now": now, "leaving": ""}))
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -219,14 +225,15 @@ class RegistryStorage:
         with self._database.transaction(even_if_full=True) as connection:
             connection.execute(delete(schema.adapter_reservations).where(_r.reservation == reservation))
 
-    def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
-        """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. No new reference can be
-        created while `drop` runs. Returns whether `drop` was called.
+    def collect(self, digest: str, drop: Callable[[str], None], now: float, leaving: str = "") -> bool:
+        """Calls `drop(digest)` if no version of a tenant other than `leaving` refers to the blob and no upload has
+        reserved it. No new reference can be created while `drop` runs. Returns whether `drop` was called.
         """
         with self._database.transaction(blob_lock(digest), even_if_full=True) as connection:
             expired = delete(schema.adapter_reservations).where(_r.digest == digest, _r.expires_at <= now)
             connection.execute(expired)
-            if connection.execute(_REFERENCED, {"digest": digest, "now": now}).first() is not None:
+            wanted = {"digest": digest, "now": now, "leaving": leaving}
+            if connection.execute(_REFERENCED, wanted).first() is not None:
                 return False
             drop(digest)
             return True

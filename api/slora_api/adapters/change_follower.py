@@ -41,6 +41,9 @@ class VersionHolder(Protocol):
     def versions(self) -> Set[AdapterVersion]:
         """The versions that the engine may hold."""
 
+    async def purge_tenant(self, tenant: str) -> object:
+        """Makes the engine drop everything of a tenant. Raises EngineUnavailable."""
+
     async def remove_adapter(self, version: AdapterVersion) -> None:
         """Makes the engine drop a version. A version that it does not hold is no error. Raises EngineUnavailable."""
 
@@ -106,6 +109,9 @@ class ChangeFollower:
                 return
 
     async def _pass_on(self, changes: Changes) -> None:
+        for tenant in dict.fromkeys(change.tenant for change in changes.changes if change.purged):
+            with suppress(EngineUnavailable):
+                await self._engine.purge_tenant(tenant)
         suspects: Collection[AdapterVersion]
         if changes.resync:
             suspects = set(self._engine.versions)

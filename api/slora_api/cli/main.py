@@ -23,6 +23,7 @@ _HANDLERS = {
     "tenant set": ("slora_api.cli.tenant", "change"),
     "tenant suspend": ("slora_api.cli.tenant", "suspend"),
     "tenant resume": ("slora_api.cli.tenant", "resume"),
+    "tenant purge": ("slora_api.cli.tenant", "purge"),
     "tenant list": ("slora_api.cli.tenant", "show"),
     "key create": ("slora_api.cli.key", "create"),
     "key list": ("slora_api.cli.key", "show"),
@@ -138,6 +139,17 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     suspend = tenants.add("suspend", "refuse a tenant's requests, and end those in progress")
     suspend.add_argument("name")
     tenants.add("resume", "serve a suspended tenant again").add_argument("name")
+    purge = tenants.add(
+        "purge", "delete a tenant with its keys, adapters and stored bytes, for ever", has_json=True
+    )
+    purge.epilog = "Repeat a purge that was interrupted."
+    purge.add_argument("name")
+    purge.add_argument(
+        "--confirm", required=True, metavar="NAME", help="the name again, because nothing can bring it back"
+    )
+    purge.add_argument(
+        "--ledger", required=True, choices=("keep", "erase"), help="keep or erase what the tenant has used"
+    )
     tenants.add("list", "list the tenants with their status and share", has_json=True)
 
     keys = commands.group("key", "create, list and revoke API keys (operator)")

@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 from urllib.parse import quote
 
-from slora_api.cli.output import print_records
+from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained
 
-__all__ = ["change", "create", "resume", "show", "suspend"]
+__all__ = ["change", "create", "purge", "resume", "show", "suspend"]
 
 _SHARE = ("weight", "min_pool_share", "max_pool_share", "priority")
 
@@ -61,6 +61,22 @@ def resume(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
         check(client.post(_path(arguments.name) + "/resume"))
     print(f"tenant {arguments.name} is active")
+
+
+@explained
+def purge(arguments: argparse.Namespace) -> None:
+    body = {"confirm": arguments.confirm, "ledger": arguments.ledger}
+    with admin_client() as client:
+        purged = check(client.post(_path(arguments.name) + "/purge", json=body))
+    if arguments.json:
+        print_json(purged)
+        return
+    usage = "usage kept" if purged["usage_records"] is None else f"{purged['usage_records']} usage records"
+    print(
+        f"purged tenant {arguments.name}: {purged['keys']} keys, {purged['adapters']} adapters with "
+        f"{purged['versions']} versions, {purged['blobs']} blobs ({purged['blob_bytes']} bytes; {purged['blobs_kept']} "
+        f"kept for others), {purged['pool_pages']} pages ({purged['pool_bytes']} bytes), {usage}"
+    )
 
 
 @explained

@@ -8,11 +8,11 @@ from typing_extensions import TypedDict
 from slora.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
-from slora_api.errors import Conflict, NotFound, PinsFull
+from slora_api.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
 from slora_api.listing import ListObject
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.schemas import NewTenantRequest, TenantChanges
+from slora_api.schemas import NewTenantRequest, PurgeRequest, TenantChanges
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant
@@ -33,6 +33,25 @@ class TenantObject(TypedDict):
     min_pool_share: float
     max_pool_share: float
     priority: int
+
+
+class PurgeObject(TypedDict):
+    """What a purge deleted. blobs: stored weights; `blobs_kept` are those that others need. requests, pool_pages: what
+    the engine of this host ended and overwrote. usage_records: null if the usage was kept.
+    """
+
+    object: Literal["tenant.purge"]
+    tenant: str
+    keys: int
+    adapters: int
+    versions: int
+    blobs: int
+    blob_bytes: int
+    blobs_kept: int
+    requests: int
+    pool_pages: int
+    pool_bytes: int
+    usage_records: int | None
 
 
 class PinObject(AliasObject):
@@ -85,14 +104,41 @@ async def change_tenant(
     return _tenant_json(await services.pinning.change_share(tenant, _changes(body)))
 
 
-@router.post("/tenants/{tenant}/suspend", responses=errors(NotFound, DiskFull))
+@router.post("/tenants/{tenant}/suspend", responses=errors(NotFound, PurgeBegun, DiskFull))
 def suspend_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.suspend(tenant))
 
 
-@router.post("/tenants/{tenant}/resume", responses=errors(NotFound, DiskFull))
+@router.post("/tenants/{tenant}/resume", responses=errors(NotFound, PurgeBegun, DiskFull))
 def resume_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.resume(tenant))
+
+
+@router.post("/tenants/{tenant}/purge", responses=errors(NotFound, DiskFull))
+async def purge_tenant(tenant: str, body: PurgeRequest, _operator: Operator, services: Wired) -> PurgeObject:
+    """Deletes a tenant with everything that it has. Repeat an interrupted purge to complete it. Other hosts follow
+    within a second.
+    """
+    if body.confirm != tenant:
+        raise BadRequest(
+            f"`confirm` is {body.confirm[:140]!r}; repeat the name of the tenant to purge, {tenant[:140]!r}.",
+            "confirm",
+        )
+    report = await services.purge.purge(tenant, erase_usage=body.ledger == "erase")
+    return {
+        "object": "tenant.purge",
+        "tenant": tenant,
+        "keys": report.num_keys,
+        "adapters": report.num_names,
+        "versions": report.num_versions,
+        "blobs": report.blobs.num_deleted,
+        "blob_bytes": report.blobs.num_bytes,
+        "blobs_kept": report.blobs.num_kept,
+        "requests": report.num_requests,
+        "pool_pages": report.num_pages,
+        "pool_bytes": report.num_page_bytes,
+        "usage_records": report.num_usage_records,
+    }
 
 
 @router.get("/pins")

@@ -15,6 +15,7 @@ from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
+from slora_api.adapters.tenant_purge import TenantPurge
 from slora_api.adapters.uploads import Uploads
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.chat_templates import ChatTemplates
@@ -58,6 +59,7 @@ class Services:
     generator: Generator
     encoder: PromptEncoder
     usage: UsageReport
+    purge: TenantPurge
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )

@@ -39,6 +39,7 @@ from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.tenant_purge import TenantPurge
 from slora_api.adapters.uploads import Uploads
 from slora_api.data_dir import DataDir
 from slora_api.generation.chat_templates import ChatTemplates
@@ -118,6 +119,7 @@ async def open_services(
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
     canary = Canary(client, model.tokenizer)
     base = model.base()
+    ledger = UsageLedger(database)
     return Services(
         settings,
         reserve,
@@ -140,7 +142,8 @@ async def open_services(
         templates,
         Generator(client, model.tokenizer, limiter, Metrics(model.name, metrics)),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
-        UsageReport(UsageLedger(database), registry.find_names, model.name),
+        UsageReport(ledger, registry.find_names, model.name),
+        TenantPurge(tenant_store, ledger, adapters, client),
     )
 
 

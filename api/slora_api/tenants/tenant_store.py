@@ -9,7 +9,7 @@ Methods block on the database, so an event loop must call them on a thread. This
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_api.errors import BadRequest, Conflict, NotFound, TenantSuspended
+from slora_adapters.database.tenant_rows import delete_tenant_rows
+from slora_api.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
 from slora_api.tenants.key_store import TERM_COLUMNS, KeyStore
 from slora_api.tenants.tenant_status import TenantStatus
 
@@ -154,19 +155,43 @@ class TenantStore:
 
     def suspend(self, name: str) -> Tenant:
         """Refuses the tenant's requests and pushes from now on, in every process within a second. Its pins end until it
-        is resumed. Suspending it again is a no-op. Raises NotFound.
+        is resumed. Suspending it again is a no-op. Raises NotFound and PurgeBegun.
         """
         return self._set_status("tenant.suspend", name, TenantStatus.SUSPENDED)
 
     def resume(self, name: str) -> Tenant:
-        """Serves a suspended tenant again. Resuming an active tenant is a no-op. Raises NotFound."""
+        """Serves a suspended tenant again. Resuming an active tenant is a no-op. Raises NotFound and PurgeBegun."""
         return self._set_status("tenant.resume", name, TenantStatus.ACTIVE)
+
+    def begin_purge(self, name: str) -> None:
+        """Suspends the tenant until `finish_purge`. Repeating it is a no-op. Raises NotFound."""
+        self._set_status("tenant.purge", name, TenantStatus.PURGING)
+
+    def finish_purge(self, name: str, details: Mapping[str, Any]) -> Mapping[str, int]:
+        """Deletes a tenant whose purge has begun, with its keys, names and settings, in one transaction. Its name is
+        free afterwards. Returns the number of deleted rows by table.
+
+        details: what was deleted before, for the audit log. Raises NotFound.
+        """
+        with self._database.transaction(CHANGES, even_if_full=True) as connection:
+            tenant = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
+            if (
+                tenant.status is not TenantStatus.PURGING
+            ):  # another purge has ended, and the name is taken again
+                raise NotFound(f"There is no purge of the tenant `{name}`.")
+            counts = delete_tenant_rows(connection, name)
+            publish(connection, Change(name, moved_pin=True, purged=True))
+            record_change(connection, "tenant.purged", name, details={**details, **counts})
+        self._key_store.drop_tenant(name)
+        return counts
 
     def _set_status(self, action: str, name: str, status: TenantStatus) -> Tenant:
         with self._database.transaction(CHANGES) as connection:
             before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
             if before.status is status:
                 return before
+            if before.status is TenantStatus.PURGING:
+                raise PurgeBegun(name)
             connection.execute(update(schema.tenants).where(_t.name == name).values(status=status))
             # The engine has no pins of a suspended tenant.
             publish(connection, Change(name, moved_pin=True))

@@ -41,6 +41,19 @@ _BUCKET_KEY = (_b.width, _b.tenant, _b.start, _b.key_id, _b.adapter)
 _OLD_RECORDS = delete(schema.usage_records).where(
     _r.request_id.in_(select(_r.request_id).where(_r.ended_at < bindparam("before")).limit(_DELETED_AT_ONCE))
 )
+# Those of one tenant, in the order of the primary key.
+_RECORDS_OF_TENANT = (
+    delete(schema.usage_records)
+    .where(
+        _r.request_id.in_(
+            select(_r.request_id)
+            .where(_r.tenant == bindparam("tenant"), _r.request_id > bindparam("after"))
+            .order_by(_r.request_id)
+            .limit(_DELETED_AT_ONCE)
+        )
+    )
+    .returning(_r.request_id)
+)
 _OLD_BUCKETS = delete(schema.usage_buckets).where(
     tuple_(*_BUCKET_KEY).in_(
         select(*_BUCKET_KEY)
@@ -128,6 +141,19 @@ class UsageLedger:
         if after is not None:
             query = query.where(tuple_(_b.start, *groups) > tuple_(*after))
         return [_read_row(row, asked.group_by) for row in self._database.read(query)]
+
+    def erase(self, tenant: str) -> int:
+        """Deletes all records and sums of a tenant. Returns the number of records."""
+        num_erased, after = 0, ""
+        while True:
+            with self._database.transaction(_RETENTION, even_if_full=True) as connection:
+                parameters = {"tenant": tenant, "after": after}
+                gone = connection.execute(_RECORDS_OF_TENANT, parameters).scalars().all()
+                if not gone:
+                    own = delete(schema.usage_buckets).where(_b.width.in_(_WIDTHS), _b.tenant == tenant)
+                    connection.execute(own)
+                    return num_erased
+            num_erased, after = num_erased + len(gone), max(gone)
 
     def delete_old(self, before: float) -> bool:
         """Deletes a number of records and of sums by minute and hour from before that day (UTC). Returns whether more

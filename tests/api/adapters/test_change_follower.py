@@ -30,6 +30,9 @@ class FakeEngine:
         self.versions = set(versions)
         self.is_there = True
 
+    async def purge_tenant(self, tenant: str) -> None:
+        """Nothing is kept by tenant here."""
+
     async def remove_adapter(self, version: AdapterVersion) -> None:
         if not self.is_there:
             raise EngineUnavailable("it is not there")

@@ -84,6 +84,13 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
         ["adapter.delete"],
     ),
     ("operator", "DELETE", "/admin/keys/{key_id}", None, ["key.revoke"]),
+    (
+        "operator",
+        "POST",
+        "/admin/tenants/{tenant}/purge",
+        {"confirm": "acme", "ledger": "keep"},
+        ["tenant.purged", "tenant.purge"],
+    ),
 ]
 
 

@@ -1,0 +1,31 @@
+"""The rows of one tenant in all tables.
+
+A table that has a column `tenant` belongs to tenants, so a new table needs no mention here. Tables that are keyed by
+something of a tenant must have that column, too.
+"""
+
+from sqlalchemy import delete
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
+
+__all__ = ["delete_tenant_rows"]
+
+# What outlives a tenant: who did what, what every process is told, and what the tenant has used.
+_KEPT = (schema.audit_log, schema.changes, schema.usage_records, schema.usage_buckets)
+# A table stands before the tables that it refers to.
+_OWN = tuple(
+    table
+    for table in reversed(schema.metadata.sorted_tables)
+    if "tenant" in table.columns and table not in _KEPT
+)
+
+
+def delete_tenant_rows(connection: Connection, tenant: str) -> dict[str, int]:
+    """Deletes the tenant and its rows, but not its usage. Returns the number of rows by table."""
+    counts = {
+        table.name: connection.execute(delete(table).where(table.c.tenant == tenant)).rowcount
+        for table in _OWN
+    }
+    connection.execute(delete(schema.tenants).where(schema.tenants.c.name == tenant))
+    return counts

@@ -1,0 +1,84 @@
+"""Purges a tenant: deletes it with everything that it has, everywhere.
+
+| step | afterwards                                                                                               |
+|------|----------------------------------------------------------------------------------------------------------|
+| 1    | the tenant is marked: within a second, no process admits a request or an upload of it                    |
+| 2    | the engine of this host has ended its requests, and has dropped and zeroed what it held of the tenant    |
+| 3    | the store and the warm tier do not have the blobs that only this tenant used                             |
+| 4    | its usage is erased, if the operator wants that                                                          |
+| 5    | the database does not have the tenant, its keys, names and settings; its name is free                    |
+
+Step 5 tells all processes through the feed of changes, and each makes its engine do step 2. A purge that was
+interrupted, even by a crash, is completed by repeating it: each step finds what is left.
+"""
+
+import asyncio
+from dataclasses import asdict, dataclass
+
+from slora.engine.client import EngineClient
+from slora.engine.info import TenantPurge as EnginePurge
+from slora.errors import EngineUnavailable
+from slora_adapters.registry.catalog import Catalog, PurgedBlobs
+from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.usage_ledger import UsageLedger
+
+__all__ = ["PurgeReport", "TenantPurge"]
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeReport:
+    """What a purge deleted. A purge that was repeated counts again what an earlier attempt deleted, except requests,
+    pages and usage.
+
+    num_requests, num_pages: requests that the engine of this host ended, and pages that it zeroed. num_usage_records:
+    None if the usage was kept.
+    """
+
+    num_keys: int
+    num_names: int
+    num_versions: int
+    blobs: PurgedBlobs
+    num_requests: int
+    num_pages: int
+    num_page_bytes: int
+    num_usage_records: int | None
+
+
+class TenantPurge:
+    """Runs on one event loop."""
+
+    def __init__(
+        self, tenant_store: TenantStore, ledger: UsageLedger, adapters: Catalog, client: EngineClient
+    ) -> None:
+        self._tenant_store = tenant_store
+        self._ledger = ledger
+        self._adapters = adapters
+        self._client = client
+
+    async def purge(self, tenant: str, *, erase_usage: bool) -> PurgeReport:
+        """Raises NotFound. StoreUnavailable interrupts the purge."""
+        await asyncio.to_thread(self._tenant_store.begin_purge, tenant)
+        freed, page_bytes = await self._purge_engine(tenant)
+        blobs = await asyncio.to_thread(self._adapters.purge_blobs, tenant)
+        erased = await asyncio.to_thread(self._ledger.erase, tenant) if erase_usage else None
+        details = {"blobs": asdict(blobs), "num_pages": freed.num_pages, "num_usage_records": erased}
+        rows = await asyncio.to_thread(self._tenant_store.finish_purge, tenant, details)
+        # At once, because a new tenant may take the name. Other processes do the same when they read the feed.
+        self._adapters.registry.drop_cached_tenant(tenant)
+        return PurgeReport(
+            rows["api_keys"],
+            rows["adapter_names"],
+            rows["adapter_versions"],
+            blobs,
+            freed.num_requests,
+            freed.num_pages,
+            freed.num_pages * page_bytes,
+            erased,
+        )
+
+    async def _purge_engine(self, tenant: str) -> tuple[EnginePurge, int]:
+        """Returns what the engine dropped, and the bytes of a page. An engine that is away holds nothing."""
+        try:
+            return await self._client.purge_tenant(tenant), self._client.info.full_page_bytes
+        except EngineUnavailable:
+            return EnginePurge(0, 0, 0), 0

@@ -1,0 +1,210 @@
+"""A purge deletes everything that a tenant has, nothing of others, and may be interrupted anywhere."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from slora.request import RequestUsage
+from slora.usage_journal.record import UsageRecord
+from slora_adapters.database import schema, tenant_rows
+from slora_adapters.database.database import Database
+from slora_adapters.errors import StoreUnavailable
+from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.usage_ledger import UsageLedger
+from tests.adapters.hand_made import make_members, make_tensors
+from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import Served, wait_for
+
+PROMPT = {"model": "base", "prompt": "hello"}
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path_factory.mktemp("data"), engine, follows=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def admin(platform: Platform) -> Iterator[httpx.Client]:
+    with platform.client(ADMIN_KEY) as client:
+        yield client
+
+
+def purge(admin: httpx.Client, tenant: str, **body: Any) -> httpx.Response:
+    return admin.post(f"/admin/tenants/{tenant}/purge", json={"confirm": tenant, "ledger": "keep", **body})
+
+
+def digests(platform: Platform) -> set[str]:
+    return {path.name for path in (platform.directory / "adapters" / "blobs").glob("*/*")}
+
+
+def upload(platform: Platform, key: str, name: str, seed: int) -> str:
+    answer = platform.upload(key, name, make_members(tensors=make_tensors(seed=seed))).raise_for_status()
+    return str(answer.json()["digest"]).removeprefix("sha256:")
+
+
+def record_of(tenant: str, request_id: str) -> UsageRecord:
+    return UsageRecord(request_id, tenant, "key", None, 1_790_000_000.0, RequestUsage(1, 0, 1, 0, 0.0))
+
+
+def rows_with(database: Database, tenant: str) -> set[str]:
+    """The names of the tables with a row of the tenant."""
+    return {
+        table.name
+        for table in schema.metadata.sorted_tables
+        if any(tenant in map(str, row) for row in database.read(select(table)))
+    }
+
+
+def test_a_purge_deletes_what_only_this_tenant_has(platform: Platform, admin: httpx.Client) -> None:
+    key, other = platform.key("leaver", "voice@prod"), platform.key("stayer")
+    own = upload(platform, key, "voice", 1)
+    shared = upload(platform, key, "shared", 2)
+    assert upload(platform, other, "mine", 2) == shared
+    with platform.client(key) as client:
+        client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
+    admin.put("/admin/tenants/leaver/adapters/voice/pin").raise_for_status()
+    assert digests(platform) >= {own, shared}
+    found = purge(admin, "leaver").raise_for_status().json()
+    assert found.pop("blob_bytes") > 0
+    assert found == {
+        **{"object": "tenant.purge", "tenant": "leaver", "keys": 1, "adapters": 2, "versions": 2, "blobs": 1},
+        **{"blobs_kept": 1, "requests": 1, "pool_pages": 3, "pool_bytes": 3 * 1024, "usage_records": None},
+    }
+    assert own not in digests(platform) and shared in digests(platform)
+    assert post(platform, key, "/v1/completions", PROMPT).status_code == 401
+    assert admin.get("/admin/tenants/leaver").status_code == 404
+    assert post(platform, other, "/v1/completions", {**PROMPT, "model": "mine"}).status_code == 200
+    database = platform.services.tenant_store._database
+    assert rows_with(database, "leaver") == {"audit_log", "changes"}
+    # Once by the purge itself, and once by the feed, as on other hosts.
+    wait_for(lambda: platform.engine.purged.count("leaver") >= 2 or None)
+    assert purge(admin, "leaver").status_code == 404
+    again = platform.key("leaver")
+    with platform.client(again) as client:
+        assert client.get("/v1/adapters").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"confirm": "other"}, "confirm"), ({"confirm": None}, "confirm"), ({"ledger": "drop"}, "ledger")],
+)
+def test_a_purge_without_confirmation_changes_nothing(
+    platform: Platform, admin: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    key = platform.key("careful")
+    answer = purge(admin, "careful", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert post(platform, key, "/v1/completions", PROMPT).status_code == 200
+
+
+def test_usage_is_kept_or_erased_as_asked(platform: Platform, admin: httpx.Client) -> None:
+    database = platform.services.tenant_store._database
+    ledger = UsageLedger(database)
+    for tenant, choice, left in (("payer", "keep", 2), ("ghost", "erase", 0)):
+        platform.key(tenant)
+        ledger.add([record_of(tenant, f"{tenant}{number}") for number in range(2)])
+        found = purge(admin, tenant, ledger=choice).raise_for_status().json()
+        assert found["usage_records"] == (None if choice == "keep" else 2)
+        c = schema.usage_records.c
+        assert len(database.read(select(c.request_id).where(c.tenant == tenant))) == left
+        assert ("usage_buckets" in rows_with(database, tenant)) == bool(left)
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["_adapters.purge_blobs", "_ledger.erase", "_tenant_store.finish_purge", "_adapters.registry.collect"],
+)
+def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
+    platform: Platform, admin: httpx.Client, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant = step.rpartition(".")[2].replace("_", "-")
+    key = platform.key(tenant)
+    blobs = {upload(platform, key, f"a{number}", 100 + number) for number in range(2)}
+    *path, name = step.split(".")
+    owner: Any = platform.services.purge
+    for part in path:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), []
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if name == "collect" and len(calls) == 1:  # the first blob is deleted, the second is not
+            return real(*arguments, **named)
+        raise StoreUnavailable("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        assert purge(admin, tenant, ledger="erase").status_code == 503
+    assert admin.get(f"/admin/tenants/{tenant}").json()["status"] == "purging"
+    refused = post(platform, key, "/v1/completions", PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tenant_suspended")
+    for action in ("suspend", "resume"):
+        answer = admin.post(f"/admin/tenants/{tenant}/{action}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "purge_begun")
+    found = purge(admin, tenant, ledger="erase").raise_for_status().json()
+    assert (found["keys"], found["versions"], found["blobs"]) == (1, 2, 2)
+    assert not blobs & digests(platform)
+    assert rows_with(platform.services.tenant_store._database, tenant) == {"audit_log", "changes"}
+
+
+def test_every_table_of_tenants_is_purged_or_outlives_them() -> None:
+    """A table of keys or tenants without the column `tenant` would keep its rows."""
+    shared = {"platform", "adapter_reservations"}
+    purged = {table.name for table in tenant_rows._OWN}
+    kept = {table.name for table in tenant_rows._KEPT}
+    assert purged | kept | shared | {"tenants"} == set(schema.metadata.tables)
+    assert not purged & kept
+
+
+def test_a_purge_deletes_the_same_rows_on_both_databases(database_place: str, tmp_path: Path) -> None:
+    with closing(Database(database_place)) as database:
+        keys, ledger = open_key_store(database, tmp_path), UsageLedger(database)
+        store = TenantStore(database, keys)
+        for name in ("leaver", "stayer"):
+            store.create_tenant(name)
+            keys.create_key(name)
+            ledger.add([record_of(name, f"{name}{number}") for number in range(3)])
+        store.begin_purge("leaver")
+        assert ledger.erase("leaver") == 3 and ledger.erase("leaver") == 0
+        assert store.finish_purge("leaver", {})["api_keys"] == 1
+        assert rows_with(database, "leaver") == {"audit_log", "changes"}
+        assert rows_with(database, "stayer") >= {"tenants", "api_keys", "usage_records", "usage_buckets"}
+
+
+def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: Served, kit: Any) -> None:
+    key, other = server.make_key("purged-tenant"), server.make_key("purge-witness")
+    asked = {"model": "voice", "prompt": "hello hello hello hello", "max_tokens": 8, "temperature": 0}
+
+    def push(secret: str) -> None:
+        files = {
+            "config": (kit.wide / "adapter_config.json").read_bytes(),
+            "weights": (kit.wide / "adapter_model.safetensors").read_bytes(),
+        }
+        with server.client(secret) as client:
+            client.post("/v1/adapters", data={"name": "voice"}, files=files).raise_for_status()
+
+    def complete(secret: str) -> httpx.Response:
+        with server.client(secret) as client:
+            return client.post("/v1/completions", json=asked)
+
+    for secret in (key, other):
+        push(secret)
+    before = complete(other).raise_for_status().json()["choices"]
+    assert complete(key).raise_for_status().json()["choices"] == before
+    with server.client(ADMIN_KEY) as admin:
+        found = purge(admin, "purged-tenant").raise_for_status().json()
+    assert found["pool_pages"] > 0 and found["pool_bytes"] > 0 and found["blobs_kept"] == 1
+    assert complete(key).status_code == 401
+    assert complete(other).raise_for_status().json()["choices"] == before
+    again = server.make_key("purged-tenant")
+    assert complete(again).status_code == 404
+    push(again)
+    assert complete(again).raise_for_status().json()["choices"] == before
