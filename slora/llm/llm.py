@@ -144,6 +144,7 @@ class LLM:
         for output in self._engine.step():
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id].append(output)
+        self._engine.pop_usage()  # The library bills no one.
 
     def _end(self, answer: Answer, unfinished: dict[str, Answer]) -> None:
         """Aborts the request in the engine. A stop string may have ended a choice that the engine would continue."""

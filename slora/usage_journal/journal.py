@@ -7,9 +7,9 @@ share one fsync and no event loop waits for the disk.
             append          rotate, full, or its writer died            shipped
     (memory) ----> open segment ------------------------> closed segment ----> (deleted)
 
-Besides the open segment there is always a spare one, already allocated. While there is none, because the disk is full
-or the journal has reached its limit, `check` refuses new requests. The records of requests in progress then fill the
-open segment.
+Besides the open segment there is a spare one, already allocated. If there is none, because the disk is full or the
+journal has reached its limit, `check` refuses new requests from the time that the open segment is half full. The other
+half has room for the records of the requests in progress.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ __all__ = ["MAX_BYTES", "SEGMENT_BYTES", "UsageJournal"]
 
 _log = logging.getLogger(__name__)
 
-# A record has about 350 bytes, so a segment holds about 6,000: more than a process has requests in progress.
+# A record has about 350 bytes, so half a segment holds about 3,000: more than a process has requests in progress.
 SEGMENT_BYTES = 2 << 20
 # About three million records: what a host keeps while its database is away.
 MAX_BYTES = 1 << 30
@@ -55,19 +55,21 @@ class UsageJournal:
         self._waiting: list[_Entry] = []
         self._rotations: list[Future[None]] = []
         self._is_closing = False
-        # Why there is no spare segment.
-        self._full_reason: str | None = None
+        # Why there is no spare segment, and why requests are refused.
+        self._no_spare_reason: str | None = None
+        self._refusal: str | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Used only by the thread, once it runs.
         self._open = self._allocate()
         self._spare = self._allocate() if self._open is not None else None
+        self._update_refusal()
         self._thread = threading.Thread(target=self._run, name="usage-journal", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
         """Raises UsageJournalFull while a new request could not be billed."""
-        if self._full_reason is not None:
-            raise UsageJournalFull(self._full_reason)
+        if self._refusal is not None:
+            raise UsageJournalFull(self._refusal)
 
     def append(self, record: UsageRecord) -> "Future[None]":
         """Returns at once. The future is done when the record is durable, or raises UsageJournalFull."""
@@ -105,7 +107,11 @@ class UsageJournal:
                 entries, self._waiting = self._waiting, []
                 rotations, self._rotations = self._rotations, []
                 is_closing = self._is_closing
-            self._write(entries)
+            try:
+                self._write(entries)
+            except Exception:  # Requests wait for this thread, so it must not end.
+                _log.exception("the usage journal in %s failed", self._directory)
+                self._give_up([entry for entry in entries if not entry.done.done()])
             # Without a spare, the requests in progress need the rest of the open segment.
             if rotations and self._spare is not None and self._open is not None and self._open.num_written:
                 self._close_open()
@@ -113,6 +119,7 @@ class UsageJournal:
                 self._close_all()
             else:
                 self._allocate_missing()
+                self._update_refusal()
             for done in rotations:
                 done.set_result(None)
             if is_closing:
@@ -167,31 +174,32 @@ class UsageJournal:
         try:
             num_bytes = measure_bytes(self._directory)
             if num_bytes + self._segment_bytes > self._max_bytes:
-                self._note_full(f"it has {num_bytes} bytes and the limit is {self._max_bytes}")
+                self._no_spare_reason = f"it has {num_bytes} bytes and the limit is {self._max_bytes}"
                 return None
             segment = OpenSegment(self._directory, self._segment_bytes)
         except OSError as error:
-            self._note_full(f"no file can be created: {error.strerror}")
+            self._no_spare_reason = f"no file can be created: {error.strerror}"
             return None
-        self._note_full(None)
         return segment
 
-    def _note_full(self, reason: str | None) -> None:
-        if reason is not None and self._full_reason is None:
+    def _update_refusal(self) -> None:
+        is_half_full = self._open is None or self._open.num_left < self._segment_bytes // 2
+        refusal = self._no_spare_reason if self._spare is None and is_half_full else None
+        if refusal is not None and self._refusal is None:
             _log.error(
                 "the usage journal in %s is full (%s): new requests are refused until the disk has space and the "
                 "journal's records are in the database",
-                *(self._directory, reason),
+                *(self._directory, refusal),
             )
-        elif reason is None and self._full_reason is not None:
+        elif refusal is None and self._refusal is not None:
             _log.info("the usage journal in %s has room again", self._directory)
-        self._full_reason = reason
+        self._refusal = refusal
 
     def _give_up(self, entries: list[_Entry]) -> None:
         for entry in entries:
             line = entry.line.decode("ascii").strip()
             _log.error("this usage record could not be written and is not billed: %s", line)
-            entry.done.set_exception(UsageJournalFull(self._full_reason or "its disk failed"))
+            entry.done.set_exception(UsageJournalFull(self._no_spare_reason or "its disk failed"))
 
     def _close_all(self) -> None:
         for segment in (self._open, self._spare):

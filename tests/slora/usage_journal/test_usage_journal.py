@@ -243,6 +243,28 @@ def test_records_in_progress_need_no_free_space(
     assert len(ship(tmp_path / "usage")) == first + second + 1
 
 
+def test_a_full_disk_refuses_no_request_while_there_is_room_for_many_records(
+    journal: UsageJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    journal.append(make_record(1)).result()
+    journal.rotate().result()
+    assert ship(tmp_path / "usage") == [make_record(1)]
+    journal.check()
+    journal.append(make_record(2)).result()
+    journal.rotate().result()
+    journal.check()
+    assert not ship(tmp_path / "usage"), "there is no spare segment, so the open one stays open"
+    num_more = 0
+    while not is_full(journal):
+        journal.append(make_record(3)).result()
+        num_more += 1
+    assert SMALL // 2 < num_more * len(make_record(3).to_line()) < SMALL
+
+
 def test_a_record_that_cannot_be_written_is_logged_in_full(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
