@@ -3,6 +3,7 @@
 SloraError (the project's root)
 ├── ApiError
 │   ├── Unauthorized       no API key or an invalid one; one message for all cases, so that it reveals nothing
+│   ├── KeyRevoked         the key of a request in progress was revoked
 │   ├── Forbidden          a valid key that this route does not accept
 │   ├── TenantSuspended    the operator has suspended the key's tenant
 │   ├── ModelNotFound      unknown model, or another tenant's; the message is the same
@@ -77,6 +78,7 @@ __all__ = [
     "HeadersTooLarge",
     "InUse",
     "InspectionFailed",
+    "KeyRevoked",
     "ModelNotFound",
     "NotFound",
     "PinsFull",
@@ -104,6 +106,13 @@ class Unauthorized(ApiError):
 
     def __init__(self) -> None:
         super().__init__("The API key is missing or invalid; send it as 'Authorization: Bearer <key>'.")
+
+
+class KeyRevoked(ApiError):
+    """The key was revoked while its request was in progress."""
+
+    def __init__(self) -> None:
+        super().__init__("The API key of this request was revoked, so the request was ended.")
 
 
 class Forbidden(ApiError):
@@ -256,6 +265,10 @@ _INTERNAL = _Rule(500, "server_error", "internal_error")
 _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (
         Unauthorized,
+        _Rule(401, "authentication_error", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
+    ),
+    (
+        KeyRevoked,
         _Rule(401, "authentication_error", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
     ),
     (Forbidden, _Rule(403, "permission_error", "insufficient_permissions")),

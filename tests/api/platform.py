@@ -52,6 +52,7 @@ from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_report import UsageReport
@@ -181,6 +182,7 @@ def running_platform(
         tenant_store,
         AuditLog(database),
         key_store,
+        RunningRequests(key_store),
         ModelCatalog(base, adapters, engine, pinning),
         Publisher(
             base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning
@@ -199,7 +201,7 @@ def running_platform(
         TenantPurge(tenant_store, ledger, adapters, engine),
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
-    background = [services.follower.run, pinning.run] if follows else []
+    background = [services.follower.run, services.running.run, pinning.run] if follows else []
     with live_server(app, background, at_end=templates.close, limits=connection_limits) as url:
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.

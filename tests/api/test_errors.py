@@ -29,6 +29,7 @@ from slora_api.errors import describe_error
 
 CASES = [
     (errors.Unauthorized(), 401, "authentication_error", "invalid_api_key"),
+    (errors.KeyRevoked(), 401, "authentication_error", "invalid_api_key"),
     (errors.Forbidden("no"), 403, "permission_error", "insufficient_permissions"),
     (errors.TenantSuspended("x"), 403, "permission_error", "tenant_suspended"),
     (errors.ModelNotFound("x"), 404, "not_found_error", "model_not_found"),

@@ -25,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from slora_adapters.errors import SloraError
 from slora_api.errors import ClientGone, Stopping, describe_error
+from slora_api.tenants.running_requests import ENDED_BY
 
 __all__ = ["EventStream", "encode_event", "unless_disconnected"]
 
@@ -90,9 +91,9 @@ class EventStream(Response):
             except ClientGone:
                 return
             except asyncio.CancelledError:
-                # uvicorn cancels the remaining requests when the drain time is over. The client gets an event that says
-                # so.
-                end = encode_event(describe_error(Stopping()).body)
+                # The key was revoked, or uvicorn cancels the remaining requests because the drain time is over. The
+                # client gets an event that says so.
+                end = encode_event(describe_error(scope["state"].get(ENDED_BY) or Stopping()).body)
             except Exception as error:
                 # The response has started, so no exception handler could still report the error to the client.
                 if not isinstance(error, SloraError):

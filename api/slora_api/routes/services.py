@@ -24,6 +24,7 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_report import UsageReport
 
@@ -48,6 +49,7 @@ class Services:
     tenant_store: TenantStore
     audit_log: AuditLog
     key_store: KeyStore
+    running: RunningRequests
     catalog: ModelCatalog
     publisher: Publisher
     aliases: Aliases

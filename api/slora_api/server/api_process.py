@@ -66,6 +66,7 @@ from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_report import UsageReport
@@ -126,6 +127,7 @@ async def open_services(
         tenant_store,
         AuditLog(database),
         key_store,
+        RunningRequests(key_store),
         ModelCatalog(base, adapters, client, pinning),
         Publisher(
             base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, client, pinning
@@ -165,6 +167,7 @@ def background_work(
     return [
         client.run(on_hello),
         services.follower.run(),
+        services.running.run(),
         DiskWatch(services.reserve, services.key_store).run(),
     ]
 

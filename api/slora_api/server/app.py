@@ -84,7 +84,7 @@ def make_app(services: Services, admin_key: AdminKey, board: HostBoard | None = 
     """
     settings = services.settings
     app: ASGIApp = make_router(services)
-    app = AuthenticationMiddleware(app, services.key_store, admin_key)
+    app = AuthenticationMiddleware(app, services.key_store, services.running, admin_key)
     body_limits = BodyLimits(
         settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_api.errors import Stopping, error_response
+from slora_api.errors import ApiError, Stopping, error_response
 from slora_api.key_masking import mask_keys
 
 __all__ = ["RequestScopeMiddleware"]
@@ -77,6 +77,9 @@ class RequestScopeMiddleware:
             # uvicorn cancels the remaining requests when the drain time is over, and waits no longer.
             if sender.status is None:
                 await error_response(Stopping())(scope, receive, sender.send)
+        except ApiError as error:  # a layer around the routes refuses or ends the request
+            if sender.status is None:
+                await error_response(error)(scope, receive, sender.send)
         except Exception as error:  # a bug fails this request only and is logged
             logger.error(
                 "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error

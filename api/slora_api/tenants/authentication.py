@@ -13,7 +13,8 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable
-from typing import Annotated
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
@@ -28,6 +29,7 @@ from slora_api.errors import Forbidden, TenantSuspended, Unauthorized, error_res
 from slora_api.tenants.admin_key import BOOTSTRAP_KEY, AdminKey
 from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.scopes import Scope
 from slora_api.tenants.tenant_status import TenantStatus
 
@@ -56,9 +58,12 @@ _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 class AuthenticationMiddleware:
     """ASGI middleware: stores the caller in the request's state, or answers 401."""
 
-    def __init__(self, app: ASGIApp, key_store: KeyStore, admin_key: AdminKey) -> None:
+    def __init__(
+        self, app: ASGIApp, key_store: KeyStore, running: RunningRequests, admin_key: AdminKey
+    ) -> None:
         self._app = app
         self._key_store = key_store
+        self._running = running
         self._admin_key = admin_key
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -73,10 +78,14 @@ class AuthenticationMiddleware:
                 await error_response(Unauthorized())(scope, receive, send)
                 return
             scope["state"]["caller"] = caller
-            with acting_as(_actor(caller, scope)):
+            with acting_as(_actor(caller, scope)), self._track(caller, scope["state"]):
                 await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _track(self, caller: Caller, state: dict[str, Any]) -> AbstractContextManager[None]:
+        """Requests of operators are short, and an operator may revoke the key of its own request."""
+        return self._running.track(caller.key_id, state) if isinstance(caller, KeyRecord) else nullcontext()
 
     async def _identify(self, header: str) -> Caller | None:
         match = _BEARER.fullmatch(header.strip())

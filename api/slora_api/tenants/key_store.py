@@ -34,7 +34,7 @@ from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.reference import parse_reference
-from slora_api.errors import BadRequest, NotFound
+from slora_api.errors import ApiError, BadRequest, KeyRevoked, NotFound, TenantSuspended
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
@@ -256,7 +256,22 @@ class KeyStore:
     def is_lookup_local(self, secret: str) -> bool:
         """Returns whether `authenticate` answers within microseconds, so that an event loop may call it."""
         key_id = read_key_id(secret)
-        return key_id is None or (self._is_current() and self._cache.get(key_id) is not None)
+        return key_id is None or self.is_key_local(key_id)
+
+    def find_refusal(self, key_id: str) -> ApiError | None:
+        """Returns why requests in progress with a key must end: KeyRevoked, TenantSuspended, or None if they may
+        continue. Raises StoreUnavailable like `authenticate`.
+        """
+        found = None if key_id in self._journal else self._find_key(key_id)
+        if found is None:
+            return KeyRevoked()
+        if isinstance(found.record, KeyRecord) and found.record.status is not TenantStatus.ACTIVE:
+            return TenantSuspended(found.record.tenant)
+        return None
+
+    def is_key_local(self, key_id: str) -> bool:
+        """Returns whether `find_refusal` answers within microseconds, so that an event loop may call it."""
+        return key_id in self._journal or (self._is_current() and self._cache.get(key_id) is not None)
 
     def apply_changes(self, changes: Changes) -> None:
         """Drops from the cache what has changed. changes: what was just read from the feed."""

@@ -1,0 +1,101 @@
+"""The requests of tenants that are in progress in this process, by API key. They are ended when their key is revoked or
+their tenant is suspended.
+
+Each key is checked five times a second in the cache of the key store. A key or a tenant that has changed is not in the
+cache any more, so only then is the database read. Together with the feed of changes, which is read as often, a change
+made by any process ends the requests within a second. While the database does not answer, requests continue, except
+those of keys in the revocation journal.
+
+A request whose key expires in the meantime continues to its end.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slora_adapters.errors import StoreUnavailable
+from slora_api.errors import ApiError
+from slora_api.tenants.key_store import KeyStore
+
+__all__ = ["ENDED_BY", "RunningRequests"]
+
+_POLL_S = 0.2
+# The name in a request's state of the error that has ended the request. A stream sends it as its last event.
+ENDED_BY = "ended_by"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    task: asyncio.Task[Any]
+    state: dict[str, Any]
+
+
+class RunningRequests:
+    """Runs on one event loop. Requests are ended only while `run` is running."""
+
+    def __init__(self, key_store: KeyStore) -> None:
+        self._key_store = key_store
+        self._by_key: dict[str, set[_Request]] = {}
+        self._look_up: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def track(self, key_id: str, state: dict[str, Any]) -> Iterator[None]:
+        """Tracks the request that the current task answers. state: of the request.
+
+        A request that is ended is cancelled, and then this context raises the error instead of CancelledError.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        request = _Request(task, state)
+        self._by_key.setdefault(key_id, set()).add(request)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if ENDED_BY not in state:
+                raise
+            raise state[ENDED_BY] from None
+        finally:
+            if ENDED_BY in state:
+                task.uncancel()
+            self._by_key[key_id].discard(request)
+            if not self._by_key[key_id]:
+                del self._by_key[key_id]
+
+    async def run(self) -> None:
+        """Checks the keys until cancelled."""
+        try:
+            while True:
+                self._check()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            if self._look_up is not None:
+                self._look_up.cancel()
+
+    def _check(self) -> None:
+        """A separate task looks up what is not cached, so that a slow database delays no other revocation."""
+        missing = []
+        for key_id in list(self._by_key):
+            if self._key_store.is_key_local(key_id):
+                self._end_if(key_id, self._key_store.find_refusal(key_id))
+            else:
+                missing.append(key_id)
+        if missing and (self._look_up is None or self._look_up.done()):
+            self._look_up = asyncio.create_task(self._check_missing(missing))
+
+    async def _check_missing(self, key_ids: Sequence[str]) -> None:
+        for key_id in key_ids:
+            try:
+                refusal = await asyncio.to_thread(self._key_store.find_refusal, key_id)
+            except StoreUnavailable:
+                return
+            self._end_if(key_id, refusal)
+
+    def _end_if(self, key_id: str, refusal: ApiError | None) -> None:
+        if refusal is None:
+            return
+        for request in self._by_key.get(key_id, ()):
+            if ENDED_BY not in request.state:
+                request.state[ENDED_BY] = refusal
+                request.task.cancel()
