@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -317,6 +316,8 @@ class EngineProcess:
         self._server: EngineServer | None = None
         self._started: asyncio.Future[Engine] = self._loop.create_future()
         self._stopped = asyncio.Event()
+        # Set once the usage of the last requests is on the disk.
+        self._has_recorded = threading.Event()
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._loader: LoaderClient | None = None
 
@@ -347,7 +348,7 @@ class EngineProcess:
                 pass
             if self._server is not None:
                 _call_in(self._loop, self._stopped.set)
-                time.sleep(_MAX_STOP_S)
+                self._has_recorded.wait(_MAX_STOP_S)
             os._exit(0)
 
         threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -376,6 +377,7 @@ class EngineProcess:
         # The loop keeps running: it receives the usage of the aborted requests.
         await asyncio.to_thread(self._thread.join, _MAX_STOP_S)
         await asyncio.to_thread(journal.close)
+        self._has_recorded.set()
 
     def _run_engine(self) -> None:
         """The body of the engine's thread. An escaped exception ends the process, and its parent starts a new one."""
