@@ -53,6 +53,11 @@ class DataDir:
         return self.path / "usage"
 
     @property
+    def quotas(self) -> Path:
+        """The quota counters of this host."""
+        return self.path / "run" / "quotas"
+
+    @property
     def reserve(self) -> Path:
         return self.path / "reserve"
 

@@ -20,6 +20,8 @@ SloraError (the project's root)
 │   ├── RequestTooSlow     headers or body arrived below the minimum rate
 │   ├── ServerBusy         a limit of the whole server is reached
 │   ├── TenantBusy         a limit of this tenant is reached
+│   ├── RateLimited        a quota per minute is used up, or too small for the request
+│   ├── BudgetExhausted    the tokens of the day or month are used up
 │   ├── Starting           the engine is not connected, or a child process is stalled
 │   ├── InspectionFailed   the check of an upload could not be completed; a retry may succeed
 │   ├── Stopping           the server is shutting down
@@ -70,6 +72,7 @@ __all__ = [
     "BadRequest",
     "BodyEncoded",
     "BodyTooLarge",
+    "BudgetExhausted",
     "ClientGone",
     "Conflict",
     "ErrorAnswer",
@@ -84,6 +87,7 @@ __all__ = [
     "PinsFull",
     "PurgeBegun",
     "QuotaExceeded",
+    "RateLimited",
     "RequestTooSlow",
     "ServerBusy",
     "Starting",
@@ -169,7 +173,11 @@ class PinsFull(ApiError):
 
 
 class QuotaExceeded(ApiError):
-    """A tenant would exceed its quota. The message states the numbers."""
+    """A tenant would exceed its quota. The message states the numbers. param: the field of a quota that is too low."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class BadRequest(ApiError):
@@ -223,6 +231,22 @@ class TenantBusy(ApiError):
     """A limit of one tenant is reached. retry_after_s: when a permit should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(ApiError):
+    """A quota per minute does not admit the request. retry_after_ms: when the request fits; None if it never does."""
+
+    def __init__(self, message: str, retry_after_ms: int | None) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class BudgetExhausted(ApiError):
+    """A budget of tokens is used up. retry_after_s: when the next day or month begins."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -294,6 +318,8 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (RequestTooSlow, _Rule(408, _REQUEST, "request_too_slow")),
     (AdapterInvalid, _Rule(422, "adapter_invalid", "adapter_invalid")),
     (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded")),
+    (RateLimited, _Rule(429, "rate_limit_error", "rate_limit_exceeded")),
+    (BudgetExhausted, _Rule(429, "insufficient_quota", "insufficient_quota", should_retry=False)),
     (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),
     (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (InspectionFailed, _Rule(503, _UNAVAILABLE, "inspection_failed", retry_after_s=SOON_S)),
@@ -382,12 +408,19 @@ def _headers(rule: _Rule, error: BaseException) -> dict[str, str]:
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers
     retry_after_s = rule.retry_after_s
-    if isinstance(error, ServerBusy | TenantBusy):
+    if isinstance(error, ServerBusy | TenantBusy | BudgetExhausted):
         retry_after_s = error.retry_after_s
+    should_retry = rule.should_retry
+    if isinstance(error, RateLimited):
+        if error.retry_after_ms is None:
+            should_retry = False
+        else:
+            retry_after_s = -(-error.retry_after_ms // 1000)
+            headers["retry-after-ms"] = str(error.retry_after_ms)
     if retry_after_s is not None:
         headers["Retry-After"] = str(retry_after_s)
-    if rule.should_retry is not None:
-        headers["x-should-retry"] = str(rule.should_retry).lower()
+    if should_retry is not None:
+        headers["x-should-retry"] = str(should_retry).lower()
     return headers
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "NewKeyRequest",
     "NewTenantRequest",
     "PurgeRequest",
+    "QuotaChanges",
     "StreamOptions",
     "TenantChanges",
     "UnloadLoraRequest",
@@ -360,6 +361,19 @@ class TenantChanges(BaseModel):
     min_pool_share: float | None = None
     max_pool_share: float | None = None
     priority: int | None = None
+
+
+class QuotaChanges(BaseModel):
+    """PATCH of the quota of a tenant or a key. A field that is left out keeps its value; null removes the limit."""
+
+    model_config = _STRICT
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    concurrent_answers: int | None = None
+    adapter_versions: int | None = None
+    stored_bytes: int | None = None
 
 
 class NewTenantRequest(TenantChanges):

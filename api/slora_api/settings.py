@@ -63,6 +63,10 @@ class Settings:
         metavar="DIR",
     )  # fmt: skip
     redis: str = setting("", "redis://HOST:PORT/DB of a warm tier in front of the store", metavar="URL")
+    quota_redis: str = setting(
+        "", "redis://HOST:PORT/DB of quota counters that several hosts share (default: each host counts for itself)",
+        metavar="URL",
+    )  # fmt: skip
     host_cache_bytes: int = setting(
         2**30, "memory for packed adapters on the host", ByteSize(), metavar="SIZE"
     )

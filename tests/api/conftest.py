@@ -8,7 +8,7 @@ import pytest
 from tests.adapters.registry_places import database_place
 from tests.api.served import Served, serving, write_adapter, write_base
 from tests.postgresql_server import postgresql_server, shared_postgresql
-from tests.redis_server import make_redis, redis_server
+from tests.redis_server import make_redis, redis_server, shared_redis
 
 __all__ = [
     "Kit",
@@ -20,6 +20,7 @@ __all__ = [
     "redis_server",
     "server",
     "shared_postgresql",
+    "shared_redis",
 ]
 
 

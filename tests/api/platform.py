@@ -50,7 +50,11 @@ from slora_api.settings import Settings
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.quota import default_quota
+from slora_api.tenants.quota_meter import QuotaMeter
+from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
@@ -162,7 +166,9 @@ def running_platform(
     base = BaseModelInfo(
         "base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1
     )
-    quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
+    metrics = Metrics("base")
+    quota_store = QuotaStore(database, default_quota(chosen))
+    quota = AdapterQuota(quota_store, metrics.quota_refused)
     journal = RevocationJournal(directory / "revocations")
     key_store = KeyStore(database, pepper, journal, chosen.auth_stale_seconds)
     tenant_store = TenantStore(database, key_store)
@@ -173,9 +179,9 @@ def running_platform(
     ledger = UsageLedger(database)
     limiter = RequestLimiter(
         max_requests=chosen.max_concurrent_requests,
-        max_per_tenant=chosen.max_concurrent_per_tenant,
         max_uploads=chosen.max_concurrent_uploads,
     )
+    counters = HostCounters(directory / "run" / "quotas", max_accounts=128, max_reservations=128)
     services = Services(
         chosen,
         reserve,
@@ -189,20 +195,28 @@ def running_platform(
         ),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, key_store, engine, pinning.refresh),
+        ChangeFollower(registry, key_store, quota_store, engine, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
         ),
         templates,
-        Generator(engine, tokenizer, limiter, Metrics("base")),
+        Generator(engine, tokenizer, limiter, metrics),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
         UsageReport(ledger, registry.find_names, "base"),
         TenantPurge(tenant_store, ledger, adapters, engine),
+        registry,
+        quota_store,
+        QuotaMeter(quota_store, counters, ledger, limiter.wait_s, metrics.quota_refused),
     )
+
+    async def close() -> None:
+        await templates.close()
+        await counters.close()
+
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, services.running.run, pinning.run] if follows else []
-    with live_server(app, background, at_end=templates.close, limits=connection_limits) as url:
+    with live_server(app, background, at_end=close, limits=connection_limits) as url:
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.
         httpx.get(url + "/healthz", verify=False).raise_for_status()

@@ -51,6 +51,8 @@ CASES = [
     (errors.RequestTooSlow("x"), 408, "invalid_request_error", "request_too_slow"),
     (AdapterInvalid((Reason("rank", "too high"),)), 422, "adapter_invalid", "adapter_invalid"),
     (errors.TenantBusy("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.RateLimited("x", 1500), 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.BudgetExhausted("x", 7200), 429, "insufficient_quota", "insufficient_quota"),
     (errors.ServerBusy("x"), 503, "service_unavailable", "server_busy"),
     (DiskFull(Path("/data")), 507, "server_error", "disk_full"),
     (errors.Starting("x"), 503, "service_unavailable", "engine_unavailable"),
@@ -90,11 +92,16 @@ def test_every_class_of_this_packages_tree_is_in_the_table() -> None:
 def test_errors_state_whether_and_when_to_retry() -> None:
     for error, *_ in CASES:
         headers = describe_error(error).headers
-        if describe_error(error).status in (429, 503):
+        if isinstance(error, errors.BudgetExhausted):
+            assert (headers["Retry-After"], headers["x-should-retry"]) == ("7200", "false")
+        elif describe_error(error).status in (429, 503):
             assert 0 < int(headers["Retry-After"]) <= 120 and headers.get("x-should-retry") != "false"
         elif isinstance(error, errors.Conflict | errors.PinsFull | AdapterCorrupt | RequestFailed):
             assert headers["x-should-retry"] == "false"
     assert describe_error(StepFailed("x")).headers["x-should-retry"] == "true"
+    timed = describe_error(errors.RateLimited("x", 1500)).headers
+    assert timed == {"retry-after-ms": "1500", "Retry-After": "2"}
+    assert describe_error(errors.RateLimited("x", None)).headers == {"x-should-retry": "false"}
 
 
 def test_a_busy_error_has_the_expected_wait_as_retry_after() -> None:

@@ -54,6 +54,7 @@ def copy_database(source: Database, target: Database) -> Copied:
         connection.execute(update(schema.platform).values(pepper_check=present or pepper_check))
         num_tenants = _copy_missing(source, connection, schema.tenants)
         num_keys = _copy_missing(source, connection, schema.api_keys)
+        _copy_missing(source, connection, schema.quotas)
         floors = connection.execute(select(func.sum(schema.tenants.c.min_pool_share))).scalar_one()
         if (floors or 0) > 1 + _SUM_SLACK:
             raise StoreUnfit(

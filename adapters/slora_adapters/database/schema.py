@@ -34,6 +34,7 @@ __all__ = [
     "changes",
     "metadata",
     "platform",
+    "quotas",
     "tenants",
     "usage_buckets",
     "usage_records",
@@ -94,6 +95,22 @@ api_keys = Table(
     Column("last_used_at", BigInteger),
     Column("replaced_by", Text),
     Index("api_keys_of_tenant", "tenant", "created_at"),
+)
+
+# key_id: empty for the quota of the tenant. A column that is NULL sets no limit; see `slora_api.tenants.quota`.
+quotas = Table(
+    "quotas",
+    metadata,
+    Column("tenant", _KEY, ForeignKey("tenants.name")),
+    Column("key_id", _KEY),
+    Column("requests_per_minute", BigInteger),
+    Column("tokens_per_minute", BigInteger),
+    Column("tokens_per_day", BigInteger),
+    Column("tokens_per_month", BigInteger),
+    Column("concurrent_answers", BigInteger),
+    Column("adapter_versions", BigInteger),
+    Column("stored_bytes", BigInteger),
+    PrimaryKeyConstraint("tenant", "key_id"),
 )
 
 adapter_names = Table(

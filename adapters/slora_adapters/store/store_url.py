@@ -63,12 +63,12 @@ def _open_durable(url: str) -> Store:
         return _open_redis(url, durable=True)
     if why := _NO_STORES.get(parts.scheme):
         raise ValueError(f"a {parts.scheme}:// URL cannot be a store of adapters: {why}")
-    module = load_optional("store.object_store", "objects", f"a {parts.scheme}:// store")
+    module = load_optional("slora_adapters.store.object_store", "objects", f"a {parts.scheme}:// store")
     return cast(Store, module.open_object_store(url))
 
 
 def _open_redis(url: str, *, durable: bool) -> WarmStore:
-    module = load_optional("store.redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
+    module = load_optional("slora_adapters.store.redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
     return cast(WarmStore, module.open_redis_store(url, durable=durable))
 
 
@@ -79,11 +79,11 @@ def _place(url: str) -> tuple[str | None, int | None, str]:
 
 
 def load_optional(module: str, extra: str, what: str) -> Any:
-    """Imports a module that needs an optional package. `module` is its path below `slora_adapters`.
+    """Imports a module that needs an optional package. module: its full name.
 
     Raises ValueError, which names the package to install for `what`.
     """
     try:
-        return importlib.import_module(f"slora_adapters.{module}")
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"{what} needs the package {error.name}: pip install 'slora[{extra}]'") from error

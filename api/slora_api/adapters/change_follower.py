@@ -23,6 +23,7 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.host_changes import HostChanges
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.quota_store import QuotaStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 
@@ -59,12 +60,14 @@ class ChangeFollower:
         self,
         registry: Registry,
         key_store: KeyStore,
+        quota_store: QuotaStore,
         engine: VersionHolder,
         on_moved_pin: Callable[[], None],
         host_changes: HostChanges | None = None,
     ) -> None:
         self._registry = registry
         self._key_store = key_store
+        self._quota_store = quota_store
         self._engine = engine
         self._on_moved_pin = on_moved_pin
         self._host_changes = host_changes
@@ -79,6 +82,7 @@ class ChangeFollower:
             try:
                 changes = await asyncio.to_thread(self._registry.changes, cursor)
                 self._key_store.apply_changes(changes)
+                self._quota_store.apply_changes(changes)
                 await self._pass_on(changes)
                 # The cursor advances only now, so that changes that could not be passed on are read again.
                 cursor, is_all = changes.cursor, changes.is_all

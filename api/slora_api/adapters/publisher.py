@@ -173,11 +173,11 @@ class Publisher:
 
         def check(usage: StorageUsage) -> None:
             self._tenant_store.find_tenant(tenant).check_active()
-            self._quota.check(usage, name, adapter)
+            self._quota.check(tenant, usage, name, adapter)
 
         if is_new:
             # Checked here to save work, and again in the transaction that creates the version.
-            check(usage)
+            await asyncio.to_thread(check, usage)
         reservation = await self._write(self._adapters.store_blob, adapter)
         try:
             effect = await self._try_out(tenant, adapter, usage) if is_new else None

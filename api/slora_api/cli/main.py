@@ -25,6 +25,8 @@ _HANDLERS = {
     "tenant resume": ("slora_api.cli.tenant", "resume"),
     "tenant purge": ("slora_api.cli.tenant", "purge"),
     "tenant list": ("slora_api.cli.tenant", "show"),
+    "quota set": ("slora_api.cli.quota", "change"),
+    "quota show": ("slora_api.cli.quota", "show"),
     "key create": ("slora_api.cli.key", "create"),
     "key list": ("slora_api.cli.key", "show"),
     "key revoke": ("slora_api.cli.key", "revoke"),
@@ -51,6 +53,16 @@ _HANDLERS = {
 
 # Subcommand -> the optional dependencies (extra) that it needs. All others need `serve`.
 _EXTRAS = {"adapter verify": "verify"}
+
+_QUOTA_HELP = {
+    "requests_per_minute": "requests in any 60 seconds",
+    "tokens_per_minute": "tokens of prompts and answers in any 60 seconds",
+    "tokens_per_day": "tokens of a day (UTC)",
+    "tokens_per_month": "tokens of a month (UTC)",
+    "concurrent_answers": "answers in progress; each prompt and each choice of a request counts",
+    "adapter_versions": "versions of adapters; of a tenant only",
+    "stored_bytes": "bytes stored for adapters; of a tenant only",
+}
 
 _EPILOG = """\
 environment:
@@ -247,6 +259,25 @@ def _add_isolation(audit: _Commands) -> None:
 
 def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+def _add_quotas(commands: _Commands) -> None:
+    quotas = commands.group("quota", "change and show the quotas of tenants and API keys (operator)")
+    change = quotas.add(
+        "set",
+        "change the quota of a tenant or of one of its keys; it applies from the next request",
+        has_json=True,
+    )
+    change.epilog = (
+        "The value none removes a limit. A request must fit into the quotas of its tenant and of its key."
+    )
+    show = quotas.add("show", "show the limits of a tenant or a key, and what is used of them", has_json=True)
+    for parser in (change, show):
+        parser.add_argument("tenant", nargs="?")
+        parser.add_argument("--key", metavar="KEY_ID", help="the quota of this key instead of a tenant's")
+    for field, help_text in _QUOTA_HELP.items():
+        change.add_argument(f"--{field.replace('_', '-')}", metavar="N", help=help_text)
+    change.set_defaults(fields=tuple(_QUOTA_HELP))
 
 
 def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> None:
@@ -454,6 +485,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_migrate(commands)
     _add_tenants_and_keys(commands)
     _add_audit(commands)
+    _add_quotas(commands)
     _add_adapters(commands)
     _add_usage(commands)
     _add_complete(commands)

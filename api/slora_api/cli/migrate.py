@@ -66,7 +66,9 @@ def _copy_data_dir(directory: Path, target: Database) -> None:
 
 
 def _copy_registry(registry: str, target: Database) -> None:
-    copy_registry = load_optional("registry.redis_registry", "redis", "the registry").copy_registry
+    copy_registry = load_optional(
+        "slora_adapters.registry.redis_registry", "redis", "the registry"
+    ).copy_registry
     num_names: int | None = copy_registry(registry, target)
     if num_names is None:
         print("the database has the registry in Redis already")

@@ -18,6 +18,7 @@ from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
 from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.schemas import GenerationFields
+from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["answer_request"]
 
@@ -29,6 +30,7 @@ async def answer_request(
     request: Request,
     fields: GenerationFields,
     generator: Generator,
+    meter: RequestMeter,
     answers: Sequence[Answer],
     shape: AnswerFormat,
     *,
@@ -42,7 +44,7 @@ async def answer_request(
     writing: slots for writing long answers.
     """
     usage = Usage(sum(len(answer.request.prompt_token_ids) for answer in answers))
-    deltas = generator.run(answers)
+    deltas = generator.run(answers, meter)
     if not fields.stream:
         work = _complete(deltas, answers, echoes, usage, generator)
         completions = await unless_disconnected(request.receive, work)

@@ -19,6 +19,7 @@ from slora_api.generation.readiness import Readiness
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["Generator"]
 
@@ -73,23 +74,29 @@ class Generator:
             for index, prompt in enumerate(prompts)
         ]
 
-    async def run(self, answers: Sequence[Answer]) -> AsyncGenerator[CompletionDelta, None]:
+    async def run(
+        self, answers: Sequence[Answer], meter: RequestMeter
+    ) -> AsyncGenerator[CompletionDelta, None]:
         """Fills the answers of one tenant and streams their deltas as they arrive. Closing the stream early aborts all
         of their requests.
 
-        Raises what the limiter and the engine raise. No request is left running then.
+        Raises what the meter, the limiter and the engine raise. No request is left running then.
         """
         started_at = time.perf_counter()
         request = answers[0].request
         width, width_param = request.sampling.width, request.sampling.width_param
-        with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
-            streams = [stream_completion(self.client, answer) for answer in answers]
-            seen_first = False
-            async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
-                async for delta in deltas:
-                    if not seen_first:
-                        seen_first = True
-                        self.metrics.first_token(time.perf_counter() - started_at)
-                    if delta.finish_reason is not None:
-                        self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
-                    yield delta
+        prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in answers)
+        answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
+        async with meter.hold(prompt_tokens, answer_tokens, len(answers) * width, width_param) as spending:
+            with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
+                streams = [stream_completion(self.client, answer) for answer in answers]
+                seen_first = False
+                async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
+                    async for delta in deltas:
+                        spending.generated_tokens += len(delta.token_ids)
+                        if not seen_first:
+                            seen_first = True
+                            self.metrics.first_token(time.perf_counter() - started_at)
+                        if delta.finish_reason is not None:
+                            self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
+                        yield delta

@@ -89,6 +89,10 @@ class Metrics:
             registry=self._registry,
             buckets=_SECONDS,
         )
+        self._quota_refusals = Counter(
+            "slora_quota_refusals", "Requests and uploads that a quota refused, by the field of the quota.",
+            ["quota"], registry=self._registry,
+        )  # fmt: skip
         self.restarts: Tally[str] = Tally()
         self.is_read_only = False
         self._engine: tuple[EngineInfo, EngineStats] | None = None
@@ -111,6 +115,10 @@ class Metrics:
         """Counts one answer. route: the route's pattern; the path would make one label value for each adapter name."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
+
+    def quota_refused(self, quota: str) -> None:
+        """quota: the field that did not admit a request or an upload."""
+        self._quota_refusals.labels(quota).inc()
 
     def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine its metrics are left out rather than shown as

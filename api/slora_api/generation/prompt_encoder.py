@@ -38,6 +38,15 @@ class PromptEncoder:
         num_slots = slots_of_process(_NUM_SLOTS, _NUM_RESERVED, num_processes)
         self._slots = FairSlots(num_slots, max_waiting, "prompts to tokenize", num_reserved=_NUM_RESERVED)
 
+    @staticmethod
+    def is_long(texts: Sequence[str]) -> bool:
+        """Whether `encode` takes a slot for these texts."""
+        return sum(map(len, texts)) > _INLINE_CHARS
+
+    def count_least_tokens(self, texts: Sequence[str]) -> int:
+        """Returns the fewest tokens that the texts can have."""
+        return sum(-(-len(text) // self.tokenizer.longest_token_chars) for text in texts)
+
     async def encode(
         self,
         tenant: str,
@@ -51,7 +60,7 @@ class PromptEncoder:
 
         encode: a method of the tokenizer.
         """
-        if sum(map(len, texts)) <= _INLINE_CHARS:
+        if not self.is_long(texts):
             return [encode(text) for text in texts]
         async with self._slots.hold(tenant):
             encoded: list[list[int]] = []

@@ -5,7 +5,7 @@ first: counts and sampling values, then characters, then tokens.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slora.engine.info import EngineInfo
@@ -26,6 +26,7 @@ from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["Prompt", "PromptMaker"]
 
@@ -113,6 +114,7 @@ class PromptMaker:
     """Makes the prompts of one request."""
 
     terms: ServiceTerms
+    meter: RequestMeter
     model: ServedModel
     encoder: PromptEncoder
     templates: ChatTemplates
@@ -121,7 +123,9 @@ class PromptMaker:
     bounds: RequestBounds
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what the limiter raises."""
+        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what meter and limiter
+        raise.
+        """
         given = body.prompts
         draft = self._draft(body, body.logprobs, len(given))
         for item in given:
@@ -138,7 +142,7 @@ class PromptMaker:
         self.bounds.check_prompt_tokens(num_tokens)
         size = AnswerSize(draft.num_choices, body.logprobs, body.prompt_logprobs, echoes=bool(body.echo))
         default = self.model.defaults.max_tokens or _COMPLETION_TOKENS
-        default = min(default, size.answer_room(self.bounds, len(given), num_tokens))
+        default = min(default, self._answer_room(size, draft, len(given), num_tokens))
         prompts = []
         for position, (item, ids) in enumerate(zip(given, token_ids, strict=True)):
             if position and not position % _PROMPTS_AT_ONCE:
@@ -149,7 +153,7 @@ class PromptMaker:
         return prompts
 
     async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what the limiter raises."""
+        """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
         num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
@@ -157,10 +161,7 @@ class PromptMaker:
         messages = [message.for_template() for message in body.messages]
         text = await self.templates.render(self.terms.tenant, messages, self.model.chat_template)
         self.bounds.check_chars(len(text), "messages")
-        encode = self.encoder.tokenizer.encode_chat
-        (token_ids,) = await self.encoder.encode(
-            self.terms.tenant, [text], encode, max_model_len=self.info.max_model_len, param="messages"
-        )
+        (token_ids,) = await self._encode([text], self.encoder.tokenizer.encode_chat, "messages")
         room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
         wanted, param = body.max_tokens, "max_tokens"
         if body.max_completion_tokens is not None:
@@ -168,7 +169,7 @@ class PromptMaker:
         size = AnswerSize(
             draft.num_choices, logprobs, body.prompt_logprobs, echoes=False, param="top_logprobs"
         )
-        default = size.answer_room(self.bounds, 1, len(token_ids))
+        default = self._answer_room(size, draft, 1, len(token_ids))
         if self.model.defaults.max_tokens is not None:
             default = min(default, self.model.defaults.max_tokens)
         if wanted is not None:
@@ -193,14 +194,26 @@ class PromptMaker:
     ) -> SamplingParams:
         return _sampling(body, self.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs)
 
+    def _answer_room(self, size: AnswerSize, draft: SamplingParams, num_prompts: int, num_tokens: int) -> int:
+        """Returns the most tokens of an answer without max_tokens. num_tokens: tokens of all prompts."""
+        room = size.answer_room(self.bounds, num_prompts, num_tokens)
+        quota = self.meter.default_answer_tokens(num_tokens, num_prompts * draft.width)
+        return room if quota is None else min(room, quota)
+
+    async def _encode(
+        self, texts: Sequence[str], encode: Callable[[str], list[int]], param: str
+    ) -> list[list[int]]:
+        if self.encoder.is_long(texts):
+            await self.meter.count_long_prompt(self.encoder.count_least_tokens(texts))
+        return await self.encoder.encode(
+            self.terms.tenant, texts, encode, max_model_len=self.info.max_model_len, param=param
+        )
+
     async def _token_ids(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns checked token ids of each prompt. A request has either texts or token ids."""
-        ids = [item for item in given if isinstance(item, list)] or await self.encoder.encode(
-            self.terms.tenant,
-            [item for item in given if isinstance(item, str)],
-            self.encoder.tokenizer.encode,
-            max_model_len=self.info.max_model_len,
-            param="prompt",
+        texts = [item for item in given if isinstance(item, str)]
+        ids = [item for item in given if isinstance(item, list)] or await self._encode(
+            texts, self.encoder.tokenizer.encode, "prompt"
         )
         num_checked = 0
         for token_ids in ids:

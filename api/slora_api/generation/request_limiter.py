@@ -1,4 +1,4 @@
-"""Limits how many answers and uploads are in progress, for the whole server and for each tenant.
+"""Limits how many answers and uploads are in progress, for the whole server. Quotas limit the answers of each tenant.
 
 A request beyond a limit is refused at once, with the time after which a permit should be free. The limits hold for all
 API processes of the host together. The module runs on one event loop and needs no lock.
@@ -27,7 +27,6 @@ class RequestLimiter:
         self,
         *,
         max_requests: int,
-        max_per_tenant: int,
         max_uploads: int,
         board: HostBoard | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -35,12 +34,7 @@ class RequestLimiter:
         self.stopping = False
         answers, uploads = (board.tally("answers"), board.tally("uploads")) if board else (None, None)
         self._generation_permits = PermitPool(
-            max_requests,
-            max_per_tenant,
-            "answers in progress",
-            "max_concurrent_per_tenant",
-            clock,
-            answers,
+            max_requests, max_requests, "answers in progress", "max_concurrent_requests", clock, answers
         )
         self._upload_permits = PermitPool(
             max_uploads,
@@ -55,6 +49,10 @@ class RequestLimiter:
     def num_generations(self) -> int:
         """The number of answers in progress in all processes."""
         return self._generation_permits.num_taken
+
+    def wait_s(self, count: int, num_taken: int) -> int:
+        """Estimates the seconds until `count` of `num_taken` answers have ended."""
+        return self._generation_permits.wait_s(count, num_taken)
 
     def stop(self) -> None:
         """Refuses new requests from now on. Requests in progress continue."""

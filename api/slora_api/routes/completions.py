@@ -1,7 +1,7 @@
 """/v1/completions and /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -27,6 +27,7 @@ from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import InferenceKey
 from slora_api.tenants.key_record import KeyRecord
+from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["router"]
 
@@ -62,10 +63,13 @@ async def _answer_with(
         return await answer(current)
 
 
-def _prompt_maker(terms: ServiceTerms, services: Services, model: ServedModel) -> PromptMaker:
+def _prompt_maker(
+    terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
+) -> PromptMaker:
     generator = services.generator
     return PromptMaker(
         terms,
+        meter,
         model,
         services.encoder,
         services.templates,
@@ -75,12 +79,21 @@ def _prompt_maker(terms: ServiceTerms, services: Services, model: ServedModel) -
     )
 
 
-async def _completion_body(request: Request, _key: InferenceKey, services: Wired) -> CompletionRequest:
+async def _open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
+    """Opens the meter before the body is read, so that every answer has its headers."""
+    request.state.meter = await services.quotas.open(key.tenant, key.key_id)
+    return cast(RequestMeter, request.state.meter)
+
+
+_Meter = Annotated[RequestMeter, Depends(_open_meter)]
+
+
+async def _completion_body(request: Request, _meter: _Meter, services: Wired) -> CompletionRequest:
     bounds = services.bounds()
     return await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
 
 
-async def _chat_body(request: Request, _key: InferenceKey, services: Wired) -> ChatRequest:
+async def _chat_body(request: Request, _meter: _Meter, services: Wired) -> ChatRequest:
     bounds = services.bounds()
     return await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
 
@@ -95,17 +108,24 @@ _ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
     responses=event_stream(CompletionChunk) | _ERRORS,
     openapi_extra=json_body(CompletionRequest),
 )
-async def complete(request: Request, body: _CompletionBody, key: InferenceKey, services: Wired) -> Response:
+async def complete(
+    request: Request, body: _CompletionBody, key: InferenceKey, meter: _Meter, services: Wired
+) -> Response:
     return await _answer_with(
-        request, body, key, services, lambda model: _complete(request, body, key, services, model)
+        request, body, key, services, lambda model: _complete(request, body, key, meter, services, model)
     )
 
 
 async def _complete(
-    request: Request, body: CompletionRequest, key: KeyRecord, services: Services, model: ServedModel
+    request: Request,
+    body: CompletionRequest,
+    key: KeyRecord,
+    meter: RequestMeter,
+    services: Services,
+    model: ServedModel,
 ) -> Response:
     terms, generator = ServiceTerms.of(key, body), services.generator
-    maker = _prompt_maker(terms, services, model)
+    maker = _prompt_maker(terms, meter, services, model)
     prompts = await unless_disconnected(request.receive, maker.completion_prompts(body))
     shape = CompletionFormat(
         model.asked_for,
@@ -117,6 +137,7 @@ async def _complete(
         request,
         body,
         generator,
+        meter,
         generator.open_answers(terms, model, prompts),
         shape,
         echoes=[prompt.echo for prompt in prompts if prompt.echo is not None],
@@ -131,17 +152,24 @@ async def _complete(
     responses=event_stream(ChatCompletionChunk) | _ERRORS,
     openapi_extra=json_body(ChatRequest),
 )
-async def chat(request: Request, body: _ChatBody, key: InferenceKey, services: Wired) -> Response:
+async def chat(
+    request: Request, body: _ChatBody, key: InferenceKey, meter: _Meter, services: Wired
+) -> Response:
     return await _answer_with(
-        request, body, key, services, lambda model: _chat(request, body, key, services, model)
+        request, body, key, services, lambda model: _chat(request, body, key, meter, services, model)
     )
 
 
 async def _chat(
-    request: Request, body: ChatRequest, key: KeyRecord, services: Services, model: ServedModel
+    request: Request,
+    body: ChatRequest,
+    key: KeyRecord,
+    meter: RequestMeter,
+    services: Services,
+    model: ServedModel,
 ) -> Response:
     terms, generator = ServiceTerms.of(key, body), services.generator
-    maker = _prompt_maker(terms, services, model)
+    maker = _prompt_maker(terms, meter, services, model)
     prompt = await unless_disconnected(request.receive, maker.chat_prompt(body))
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     shape = ChatFormat(
@@ -154,6 +182,7 @@ async def _chat(
         request,
         body,
         generator,
+        meter,
         generator.open_answers(terms, model, [prompt]),
         shape,
         headers=model.headers,

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.registry.registry import Registry
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.change_follower import ChangeFollower
 from slora_api.adapters.local_adapters import LocalAdapters
@@ -24,6 +25,8 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.quota_meter import QuotaMeter
+from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_report import UsageReport
@@ -62,6 +65,9 @@ class Services:
     encoder: PromptEncoder
     usage: UsageReport
     purge: TenantPurge
+    registry: Registry
+    quota_store: QuotaStore
+    quotas: QuotaMeter
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )

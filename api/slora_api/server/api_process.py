@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
@@ -29,7 +30,7 @@ from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
-from slora_adapters.store.store_url import open_store
+from slora_adapters.store.store_url import REDIS_SCHEMES, load_optional, open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.canary import Canary
 from slora_api.adapters.change_follower import ChangeFollower
@@ -64,7 +65,12 @@ from slora_api.settings import Settings, read_settings
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.quota import default_quota
+from slora_api.tenants.quota_counters import QuotaCounters
+from slora_api.tenants.quota_meter import QuotaMeter
+from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
@@ -103,7 +109,6 @@ async def open_services(
     stack.push_async_callback(templates.close)
     limiter = RequestLimiter(
         max_requests=settings.max_concurrent_requests,
-        max_per_tenant=settings.max_concurrent_per_tenant,
         max_uploads=settings.max_concurrent_uploads,
         board=board,
     )
@@ -117,10 +122,15 @@ async def open_services(
     # Each process empties its own folder when it starts. The main process's folder contains those of the workers.
     quarantine = Quarantine(data.quarantine if is_main else data.quarantine / str(board.process), reserve)
     inspector = Inspector(model.shape, model.limits, InspectionBounds(), num_serving)
-    quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
+    counted = Metrics(model.name, metrics)
+    ledger = UsageLedger(database)
+    quota_store = QuotaStore(database, default_quota(settings), host_changes.is_behind)
+    counters = open_counters(data, settings.quota_redis)
+    stack.push_async_callback(counters.close)
+    quotas = QuotaMeter(quota_store, counters, ledger, limiter.wait_s, counted.quota_refused)
+    adapter_quota = AdapterQuota(quota_store, counted.quota_refused)
     canary = Canary(client, model.tokenizer)
     base = model.base()
-    ledger = UsageLedger(database)
     return Services(
         settings,
         reserve,
@@ -130,23 +140,52 @@ async def open_services(
         RunningRequests(key_store),
         ModelCatalog(base, adapters, client, pinning),
         Publisher(
-            base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, client, pinning
+            base,
+            quarantine,
+            inspector,
+            templates,
+            adapter_quota,
+            tenant_store,
+            adapters,
+            canary,
+            client,
+            pinning,
         ),
         Aliases(registry, pinning),
         pinning,
         ChangeFollower(
-            registry, key_store, client, pinning.refresh, host_changes if num_serving > 1 else None
+            registry,
+            key_store,
+            quota_store,
+            client,
+            pinning.refresh,
+            host_changes if num_serving > 1 else None,
         ),
         Uploads(quarantine),
         LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),
         templates,
-        Generator(client, model.tokenizer, limiter, Metrics(model.name, metrics)),
+        Generator(client, model.tokenizer, limiter, counted),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name),
         TenantPurge(tenant_store, ledger, adapters, client),
+        registry,
+        quota_store,
+        quotas,
     )
+
+
+def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
+    """Opens the counters of quotas: those of this host, or with `redis_url` those of all hosts that use this Redis."""
+    host = HostCounters(data.quotas)
+    if not redis_url:
+        return host
+    if urlsplit(redis_url).scheme not in REDIS_SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
+        raise ValueError(f"--quota-redis must be the URL of a Redis ({schemes}), not {redis_url!r}")
+    module = load_optional("slora_api.tenants.redis_counters", "redis", "--quota-redis")
+    return cast(QuotaCounters, module.open_redis_counters(redis_url, host))
 
 
 def connection_limits(settings: Settings) -> ConnectionLimits:
@@ -168,6 +207,7 @@ def background_work(
         client.run(on_hello),
         services.follower.run(),
         services.running.run(),
+        services.quotas.run(),
         DiskWatch(services.reserve, services.key_store).run(),
     ]
 

@@ -25,6 +25,7 @@ from slora_api.routes import (
     limits,
     models,
     openapi,
+    quotas,
     usage,
     vllm_adapters,
 )
@@ -38,7 +39,10 @@ __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (completions, models, limits, adapters, vllm_adapters, usage, admin, keys, audit, health, openapi)
+_MODULES = (
+    *(completions, models, limits, adapters, vllm_adapters, usage, quotas, admin, keys, audit),
+    *(health, openapi),
+)
 _ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)

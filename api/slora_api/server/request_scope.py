@@ -8,7 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,13 +34,13 @@ def _request_id(scope: Scope) -> str:
 
 
 class _ResponseSender:
-    """Sends an answer with the headers that every answer has."""
+    """Sends an answer with the headers that every answer has, and with those of the request's meter if it has one."""
 
-    __slots__ = ("_request_id", "_send", "_started_at", "status")
+    __slots__ = ("_send", "_started_at", "_state", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
         self._send = send
-        self._request_id = request_id
+        self._state = state
         self._started_at = time.perf_counter()
         self.status: int | None = None
 
@@ -51,8 +52,10 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(raw=list(message.get("headers", [])))
-            headers["x-request-id"] = self._request_id
+            headers["x-request-id"] = self._state["request_id"]
             headers["openai-processing-ms"] = str(round(self.seconds * 1000))
+            if (meter := self._state.get("meter")) is not None:
+                headers.update(await meter.headers())
             message = {**message, "headers": headers.raw}
         await self._send(message)
 
@@ -70,7 +73,7 @@ class RequestScopeMiddleware:
             raise RuntimeError(f"this application answers HTTP, not {scope['type']!r}")
         request_id = _request_id(scope)
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        sender = _ResponseSender(send, request_id)
+        sender = _ResponseSender(send, scope["state"])
         try:
             await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:

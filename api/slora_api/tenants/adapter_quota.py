@@ -1,38 +1,59 @@
-"""The quota of one tenant's adapters: the number of versions, and the bytes stored for all of them together."""
+"""Checks adapters against the quota of their tenant: the number of versions, and the bytes stored for all of them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.adapter_record import ExtrasSummary
 from slora_adapters.registry.registry import StorageUsage
 from slora_api.errors import QuotaExceeded
+from slora_api.tenants.quota_store import QuotaStore
 
-__all__ = ["AdapterQuota"]
+__all__ = ["AdapterQuota", "check_stored"]
 
 
-@dataclass(frozen=True, slots=True)
 class AdapterQuota:
-    """One quota, which applies to every tenant.
+    """refused: called with the field of the quota at each refusal."""
 
-    max_bytes: limit of all stored bytes; see `StorageUsage`.
-    """
+    def __init__(self, quota_store: QuotaStore, refused: Callable[[str], None]) -> None:
+        self._quota_store = quota_store
+        self._refused = refused
 
-    max_versions: int
-    max_bytes: int
+    def check(self, tenant: str, usage: StorageUsage, name: str, adapter: CheckedAdapter) -> None:
+        """Raises QuotaExceeded if a tenant with this usage may not have `adapter` as a new version of `name`.
 
-    def check(self, usage: StorageUsage, name: str, adapter: CheckedAdapter) -> None:
-        """Raises QuotaExceeded if a tenant with this usage may not have `adapter` as a new version of `name`."""
-        if usage.num_versions >= self.max_versions:
+        The quota is read from the database. A call inside the transaction that creates the version sees a quota that is
+        lowered at the same time.
+        """
+        quota = self._quota_store.find_tenant_quota(tenant)
+        if quota.adapter_versions is not None and usage.num_versions >= quota.adapter_versions:
+            self._refused("adapter_versions")
             raise QuotaExceeded(
                 f"Your tenant has {usage.num_versions} adapter versions, and the limit is "
-                f"{self.max_versions} (max_versions_per_tenant); remove one first."
+                f"{quota.adapter_versions} (adapter_versions); remove one first."
             )
         # Weights that another version of the tenant already has are stored once.
         added = max(0, adapter.blob_bytes - (usage.weights_bytes or 0))
         added += ExtrasSummary.of(adapter.extras).num_bytes
-        if (wanted := usage.num_bytes + added) > self.max_bytes:
+        wanted = usage.num_bytes + added
+        if quota.stored_bytes is not None and wanted > quota.stored_bytes:
+            self._refused("stored_bytes")
             raise QuotaExceeded(
                 f"With the {added} bytes of `{name}`, your adapters would take {wanted} bytes, "
-                f"including chat templates and generation configs. The limit is {self.max_bytes} "
-                "(max_adapter_bytes_per_tenant). Remove others first."
+                f"including chat templates and generation configs. The limit is {quota.stored_bytes} "
+                "(stored_bytes). Remove others first."
+            )
+
+
+def check_stored(changes: Mapping[str, int | None], tenant: str, usage: StorageUsage) -> None:
+    """Raises QuotaExceeded if the tenant already has more than the changed limits allow."""
+    for name, used, unit in (
+        ("adapter_versions", usage.num_versions, "adapter versions"),
+        ("stored_bytes", usage.num_bytes, "stored bytes"),
+    ):
+        limit = changes.get(name)
+        if limit is not None and used > limit:
+            raise QuotaExceeded(
+                f"`{name}` would be {limit}, but the tenant `{tenant}` has {used} {unit}. Delete some of its "
+                f"adapters first, or set at least {used}.",
+                name,
             )

@@ -9,8 +9,8 @@ from slora_api.generation.request_limiter import RequestLimiter
 from tests.api.generation.test_permit_pool import Clock
 
 
-def make_limiter(clock: Clock, requests: int = 4, per_tenant: int = 4, uploads: int = 4) -> RequestLimiter:
-    return RequestLimiter(max_requests=requests, max_per_tenant=per_tenant, max_uploads=uploads, clock=clock)
+def make_limiter(clock: Clock, requests: int = 4, uploads: int = 4) -> RequestLimiter:
+    return RequestLimiter(max_requests=requests, max_uploads=uploads, clock=clock)
 
 
 def serve(limiter: RequestLimiter, clock: Clock, tenant: str, seconds: float) -> None:
@@ -25,24 +25,16 @@ def refusal(limiter: RequestLimiter, tenant: str, num_answers: int = 1) -> Tenan
     return caught.value
 
 
-def test_retry_after_of_a_tenant_at_its_limit_follows_its_own_answers() -> None:
+def test_the_wait_for_answers_of_a_tenant_follows_the_time_that_answers_take() -> None:
     clock = Clock()
-    limiter = make_limiter(clock, requests=100, per_tenant=4)
+    limiter = make_limiter(clock, requests=100)
     serve(limiter, clock, "any", 40)
-    with limiter.admit_generation("own", 4), limiter.admit_generation("other", 4):
-        one, all_of_them = refusal(limiter, "own"), refusal(limiter, "own", 4)
-    assert (one.retry_after_s, all_of_them.retry_after_s) == (10, 40)
-    answer = describe_error(one)
-    assert (answer.status, answer.headers["Retry-After"]) == (429, "10")
-    assert (
-        "Your tenant has 4 answers in progress, and the limit is 4 (max_concurrent_per_tenant)"
-        in answer.message
-    )
+    assert (limiter.wait_s(1, 4), limiter.wait_s(4, 4)) == (10, 40)
 
 
 def test_retry_after_of_a_full_server_follows_the_answers_of_all_tenants() -> None:
     clock = Clock()
-    limiter = make_limiter(clock, requests=5, per_tenant=5)
+    limiter = make_limiter(clock, requests=5)
     serve(limiter, clock, "one", 30)
     with (
         limiter.admit_generation("one", 3),
@@ -58,14 +50,14 @@ def test_retry_after_of_a_full_server_follows_the_answers_of_all_tenants() -> No
 
 def test_two_tenants_with_slow_answers_leave_permits_to_a_third() -> None:
     """Born from a bug: two tenants with 256 answers each held all 512 places."""
-    limiter = make_limiter(Clock(), requests=512, per_tenant=256)
+    limiter = make_limiter(Clock(), requests=512)
     with ExitStack() as stack:
         for tenant in ("one", "two"):
             with pytest.raises(TenantBusy) as caught:
                 while True:
                     stack.enter_context(limiter.admit_generation(tenant, 8))
-        assert limiter.num_generations == 384
-        assert "accepts 512: 128 are free, and up to 128 are reserved for tenants that have none" in str(
+        assert limiter.num_generations == 392
+        assert "accepts 512: 120 are free, and up to 128 are reserved for tenants that have none" in str(
             caught.value
         )
         with limiter.admit_generation("honest", 1), limiter.admit_generation("later", 1):
@@ -73,7 +65,7 @@ def test_two_tenants_with_slow_answers_leave_permits_to_a_third() -> None:
 
 
 def test_a_request_over_the_total_capacity_is_a_bad_request() -> None:
-    limiter = make_limiter(Clock(), requests=8, per_tenant=8)
+    limiter = make_limiter(Clock(), requests=8)
     with pytest.raises(BadRequest) as caught, limiter.admit_generation("t", 1, 7):
         pass
     assert "asks for 7 answers" in str(caught.value) and "at most 6 at once" in str(caught.value)

@@ -83,6 +83,8 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
         {"lora_name": "local", "tenant": "acme"},
         ["adapter.delete"],
     ),
+    ("operator", "PATCH", "/admin/tenants/{tenant}/quota", {"tokens_per_day": 9}, ["quota.change"]),
+    ("operator", "PATCH", "/admin/keys/{key_id}/quota", {"tokens_per_day": 9}, ["quota.change"]),
     ("operator", "DELETE", "/admin/keys/{key_id}", None, ["key.revoke"]),
     (
         "operator",

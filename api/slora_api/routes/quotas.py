@@ -1,0 +1,135 @@
+"""The quotas of tenants and keys: the operator's routes, and /v1/quotas for the tenant itself."""
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter
+from typing_extensions import TypedDict
+
+from slora_adapters.errors import DiskFull
+from slora_api.errors import NotFound, QuotaExceeded
+from slora_api.listing import ListObject
+from slora_api.routes.openapi import errors
+from slora_api.routes.services import Services, Wired
+from slora_api.schemas import QuotaChanges
+from slora_api.tenants.adapter_quota import check_stored
+from slora_api.tenants.authentication import Operator, UsageReader
+from slora_api.tenants.quota_counters import Subject
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["quotas"])
+
+
+class QuotaLimits(TypedDict):
+    """The limits that apply; null where there is none. The defaults of the server are included."""
+
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    tokens_per_day: int | None
+    tokens_per_month: int | None
+    concurrent_answers: int | None
+    adapter_versions: int | None
+    stored_bytes: int | None
+
+
+class QuotaUse(TypedDict):
+    """What is used of each limit, with what requests in progress have reserved. A key stores nothing itself."""
+
+    requests_per_minute: int
+    tokens_per_minute: int
+    tokens_per_day: int
+    tokens_per_month: int
+    concurrent_answers: int
+    adapter_versions: int
+    stored_bytes: int
+
+
+class QuotaObject(TypedDict):
+    """key_id: null for the quota of the tenant."""
+
+    object: Literal["quota"]
+    tenant: str
+    key_id: str | None
+    limits: QuotaLimits
+    used: QuotaUse
+
+
+async def _describe(services: Services, subject: Subject) -> QuotaObject:
+    use = await services.quotas.read(subject)
+    num_versions = num_bytes = 0
+    if not subject.key_id:
+        stored = await asyncio.to_thread(services.registry.storage_usage, subject.tenant, "")
+        num_versions, num_bytes = stored.num_versions, stored.num_bytes
+    limits = subject.quota
+    return {
+        "object": "quota",
+        "tenant": subject.tenant,
+        "key_id": subject.key_id or None,
+        "limits": {
+            "requests_per_minute": limits.requests_per_minute,
+            "tokens_per_minute": limits.tokens_per_minute,
+            "tokens_per_day": limits.tokens_per_day,
+            "tokens_per_month": limits.tokens_per_month,
+            "concurrent_answers": limits.concurrent_answers,
+            "adapter_versions": limits.adapter_versions,
+            "stored_bytes": limits.stored_bytes,
+        },
+        "used": {
+            "requests_per_minute": use.requests,
+            "tokens_per_minute": use.tokens,
+            "tokens_per_day": use.tokens_today,
+            "tokens_per_month": use.tokens_this_month,
+            "concurrent_answers": use.answers,
+            "adapter_versions": num_versions,
+            "stored_bytes": num_bytes,
+        },
+    }
+
+
+async def _describe_tenant(services: Services, tenant: str) -> QuotaObject:
+    quota = await asyncio.to_thread(services.quota_store.find_tenant_quota, tenant)
+    return await _describe(services, Subject(tenant, "", quota))
+
+
+async def _describe_key(services: Services, key_id: str) -> QuotaObject:
+    return await _describe(services, await asyncio.to_thread(services.quota_store.find_key_subject, key_id))
+
+
+@router.get("/v1/quotas")
+async def list_quotas(key: UsageReader, services: Wired) -> ListObject[QuotaObject]:
+    """Lists the quotas that apply to requests with this key: that of its tenant, and its own."""
+    own = await _describe_key(services, key.key_id)
+    return {"object": "list", "data": [await _describe_tenant(services, key.tenant), own]}
+
+
+@router.get("/admin/tenants/{tenant}/quota", responses=errors(NotFound))
+async def get_tenant_quota(tenant: str, _operator: Operator, services: Wired) -> QuotaObject:
+    return await _describe_tenant(services, tenant)
+
+
+@router.patch("/admin/tenants/{tenant}/quota", responses=errors(NotFound, QuotaExceeded, DiskFull))
+async def change_tenant_quota(
+    tenant: str, body: QuotaChanges, _operator: Operator, services: Wired
+) -> QuotaObject:
+    changes = body.model_dump(exclude_unset=True)
+
+    def check() -> None:
+        check_stored(changes, tenant, services.registry.storage_usage(tenant, ""))
+
+    await asyncio.to_thread(services.quota_store.change_tenant_quota, tenant, changes, check)
+    return await _describe_tenant(services, tenant)
+
+
+@router.get("/admin/keys/{key_id}/quota", responses=errors(NotFound))
+async def get_key_quota(key_id: str, _operator: Operator, services: Wired) -> QuotaObject:
+    return await _describe_key(services, key_id)
+
+
+@router.patch("/admin/keys/{key_id}/quota", responses=errors(NotFound, DiskFull))
+async def change_key_quota(
+    key_id: str, body: QuotaChanges, _operator: Operator, services: Wired
+) -> QuotaObject:
+    changes = body.model_dump(exclude_unset=True)
+    await asyncio.to_thread(services.quota_store.change_key_quota, key_id, changes)
+    return await _describe_key(services, key_id)

@@ -1,0 +1,106 @@
+"""The quota of a tenant or of an API key: the limits of what it may use.
+
+A request must fit into the quota of its tenant and into that of its key. A field that is None sets no limit. For a
+tenant, the server's settings then apply where they have a default.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from slora_api.errors import BadRequest
+from slora_api.settings import Settings
+
+__all__ = ["NO_QUOTA", "QUOTA_FIELDS", "TENANT_ONLY", "Quota", "default_quota"]
+
+# Field -> its largest value. JSON numbers above 2**53 lose digits in some clients.
+_MOST = {
+    "requests_per_minute": 10**9,
+    "tokens_per_minute": 10**12,
+    "tokens_per_day": 10**15,
+    "tokens_per_month": 10**15,
+    "concurrent_answers": 10**6,
+    "adapter_versions": 10**9,
+    "stored_bytes": 2**50,
+}
+QUOTA_FIELDS = tuple(_MOST)
+# A key has no adapters of its own.
+TENANT_ONLY = ("adapter_versions", "stored_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """requests_per_minute, tokens_per_minute: limits of any 60 seconds.
+
+    tokens_per_day, tokens_per_month: budgets of a day and a month in UTC.
+    concurrent_answers: answers in progress; each prompt and each choice of a request counts.
+    adapter_versions, stored_bytes: limits of what a tenant keeps. A key cannot have them.
+
+    Tokens are those of prompts and of generated answers.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    concurrent_answers: int | None = None
+    adapter_versions: int | None = None
+    stored_bytes: int | None = None
+
+    @property
+    def limits_requests(self) -> bool:
+        """Whether any field applies to requests."""
+        return any(
+            limit is not None
+            for limit in (
+                self.requests_per_minute,
+                self.tokens_per_minute,
+                self.tokens_per_day,
+                self.tokens_per_month,
+                self.concurrent_answers,
+            )
+        )
+
+    @property
+    def has_budget(self) -> bool:
+        return self.tokens_per_day is not None or self.tokens_per_month is not None
+
+    @property
+    def least_tokens(self) -> int | None:
+        """The smallest limit of tokens; None if there is none."""
+        limits = (self.tokens_per_minute, self.tokens_per_day, self.tokens_per_month)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def changed(self, changes: Mapping[str, int | None], *, of_key: bool = False) -> "Quota":
+        """Returns the quota with `changes` applied; None removes a limit. Raises BadRequest naming the field."""
+        for name, value in changes.items():
+            if of_key and name in TENANT_ONLY and value is not None:
+                raise BadRequest(
+                    f"`{name}` is {value}, but a key has no adapters of its own; set it for the tenant.", name
+                )
+            if value is not None and not 1 <= value <= _MOST[name]:
+                raise BadRequest(
+                    f"`{name}` is {value}; it must be from 1 to {_MOST[name]}, or null for no limit.", name
+                )
+        return replace(self, **changes)
+
+    def or_default(self, default: "Quota") -> "Quota":
+        """Returns the quota with the fields of `default` where it sets no limit."""
+        missing = {
+            one.name: getattr(default, one.name) for one in fields(self) if getattr(self, one.name) is None
+        }
+        return replace(self, **missing)
+
+    def to_json(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in QUOTA_FIELDS}
+
+
+NO_QUOTA = Quota()
+
+
+def default_quota(settings: Settings) -> Quota:
+    """Returns the limits of tenants whose quota does not set them."""
+    return Quota(
+        concurrent_answers=settings.max_concurrent_per_tenant,
+        adapter_versions=settings.max_versions_per_tenant,
+        stored_bytes=settings.max_adapter_bytes_per_tenant,
+    )

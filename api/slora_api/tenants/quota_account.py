@@ -1,0 +1,128 @@
+"""The account of one tenant or key: its windows of a minute, its budgets and its answers in progress."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from slora_api.tenants.quota import Quota
+from slora_api.tenants.quota_counters import BUCKETS, Charge, Use
+
+__all__ = ["Account", "Moment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """ms: milliseconds on the clock of the windows. day, month: numbers of the day and the month in UTC."""
+
+    ms: int
+    day: int
+    month: int
+
+    @property
+    def second(self) -> int:
+        return self.ms // 1000
+
+
+@dataclass(slots=True)
+class Account:
+    """second: the newest second of the windows. requests, tokens: charges by second modulo BUCKETS.
+
+    tokens_today, tokens_this_month: of `day` and `month`. is_seeded: whether they include the durable history.
+    """
+
+    second: int = 0
+    day: int = 0
+    month: int = 0
+    tokens_today: int = 0
+    tokens_this_month: int = 0
+    reserved_tokens: int = 0
+    answers: int = 0
+    is_seeded: bool = False
+    requests: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    tokens: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+
+    def advance(self, now: Moment) -> None:
+        """Drops what has left the windows. A new day or month starts with no tokens.
+
+        If the date goes back, because the clock of the host was wrong, the account has to be seeded again.
+        """
+        elapsed = now.second - self.second
+        if elapsed >= BUCKETS:
+            self.requests, self.tokens = [0] * BUCKETS, [0] * BUCKETS
+        else:
+            for second in range(self.second + 1, now.second + 1):
+                self.requests[second % BUCKETS] = self.tokens[second % BUCKETS] = 0
+        self.second = max(self.second, now.second)
+        if now.day != self.day:
+            self.is_seeded = self.is_seeded and now.day > self.day
+            self.day, self.tokens_today = now.day, 0
+        if now.month != self.month:
+            self.month, self.tokens_this_month = now.month, 0
+
+    def find_obstacles(self, quota: Quota, charge: Charge, now: Moment) -> Iterator[tuple[str, int | None]]:
+        """Yields each field of the quota that the charge would exceed, with the wait as in `Obstacle`."""
+        for name, window, added in (
+            ("requests_per_minute", self.requests, charge.requests),
+            ("tokens_per_minute", self.tokens, charge.tokens),
+        ):
+            limit = getattr(quota, name)
+            if limit is not None and added and (excess := sum(window) + added - limit) > 0:
+                yield name, self._wait_ms(window, excess, now)
+        for name, used, added in (
+            ("tokens_per_day", self.tokens_today, charge.tokens),
+            ("tokens_per_month", self.tokens_this_month, charge.tokens),
+            ("concurrent_answers", self.answers, charge.answers),
+        ):
+            limit = getattr(quota, name)
+            if limit is not None and used + added > limit:
+                yield name, None
+
+    def charge(self, charge: Charge) -> None:
+        bucket = self.second % BUCKETS
+        self.requests[bucket] += charge.requests
+        self.tokens[bucket] += charge.tokens
+        self.tokens_today += charge.tokens
+        self.tokens_this_month += charge.tokens
+        self.reserved_tokens += charge.tokens
+        self.answers += charge.answers
+
+    def settle(self, charge: Charge, charged_at: Moment, used_tokens: int, *, counts: bool) -> None:
+        """Undoes the unused part of a charge where it is still counted."""
+        unused = charge.tokens - used_tokens
+        if self.second - charged_at.second < BUCKETS:
+            bucket = charged_at.second % BUCKETS
+            self.tokens[bucket] -= unused
+            if not counts:
+                self.requests[bucket] -= charge.requests
+        if charged_at.day == self.day:
+            self.tokens_today -= unused
+        if charged_at.month == self.month:
+            self.tokens_this_month -= unused
+        self.reserved_tokens -= charge.tokens
+        self.answers -= charge.answers
+
+    def use(self, now: Moment) -> Use:
+        return Use(
+            sum(self.requests),
+            self._reset_ms(self.requests, now),
+            sum(self.tokens),
+            self._reset_ms(self.tokens, now),
+            self.tokens_today,
+            self.tokens_this_month,
+            self.reserved_tokens,
+            self.answers,
+        )
+
+    def _wait_ms(self, window: list[int], excess: int, now: Moment) -> int | None:
+        """The time until `excess` has left the window; None if the window does not hold as much."""
+        for second in range(self.second - BUCKETS + 1, self.second + 1):
+            excess -= window[second % BUCKETS]
+            if excess <= 0:
+                return (second + BUCKETS) * 1000 - now.ms
+        return None
+
+    def _reset_ms(self, window: list[int], now: Moment) -> int:
+        """The time until the window is empty."""
+        for second in range(self.second, self.second - BUCKETS, -1):
+            if window[second % BUCKETS]:
+                return (second + BUCKETS) * 1000 - now.ms
+        return 0

@@ -1,0 +1,144 @@
+"""What requests have used of the quotas of tenants and keys, and the protocol of the counters that hold it.
+
+A request reserves its largest possible use before it is admitted, and settles the reservation when it ends. What it
+did not use is refunded to the second, day and month in which it was reserved.
+
+Limits per minute use a sliding window of buckets of one second. A charge counts in its own second and in the next 60.
+So no 60 seconds ever contain more than the limit, and the moment when a request fits again is known exactly.
+
+Use of a day or month is lost when counters are lost or a new day begins. Accounts with a budget are therefore seeded
+from the durable history before their first reservation; see `NotSeeded`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from slora_api.tenants.quota import Quota
+
+__all__ = [
+    "BUCKETS",
+    "Charge",
+    "NotSeeded",
+    "Obstacle",
+    "QuotaCounters",
+    "Refusal",
+    "Reservation",
+    "Subject",
+    "Use",
+]
+
+# A charge counts in the second in which it is made and in the next 60.
+BUCKETS = 61
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A tenant, or one of its keys, with its quota. key_id: empty for the tenant itself."""
+
+    tenant: str
+    key_id: str
+    quota: Quota
+
+    @property
+    def account(self) -> str:
+        """The name of the subject's account in the counters."""
+        return f"{self.tenant}/{self.key_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a request reserves. tokens: the most that it can use. answers: the answers that it has in progress."""
+
+    tokens: int
+    answers: int
+    requests: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a subject uses, its open reservations included.
+
+    requests, tokens: charged in the last minute. The fields with `_reset_ms` say when the last of it leaves the window.
+    reserved_tokens: the part of all tokens that open reservations hold.
+    """
+
+    requests: int = 0
+    requests_reset_ms: int = 0
+    tokens: int = 0
+    tokens_reset_ms: int = 0
+    tokens_today: int = 0
+    tokens_this_month: int = 0
+    reserved_tokens: int = 0
+    answers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A reservation that was made. Pass it to `QuotaCounters.settle` exactly once.
+
+    uses: what each subject uses, this reservation included. handle: identifies it to the counters that made it.
+    """
+
+    charge: Charge
+    uses: tuple[Use, ...]
+    handle: object
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A limit that a reservation would exceed.
+
+    field: the field of the quota. wait_ms: when the reservation fits, if nothing else is charged; None where that is
+    not known: budgets, and answers in progress.
+    """
+
+    subject: Subject
+    field: str
+    wait_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reservation that was not made. obstacles: every limit that it would exceed."""
+
+    obstacles: tuple[Obstacle, ...]
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotSeeded:
+    """The reservation was not made, because the use of these subjects in this day or month is not known yet. The
+    caller passes it to `seed` and tries again.
+    """
+
+    subjects: tuple[Subject, ...]
+
+
+class QuotaCounters(Protocol):
+    """Counters that all processes with the same quotas share.
+
+    Runs on one event loop. A process that dies returns what it has reserved. Raises StoreUnavailable if the counters
+    cannot be reached.
+    """
+
+    async def reserve(
+        self, subjects: tuple[Subject, ...], charge: Charge
+    ) -> Reservation | Refusal | NotSeeded:
+        """Reserves `charge` for all subjects, or for none. subjects: at most two. The charge fits into each limit
+        when nothing else is charged.
+        """
+
+    def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
+        """Ends a reservation. counts: whether the request counts; False refunds it."""
+
+    async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
+        """Returns what each subject uses now."""
+
+    async def seed(self, subject: Subject, tokens_today: int, tokens_this_month: int) -> None:
+        """Tells what the durable history has. The counters keep the larger of this and their own count."""
+
+    async def run(self) -> None:
+        """Keeps this process's reservations alive and returns those of dead processes, until cancelled."""
+
+    async def close(self) -> None:
+        """Returns this process's open reservations."""

@@ -1,0 +1,363 @@
+"""Charges requests to the quotas of their tenant and their key.
+
+A request reserves its prompt and the longest answers that it may get before it is admitted. When it ends, the
+reservation is replaced by what it used:
+
+| how the request ends | requests | tokens |
+|---|---|---|
+| answered, or ended by its client or its deadline | 1 | prompt and generated tokens |
+| refused, or failed in the engine | 0 | 0 |
+
+A long prompt is charged as a request before it is tokenized, and that charge stays. So a client cannot have long
+prompts tokenized without end for requests that its quota then refuses.
+
+The use of a day and a month is read from the usage ledger where the counters do not have it, and compared with the
+ledger every `_COMPARE_S`, because only the ledger learns what a request of a killed process has used.
+
+This module does not depend on HTTP.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Protocol
+
+from slora.errors import DeadlineMissed
+from slora_adapters.errors import StoreUnavailable
+from slora_api.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
+from slora_api.tenants.quota_counters import (
+    Charge,
+    Obstacle,
+    QuotaCounters,
+    Refusal,
+    Reservation,
+    Subject,
+    Use,
+)
+from slora_api.tenants.quota_store import QuotaStore
+
+__all__ = ["QuotaMeter", "RequestMeter", "Spending", "UsageHistory"]
+
+logger = logging.getLogger(__name__)
+
+_DAY_S = 86_400
+_COMPARE_S = 30.0
+# A day can begin between seeding an account and reserving.
+_MAX_TRIES = 4
+# An answer without max_tokens may take this part of the smallest limit of tokens, so that several requests fit into it.
+_DEFAULT_PART = 4
+# Who ends a request without a failure: its client, by hanging up, or by its deadline.
+_ENDED_BY_CLIENT = (asyncio.CancelledError, GeneratorExit, DeadlineMissed)
+_BUDGETS = ("tokens_per_day", "tokens_per_month")
+
+
+class UsageHistory(Protocol):
+    """The durable history of used tokens, such as the usage ledger."""
+
+    def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
+        """Returns the tokens that a tenant, or one of its keys, has used since a Unix time. It may block. Raises
+        StoreUnavailable.
+        """
+
+
+class QuotaMeter:
+    """Makes the meter of each request.
+
+    quota_store: the quotas of tenants and keys.
+    wait_s: estimates the seconds until a number of answers in progress have ended; called with that number and the
+    number of answers in progress.
+    refused: called with the field of the quota at each refusal.
+    utc: Unix time.
+    """
+
+    def __init__(
+        self,
+        quota_store: QuotaStore,
+        counters: QuotaCounters,
+        history: UsageHistory,
+        wait_s: Callable[[int, int], int],
+        refused: Callable[[str], None],
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        self._quota_store = quota_store
+        self.counters = counters
+        self.wait_s = wait_s
+        self.refused = refused
+        self.utc = utc
+        self._history = history
+        # Subjects with a budget that reserved since the last comparison with the history.
+        self._budgeted: dict[str, Subject] = {}
+
+    async def open(self, tenant: str, key_id: str) -> "RequestMeter":
+        """Returns the meter of one request. Raises StoreUnavailable."""
+        quotas = self._quota_store.find_cached(key_id)
+        if quotas is None:
+            quotas = await asyncio.to_thread(self._quota_store.find, tenant, key_id)
+        return RequestMeter(self, quotas.subjects)
+
+    async def read(self, subject: Subject) -> Use:
+        """Returns what a subject uses. Raises StoreUnavailable."""
+        if subject.quota.has_budget:
+            await self._seed(subject)
+        (use,) = await self.counters.read((subject,))
+        return use
+
+    async def reserve(self, subjects: tuple[Subject, ...], charge: Charge) -> Reservation | Refusal:
+        """Reserves in the counters, and seeds accounts that are not seeded. Raises StoreUnavailable."""
+        for subject in subjects:
+            if subject.quota.has_budget:
+                self._budgeted[subject.account] = subject
+        for _ in range(_MAX_TRIES):
+            made = await self.counters.reserve(subjects, charge)
+            if isinstance(made, Reservation | Refusal):
+                return made
+            for subject in made.subjects:
+                await self._seed(subject)
+        raise StoreUnavailable(f"the budget of tenant {subjects[0].tenant!r} could not be seeded")
+
+    async def run(self) -> None:
+        """Keeps the counters current, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.counters.run())
+            group.create_task(self._compare())
+
+    async def _compare(self) -> None:
+        while True:
+            await asyncio.sleep(_COMPARE_S)
+            subjects, self._budgeted = self._budgeted, {}
+            for subject in subjects.values():
+                try:
+                    await self._seed(subject)
+                except StoreUnavailable as error:
+                    logger.warning("budgets cannot be compared with the usage ledger now: %s", error)
+                    break
+
+    async def _seed(self, subject: Subject) -> None:
+        date = datetime.fromtimestamp(self.utc(), UTC)
+        starts = (
+            date.replace(hour=0, minute=0, second=0, microsecond=0),
+            date.replace(day=1, hour=0, minute=0, second=0, microsecond=0),
+        )
+        used = [
+            await asyncio.to_thread(
+                self._history.used_tokens, subject.tenant, subject.key_id or None, start.timestamp()
+            )
+            for start in starts
+        ]
+        await self.counters.seed(subject, *used)
+
+
+@dataclass(slots=True)
+class Spending:
+    """What a request in progress has used. generated_tokens grows with its answers."""
+
+    prompt_tokens: int
+    generated_tokens: int = 0
+
+
+class RequestMeter:
+    """Charges one request. subjects: those whose quotas limit it."""
+
+    def __init__(self, quotas: QuotaMeter, subjects: tuple[Subject, ...]) -> None:
+        self._quotas = quotas
+        self._subjects = subjects
+        self._is_counted = False
+        # The latest that the counters have told.
+        self._uses: tuple[Use, ...] | None = None
+
+    def default_answer_tokens(self, prompt_tokens: int, num_answers: int) -> int | None:
+        """Returns the most tokens of each answer for which the client sent no max_tokens; None for no limit."""
+        limits = [one.quota.least_tokens for one in self._subjects if one.quota.least_tokens is not None]
+        if not limits:
+            return None
+        least = min(limits)
+        return max(1, min(least // _DEFAULT_PART, least - prompt_tokens) // num_answers)
+
+    async def count_long_prompt(self, least_tokens: int) -> None:
+        """Charges the request before its prompt is tokenized. least_tokens: the fewest tokens that it can need.
+
+        Raises as `hold` does.
+        """
+        reservation = await self.reserve(Charge(least_tokens, 0), "prompt")
+        self.settle(reservation, 0, counts=True)
+        self._is_counted = True
+
+    def hold(self, prompt_tokens: int, answer_tokens: int, num_answers: int, param: str = "n") -> "_Hold":
+        """Holds the reservation of a request while it is answered: `async with meter.hold(...) as spending`.
+
+        answer_tokens: the most tokens of all answers. param: the field that asks for several answers.
+
+        Entering raises RateLimited, BudgetExhausted, TenantBusy, BadRequest or StoreUnavailable.
+        """
+        charge = Charge(prompt_tokens + answer_tokens, num_answers, 0 if self._is_counted else 1)
+        return _Hold(self, charge, Spending(prompt_tokens), param)
+
+    async def headers(self) -> dict[str, str]:
+        """Returns the headers `x-ratelimit-*`. Of two limits, they show the one with less left."""
+        try:
+            uses = self._uses or await self._quotas.counters.read(self._subjects)
+        except StoreUnavailable:
+            return {}
+        headers: dict[str, str] = {}
+        for unit in ("requests", "tokens"):
+            limits = [
+                (limit - getattr(use, unit), limit, getattr(use, f"{unit}_reset_ms"))
+                for subject, use in zip(self._subjects, uses, strict=True)
+                if (limit := getattr(subject.quota, f"{unit}_per_minute")) is not None
+            ]
+            if limits:
+                remaining, limit, reset_ms = min(limits)
+                headers |= {
+                    f"x-ratelimit-limit-{unit}": str(limit),
+                    f"x-ratelimit-remaining-{unit}": str(max(0, remaining)),
+                    f"x-ratelimit-reset-{unit}": format_duration(reset_ms),
+                }
+        return headers
+
+    async def reserve(self, charge: Charge, param: str) -> Reservation:
+        """See `hold`."""
+        for subject in self._subjects:
+            _check_fits(subject, charge, param)
+        return await self._reserve(charge)
+
+    def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool) -> None:
+        if reservation.uses:
+            self._quotas.counters.settle(reservation, used_tokens, counts=counts)
+
+    async def _reserve(self, charge: Charge) -> Reservation:
+        if not self._subjects:
+            return Reservation(charge, (), None)
+        made = await self._quotas.reserve(self._subjects, charge)
+        self._uses = made.uses
+        if isinstance(made, Reservation):
+            return made
+        obstacle, error = self._explain(made, charge)
+        self._quotas.refused(obstacle.field)
+        raise error
+
+    def _explain(self, refusal: Refusal, charge: Charge) -> tuple[Obstacle, ApiError]:
+        """Returns the obstacle that takes longest, and the error for the client."""
+        obstacle = max(refusal.obstacles, key=_severity)
+        subject, name = obstacle.subject, obstacle.field
+        use = refusal.uses[self._subjects.index(subject)]
+        limit: int = getattr(subject.quota, name)
+        if name in _BUDGETS:
+            return obstacle, self._explain_budget(subject, use, name, limit, charge)
+        if name == "concurrent_answers":
+            wait_s = self._quotas.wait_s(use.answers + charge.answers - limit, use.answers)
+            return obstacle, TenantBusy(
+                f"{_label(subject)} has {use.answers} answers in progress, and the limit is {limit} ({name}); try "
+                f"again in {wait_s} s.",
+                wait_s,
+            )
+        wait_ms = obstacle.wait_ms or 1000
+        unit, used = ("requests", use.requests) if name == "requests_per_minute" else ("tokens", use.tokens)
+        needs = f", and this request needs up to {charge.tokens}" if unit == "tokens" else ""
+        return obstacle, RateLimited(
+            f"{_label(subject)} has used {used} {unit} in the last minute; the limit is {limit} ({name}){needs}. Try "
+            f"again in {wait_ms / 1000:g} s.",
+            wait_ms,
+        )
+
+    def _explain_budget(self, subject: Subject, use: Use, name: str, limit: int, charge: Charge) -> ApiError:
+        used = use.tokens_today if name == "tokens_per_day" else use.tokens_this_month
+        reserved = min(use.reserved_tokens, used)
+        if used - reserved + charge.tokens <= limit:
+            wait_s = self._quotas.wait_s(1, use.answers)
+            left = limit - used + reserved
+            return TenantBusy(
+                f"{_label(subject)} has {left} tokens left of its budget of {limit} ({name}). Requests in progress "
+                f"reserve {reserved} of them, and this request needs up to {charge.tokens}. Try again in {wait_s} s, "
+                "or send a smaller `max_tokens`.",
+                wait_s,
+            )
+        ends_at = _end_of(name, self._quotas.utc())
+        period = "today" if name == "tokens_per_day" else "this month"
+        return BudgetExhausted(
+            f"{_label(subject)} has used {used} tokens {period}; the budget is {limit} ({name}), and this request "
+            f"needs up to {charge.tokens}. The next budget begins at {ends_at:%Y-%m-%dT%H:%M:%SZ}. Ask the operator "
+            "for a higher one.",
+            math.ceil(ends_at.timestamp() - self._quotas.utc()),
+        )
+
+
+class _Hold:
+    """The context of `RequestMeter.hold`."""
+
+    def __init__(self, meter: RequestMeter, charge: Charge, spending: Spending, param: str) -> None:
+        self._meter = meter
+        self._charge = charge
+        self._spending = spending
+        self._param = param
+        self._reservation: Reservation | None = None
+
+    async def __aenter__(self) -> Spending:
+        self._reservation = await self._meter.reserve(self._charge, self._param)
+        return self._spending
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._reservation is not None
+        is_served = kind is None or issubclass(kind, _ENDED_BY_CLIENT)
+        used = self._spending.prompt_tokens + self._spending.generated_tokens if is_served else 0
+        self._meter.settle(self._reservation, used, counts=is_served)
+
+
+def format_duration(ms: int) -> str:
+    """Formats a duration as OpenAI does: 12ms, 1.5s, 1m0s."""
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest = divmod(ms, 60_000)
+    seconds = f"{rest / 1000:g}s"
+    return f"{minutes}m{seconds}" if minutes else seconds
+
+
+def _label(subject: Subject) -> str:
+    return "This API key" if subject.key_id else "Your tenant"
+
+
+def _owner(subject: Subject) -> str:
+    return "this API key" if subject.key_id else "your tenant"
+
+
+def _severity(obstacle: Obstacle) -> tuple[int, int]:
+    """Orders obstacles by how long they take: budgets last longest, and answers in progress end soonest."""
+    if obstacle.field in _BUDGETS:
+        return 2, _BUDGETS.index(obstacle.field)
+    return (0, 0) if obstacle.field == "concurrent_answers" else (1, obstacle.wait_ms or 0)
+
+
+def _end_of(budget: str, utc: float) -> datetime:
+    date = datetime.fromtimestamp(utc, UTC)
+    if budget == "tokens_per_day":
+        return datetime.fromtimestamp((utc // _DAY_S + 1) * _DAY_S, UTC)
+    year, month = divmod(date.year * 12 + date.month, 12)
+    return datetime(year, month + 1, 1, tzinfo=UTC)
+
+
+def _check_fits(subject: Subject, charge: Charge, param: str) -> None:
+    """Raises RateLimited or BadRequest for a charge that exceeds a limit even if nothing else is charged."""
+    quota = subject.quota
+    for name in ("tokens_per_minute", *_BUDGETS):
+        limit = getattr(quota, name)
+        if limit is not None and charge.tokens > limit:
+            raise RateLimited(
+                f"This request needs up to {charge.tokens} tokens (its prompts, and `max_tokens` of each answer), and "
+                f"the limit of {_owner(subject)} is {limit} ({name}). Shorten the prompt, send a smaller `max_tokens`, "
+                "or ask the operator for a higher quota.",
+                None,
+            )
+    limit = quota.concurrent_answers
+    if limit is not None and charge.answers > limit:
+        raise BadRequest(
+            f"The request asks for {charge.answers} answers to all its prompts together; the limit of "
+            f"{_owner(subject)} is {limit} at once (concurrent_answers). Send fewer prompts, or a smaller `n` and "
+            "`best_of`.",
+            param,
+        )

@@ -1,0 +1,143 @@
+"""The quotas of tenants and keys in the shared database.
+
+Each process caches the quotas of the keys that it has seen. A change applies to the next request in the process that
+makes it. Other processes apply it when they read the feed of changes, within a second.
+
+Methods block on the database, so an event loop must call them on a thread; see also `find_cached`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import bindparam, delete, insert, select
+
+from slora_adapters.database import schema
+from slora_adapters.database.audit_log import record_change
+from slora_adapters.database.change_feed import Change, Changes, publish
+from slora_adapters.database.database import CHANGES, Database
+from slora_api.errors import NotFound
+from slora_api.tenants.key_cache import KeyCache
+from slora_api.tenants.quota import NO_QUOTA, QUOTA_FIELDS, Quota
+from slora_api.tenants.quota_counters import Subject
+
+__all__ = ["KeyQuotas", "QuotaStore"]
+
+_q = schema.quotas.c
+_QUOTA = select(*(_q[name] for name in QUOTA_FIELDS)).where(
+    _q.tenant == bindparam("tenant"), _q.key_id == bindparam("key_id")
+)
+_QUOTAS_OF_KEY = select(_q.key_id, *(_q[name] for name in QUOTA_FIELDS)).where(
+    _q.tenant == bindparam("tenant"), _q.key_id.in_(("", bindparam("key_id")))
+)
+_TENANT_EXISTS = select(schema.tenants.c.name).where(schema.tenants.c.name == bindparam("tenant"))
+_KEY_OWNER = select(schema.api_keys.c.tenant).where(schema.api_keys.c.key_id == bindparam("key_id"))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyQuotas:
+    """subjects: those that limit the requests of one key, with their quotas."""
+
+    tenant: str
+    subjects: tuple[Subject, ...]
+
+
+class QuotaStore:
+    """default: limits of tenants whose quota does not set them.
+    is_behind: whether the cache may lack a change of another process, so that lookups must not use it.
+
+    May be used by several threads. Methods raise StoreUnavailable.
+    """
+
+    def __init__(
+        self, database: Database, default: Quota, is_behind: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._database = database
+        self._default = default
+        self._cache = KeyCache[KeyQuotas](is_behind=is_behind)
+
+    def find_cached(self, key_id: str) -> KeyQuotas | None:
+        """Returns the quotas of a key if they are cached. Does not block."""
+        return self._cache.get(key_id)
+
+    def find(self, tenant: str, key_id: str) -> KeyQuotas:
+        """Returns the quotas of a key, from the cache if they are there."""
+        found = self._cache.get(key_id) or self._cache.look_up(key_id, lambda: self._read(tenant, key_id))
+        assert found is not None
+        return found
+
+    def find_tenant_quota(self, tenant: str) -> Quota:
+        """Returns the limits that apply to a tenant. They are not cached. Raises NotFound."""
+        if not self._database.read(_TENANT_EXISTS, {"tenant": tenant}):
+            raise _no_tenant(tenant)
+        return self._read_quota(tenant, "").or_default(self._default)
+
+    def find_key_subject(self, key_id: str) -> Subject:
+        """Returns a key with its quota. It is not cached. Raises NotFound."""
+        rows = self._database.read(_KEY_OWNER, {"key_id": key_id})
+        if not rows or rows[0][0] is None:
+            raise NotFound(f"There is no key `{key_id[:64]}`.")
+        tenant = str(rows[0][0])
+        return Subject(tenant, key_id, self._read_quota(tenant, key_id))
+
+    def change_tenant_quota(
+        self, tenant: str, changes: Mapping[str, int | None], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Changes the quota of a tenant. None removes a limit.
+
+        check: called in the transaction, after the values were checked. If it raises, the quota stays as it is.
+
+        Raises NotFound, or BadRequest naming the field.
+        """
+        self._change(tenant, "", changes, check)
+
+    def change_key_quota(self, key_id: str, changes: Mapping[str, int | None]) -> None:
+        """Changes the quota of a key. None removes a limit. Raises NotFound, or BadRequest naming the field."""
+        self._change(self.find_key_subject(key_id).tenant, key_id, changes, lambda: None)
+
+    def apply_changes(self, changes: Changes) -> None:
+        """Drops from the cache what has changed. changes: what was just read from the feed."""
+        if changes.resync:
+            self._cache.clear()
+        for change in changes.changes:
+            if change.key_id:
+                self._cache.drop(change.key_id)
+            elif not change.name:
+                self._cache.drop_tenant(change.tenant)
+
+    def _read(self, tenant: str, key_id: str) -> KeyQuotas:
+        rows = self._database.read(_QUOTAS_OF_KEY, {"tenant": tenant, "key_id": key_id})
+        quotas = {owner: Quota(*limits) for owner, *limits in rows}
+        subjects = (
+            Subject(tenant, "", quotas.get("", NO_QUOTA).or_default(self._default)),
+            Subject(tenant, key_id, quotas.get(key_id, NO_QUOTA)),
+        )
+        return KeyQuotas(tenant, tuple(subject for subject in subjects if subject.quota.limits_requests))
+
+    def _read_quota(self, tenant: str, key_id: str) -> Quota:
+        rows = self._database.read(_QUOTA, {"tenant": tenant, "key_id": key_id})
+        return Quota(*rows[0]) if rows else NO_QUOTA
+
+    def _change(
+        self, tenant: str, key_id: str, changes: Mapping[str, int | None], check: Callable[[], None]
+    ) -> None:
+        names: dict[str, Any] = {"tenant": tenant, "key_id": key_id}
+        with self._database.transaction(CHANGES) as connection:
+            if connection.execute(_TENANT_EXISTS, {"tenant": tenant}).first() is None:
+                raise _no_tenant(tenant)
+            row = connection.execute(_QUOTA, names).first()
+            quota = (Quota(*row) if row else NO_QUOTA).changed(changes, of_key=bool(key_id))
+            check()
+            connection.execute(delete(schema.quotas).where(_q.tenant == tenant, _q.key_id == key_id))
+            if quota != NO_QUOTA:
+                connection.execute(insert(schema.quotas), names | quota.to_json())
+            publish(connection, Change(tenant, key_id=key_id))
+            record_change(connection, "quota.change", tenant, key_id, details=changes)
+        if key_id:
+            self._cache.drop(key_id)
+        else:
+            self._cache.drop_tenant(tenant)
+
+
+def _no_tenant(tenant: str) -> NotFound:
+    return NotFound(f"There is no tenant `{tenant[:128]}`.")

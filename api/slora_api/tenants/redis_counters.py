@@ -1,0 +1,215 @@
+"""Quota counters that several hosts share: accounts and reservations in one Redis.
+
+    slora:quota:{<tenant>}:<key id>        hash: an account. `r:<second>` and `t:<second>` are charges by second, and
+                                           the other fields are those of `Account`. The tenant has an empty key id.
+    slora:quota:{<tenant>}:reservations    hash: id -> its accounts, second, day, month, requests, tokens, answers
+    slora:quota:{<tenant>}:leases          sorted set: id -> when its lease ends
+
+One script (`redis_counters.lua`) makes every change, so a reservation is atomic. It uses the time of Redis. Each
+process renews the leases of its reservations. The next call for a tenant returns reservations whose lease has ended.
+Keys expire a day after their last use; what a budget needs is then seeded again.
+
+While Redis does not answer, each host counts for itself (`HostCounters`), so limits hold for each host. A process tries
+Redis again every second.
+
+The module needs the package redis, so only the composition root loads it.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from slora_api.tenants.host_counters import HostCounters
+from slora_api.tenants.quota import NO_QUOTA
+from slora_api.tenants.quota_counters import (
+    Charge,
+    NotSeeded,
+    Obstacle,
+    Refusal,
+    Reservation,
+    Subject,
+    Use,
+)
+
+__all__ = ["RedisCounters", "open_redis_counters"]
+
+logger = logging.getLogger(__name__)
+
+_LEASE_S = 20.0
+_RENEW_S = 5.0
+_TIMEOUT_S = 1.0
+_PAUSE_S = 1.0
+
+_SCRIPT = Path(__file__).with_suffix(".lua").read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A reservation in Redis."""
+
+    tenant: str
+    reservation_id: str
+
+
+def open_redis_counters(url: str, host: HostCounters) -> "RedisCounters":
+    """Returns counters in the Redis at `url`, which need not answer yet. host: counts while it does not."""
+    client = redis.asyncio.Redis.from_url(
+        url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
+    )
+    return RedisCounters(client, host)
+
+
+class RedisCounters:
+    """Implements `QuotaCounters`. clock_ms: Unix time in milliseconds, in place of that of Redis."""
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis[bytes]",
+        host: HostCounters,
+        clock_ms: Callable[[], int] | None = None,
+        lease_s: float = _LEASE_S,
+    ) -> None:
+        self._client = client
+        self._host = host
+        self._clock_ms = clock_ms
+        self._lease_ms = int(lease_s * 1000)
+        self._script = client.register_script(_SCRIPT)
+        self._is_away = False
+        # The open reservations of this process.
+        self._open: set[_Handle] = set()
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def reserve(
+        self, subjects: tuple[Subject, ...], charge: Charge
+    ) -> Reservation | Refusal | NotSeeded:
+        if self._is_away:
+            return await self._host.reserve(subjects, charge)
+        handle = _Handle(subjects[0].tenant, uuid.uuid4().hex)
+        limits = [limit for subject in subjects for limit in _limits(subject)]
+        values = (handle.reservation_id, charge.requests, charge.tokens, charge.answers, *limits)
+        try:
+            found, unseeded, uses = await self._run("reserve", subjects, values)
+        except redis.RedisError as error:
+            self._leave(error)
+            return await self._host.reserve(subjects, charge)
+        if unseeded:
+            return NotSeeded(tuple(subjects[position - 1] for position in unseeded))
+        shown = _uses(uses)
+        if not found:
+            self._open.add(handle)
+            return Reservation(charge, shown, handle)
+        obstacles = (
+            Obstacle(subjects[position - 1], field.decode(), wait_ms if wait_ms >= 0 else None)
+            for position, field, wait_ms in found
+        )
+        return Refusal(tuple(obstacles), shown)
+
+    def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
+        handle = reservation.handle
+        if not isinstance(handle, _Handle):
+            self._host.settle(reservation, used_tokens, counts=counts)
+            return
+        self._open.discard(handle)
+        task = asyncio.create_task(self._settle(handle, used_tokens, counts=counts))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
+        if not self._is_away:
+            try:
+                return _uses((await self._run("read", subjects))[2])
+            except redis.RedisError as error:
+                self._leave(error)
+        return await self._host.read(subjects)
+
+    async def seed(self, subject: Subject, tokens_today: int, tokens_this_month: int) -> None:
+        if not self._is_away:
+            try:
+                await self._run("seed", (subject,), (tokens_today, tokens_this_month))
+                return
+            except redis.RedisError as error:
+                self._leave(error)
+        await self._host.seed(subject, tokens_today, tokens_this_month)
+
+    async def run(self) -> None:
+        sweeping = asyncio.create_task(self._host.run())
+        try:
+            while True:
+                await asyncio.sleep(_PAUSE_S if self._is_away else _RENEW_S)
+                await self._renew()
+        finally:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
+
+    async def close(self) -> None:
+        for handle in tuple(self._open):
+            await self._settle(handle, 0, counts=True)
+        self._open.clear()
+        await asyncio.gather(*self._settling)
+        await self._client.aclose()
+        await self._host.close()
+
+    async def _settle(self, handle: _Handle, used_tokens: int, *, counts: bool) -> None:
+        subject = Subject(handle.tenant, "", NO_QUOTA)
+        try:
+            await self._run("settle", (subject,), (handle.reservation_id, used_tokens, int(counts)))
+        except redis.RedisError as error:
+            self._leave(error)  # the lease ends by itself
+
+    async def _renew(self) -> None:
+        """Renews the leases of this process. Finds out whether Redis answers again."""
+        by_tenant: dict[str, list[str]] = {}
+        for handle in self._open:
+            by_tenant.setdefault(handle.tenant, []).append(handle.reservation_id)
+        try:
+            await self._client.ping()
+            for tenant, ids in by_tenant.items():
+                for start in range(0, len(ids), 1000):
+                    await self._run("renew", (Subject(tenant, "", NO_QUOTA),), ids[start : start + 1000])
+        except redis.RedisError as error:
+            self._leave(error)
+            return
+        if self._is_away:
+            logger.warning("the Redis of quotas answers again, so limits hold for all hosts together")
+            self._is_away = False
+
+    async def _run(self, operation: str, subjects: tuple[Subject, ...], values: Iterable[Any] = ()) -> Any:
+        space = f"slora:quota:{{{subjects[0].tenant}}}:"
+        accounts = [f"{space}{subject.key_id}" for subject in subjects]
+        now = "" if self._clock_ms is None else self._clock_ms()
+        return await self._script(
+            keys=[f"{space}leases", f"{space}reservations", *accounts],
+            args=[operation, now, self._lease_ms, *values],
+        )
+
+    def _leave(self, error: redis.RedisError) -> None:
+        if not self._is_away:
+            logger.error(
+                "the Redis of quotas does not answer, so until it does, limits hold for each host by itself: %s",
+                error,
+            )
+        self._is_away = True
+
+
+def _limits(subject: Subject) -> Iterable[int | str]:
+    quota = subject.quota
+    limits = (
+        quota.requests_per_minute,
+        quota.tokens_per_minute,
+        quota.tokens_per_day,
+        quota.tokens_per_month,
+        quota.concurrent_answers,
+    )
+    return ("" if limit is None else limit for limit in limits)
+
+
+def _uses(rows: Iterable[Iterable[int]]) -> tuple[Use, ...]:
+    return tuple(Use(*row) for row in rows)

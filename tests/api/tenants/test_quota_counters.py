@@ -1,0 +1,211 @@
+"""The contract of quota counters: a plain model decides what each of them must answer."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from slora_api.tenants.quota import Quota
+from slora_api.tenants.quota_counters import Charge, NotSeeded, QuotaCounters, Refusal, Reservation, Subject
+from tests.api.tenants.quota_places import START_S, Clock, CountersPlace, counters_place
+
+TENANT = Quota(requests_per_minute=6, tokens_per_minute=100, concurrent_answers=5)
+KEY = Quota(requests_per_minute=4, tokens_per_minute=70, tokens_per_day=150, tokens_per_month=250)
+
+
+@pytest.fixture(params=["host", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CountersPlace]:
+    with counters_place(request.param, tmp_path, request) as opened:
+        yield opened
+
+
+@dataclass
+class Charged:
+    """A request that the model has admitted. used: its tokens at present."""
+
+    subjects: tuple[Subject, ...]
+    charge: Charge
+    at_ms: int
+    used: int
+    requests: int
+    reservation: Reservation
+    process: int
+    is_open: bool = True
+
+
+@dataclass
+class Model:
+    """Decides by adding up every charge again."""
+
+    clock: Clock
+    charged: list[Charged] = field(default_factory=list)
+
+    def of(self, subject: Subject) -> list[Charged]:
+        return [one for one in self.charged if subject.account in [own.account for own in one.subjects]]
+
+    def window(self, subject: Subject, unit: str, now_ms: int) -> int:
+        recent = (one for one in self.of(subject) if now_ms // 1000 - one.at_ms // 1000 <= 60)
+        return sum(getattr(one, unit) for one in recent)
+
+    def period(self, subject: Subject, form: str) -> int:
+        def period_of(ms: int) -> str:
+            return datetime.fromtimestamp(START_S + ms // 1000, UTC).strftime(form)
+
+        now = period_of(self.clock.now_ms)
+        return sum(one.used for one in self.of(subject) if period_of(one.at_ms) == now)
+
+    def answers(self, subject: Subject) -> int:
+        return sum(one.charge.answers for one in self.of(subject) if one.is_open)
+
+    def obstacles(self, subjects: tuple[Subject, ...], charge: Charge) -> set[tuple[str, str, int | None]]:
+        found: set[tuple[str, str, int | None]] = set()
+        now_ms = self.clock.now_ms
+        for subject in subjects:
+            quota = subject.quota
+            for name, unit, added in (
+                ("requests_per_minute", "requests", charge.requests),
+                ("tokens_per_minute", "used", charge.tokens),
+            ):
+                limit = getattr(quota, name)
+                waits = (
+                    wait
+                    for wait in (0, *((now_ms // 1000 + step) * 1000 - now_ms for step in range(1, 62)))
+                    if self.window(subject, unit, now_ms + wait) + added <= limit
+                )
+                if limit is not None and added and (wait := next(waits)):
+                    found.add((subject.account, name, wait))
+            for name, used, added in (
+                ("tokens_per_day", self.period(subject, "%F"), charge.tokens),
+                ("tokens_per_month", self.period(subject, "%Y %m"), charge.tokens),
+                ("concurrent_answers", self.answers(subject), charge.answers),
+            ):
+                limit = getattr(quota, name)
+                if limit is not None and used + added > limit:
+                    found.add((subject.account, name, None))
+        return found
+
+
+class Counting(RuleBasedStateMachine):
+    """Two processes with one tenant and two keys. `place` is set by the test."""
+
+    place: CountersPlace
+    number = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Counting.number += 1
+        self.clock = Clock()
+        self.model = Model(self.clock)
+        self.tenant = f"acme{Counting.number}"
+        self.processes = [self.place(self.clock) for _ in range(2)]
+        self.run = self.place.runner.run
+        self.reader = 0
+
+    def subjects(self, key: int) -> tuple[Subject, ...]:
+        tenant = Subject(self.tenant, "", TENANT)
+        return (tenant,) if key == 0 else (tenant, Subject(self.tenant, f"key{key}", KEY))
+
+    @rule(
+        process=st.integers(0, 1), key=st.integers(0, 2), tokens=st.integers(1, 70), answers=st.integers(1, 3),
+        requests=st.integers(0, 1),
+    )  # fmt: skip
+    def reserve(self, process: int, key: int, tokens: int, answers: int, requests: int) -> None:
+        subjects, charge = self.subjects(key), Charge(tokens, answers, requests)
+        made = self.run(self.processes[process].reserve(subjects, charge))
+        if isinstance(made, NotSeeded):
+            assert [one.key_id for one in made.subjects] == [f"key{key}"]
+            self.run(self.processes[process].seed(made.subjects[0], 0, 0))
+            made = self.run(self.processes[process].reserve(subjects, charge))
+        expected = self.model.obstacles(subjects, charge)
+        if isinstance(made, Refusal):
+            assert {(one.subject.account, one.field, one.wait_ms) for one in made.obstacles} == expected
+            return
+        assert isinstance(made, Reservation) and not expected
+        self.model.charged.append(
+            Charged(subjects, charge, self.clock.now_ms, tokens, requests, made, process)
+        )
+
+    @precondition(lambda self: any(one.is_open for one in self.model.charged))
+    @rule(chosen=st.integers(0, 100), part=st.floats(0, 1), counts=st.booleans())
+    def settle(self, chosen: int, part: float, counts: bool) -> None:
+        still_open = [one for one in self.model.charged if one.is_open]
+        one = still_open[chosen % len(still_open)]
+        one.is_open = False
+        one.used = int(one.charge.tokens * part)
+        one.requests = one.charge.requests if counts else 0
+        process = self.processes[one.process]
+
+        async def settle() -> None:
+            process.settle(one.reservation, one.used, counts=counts)
+            if tasks := getattr(process, "_settling", None):
+                await asyncio.gather(*tasks)
+
+        self.run(settle())
+
+    @rule(ms=st.sampled_from([1, 400, 1000, 7300, 30_000, 59_999, 61_000, 3_600_000]))
+    def wait(self, ms: int) -> None:
+        self.clock.now_ms += ms
+
+    @invariant()
+    def uses_are_those_of_the_model(self) -> None:
+        self.reader = 1 - self.reader
+        subjects, model, now_ms = (*self.subjects(1), self.subjects(2)[1]), self.model, self.clock.now_ms
+        for subject, use in zip(subjects, self.run(self.processes[self.reader].read(subjects)), strict=True):
+            assert (use.requests, use.tokens, use.answers, use.tokens_today, use.tokens_this_month) == (
+                model.window(subject, "requests", now_ms),
+                model.window(subject, "used", now_ms),
+                model.answers(subject),
+                model.period(subject, "%F"),
+                model.period(subject, "%Y %m"),
+            )
+
+    def teardown(self) -> None:
+        for process in self.processes:
+            self.run(process.close())
+
+
+def test_counters_answer_as_a_model_that_adds_up_every_charge(place: CountersPlace) -> None:
+    machine = type("CountingHere", (Counting,), {"place": place})
+    run_state_machine_as_test(machine)
+
+
+def use_of(place: CountersPlace, counters: QuotaCounters, subject: Subject) -> tuple[int, int, int]:
+    (use,) = place.runner.run(counters.read((subject,)))
+    return use.requests, use.tokens, use.answers
+
+
+def test_a_process_that_ends_returns_its_reservations(place: CountersPlace) -> None:
+    clock, subject = Clock(), Subject("acme", "", Quota(tokens_per_minute=100))
+    ended, other = place(clock), place(clock)
+    place.runner.run(ended.reserve((subject,), Charge(80, 2)))
+    assert use_of(place, other, subject) == (1, 80, 2)
+    place.runner.run(ended.close())
+    assert use_of(place, other, subject) == (1, 0, 0)
+    place.runner.run(other.close())
+
+
+def test_seeding_never_lowers_what_the_counters_have(place: CountersPlace) -> None:
+    clock, subject = Clock(), Subject("acme", "", Quota(tokens_per_day=100, tokens_per_month=1000))
+    counters = place(clock)
+    run = place.runner.run
+    assert run(counters.reserve((subject,), Charge(10, 1))) == NotSeeded((subject,))
+    run(counters.seed(subject, 40, 400))
+    assert isinstance(run(counters.reserve((subject,), Charge(60, 1))), Reservation)
+    run(counters.seed(subject, 50, 500))
+    (use,) = run(counters.read((subject,)))
+    assert (use.tokens_today, use.tokens_this_month, use.reserved_tokens) == (100, 500, 60)
+    assert isinstance(run(counters.reserve((subject,), Charge(1, 1))), Refusal)
+    clock.now_ms = 60_000  # the next day
+    assert isinstance(run(counters.reserve((subject,), Charge(100, 1))), Reservation)
+    run(counters.close())
