@@ -45,6 +45,10 @@ class DataDir:
         return self.path / "pepper"
 
     @property
+    def admin_key(self) -> Path:
+        return self.path / "admin-key.hmac"
+
+    @property
     def revocations(self) -> Path:
         return self.path / "revocations"
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from sqlalchemy import exc
+from sqlalchemy import exc, select
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Executable
 
+from slora_adapters.database import schema
 from slora_adapters.database.database_url import parse_database_url
 from slora_adapters.database.migration import SCHEMA, is_current, upgrade
 from slora_adapters.database.postgresql_engine import check_settings, lock_by_name, make_postgresql_engine
@@ -38,7 +39,7 @@ from slora_adapters.database.sqlite_engine import (
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable, StoreUnfit
 
-__all__ = ["CHANGES", "Database", "blob_lock"]
+__all__ = ["CHANGES", "Database", "Snapshot", "blob_lock"]
 
 CHANGES = "changes"
 # After a failed connection, calls fail for this long without a try of their own. Each of them would block a thread
@@ -49,6 +50,19 @@ _PAUSE_S = 1.0
 def blob_lock(digest: str) -> str:
     """Returns the name of the lock of a blob."""
     return f"blob {digest}"
+
+
+class Snapshot:
+    """A connection whose queries all see the database as it was at `begin`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def begin(self) -> None:
+        if self.connection.dialect.name == "sqlite":
+            self.connection.exec_driver_sql("BEGIN")
+        # The snapshot is taken by the first query.
+        self.connection.execute(select(schema.platform.c.id))
 
 
 class Database:
@@ -142,6 +156,17 @@ class Database:
                 return connection.execute(statement, parameters).fetchall()
         except DiskFull:
             return self._read_exclusively(statement, parameters)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Yields a connection for many queries that belong together. Other transactions go on meanwhile."""
+        with self._connection() as connection:
+            if self._path is None:
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            try:
+                yield Snapshot(connection)
+            finally:
+                connection.rollback()
 
     def free_reserve(self) -> bool:
         """Frees the disk reserve for an urgent transaction. Returns whether the reserve existed."""

@@ -4,7 +4,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Select, Table, func, insert, select, tuple_, update
+from sqlalchemy import Select, Table, delete, func, insert, select, tuple_, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -12,7 +12,7 @@ from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
 
-__all__ = ["Copied", "copy_database", "take_over_registry"]
+__all__ = ["Copied", "copy_database", "copy_everything", "take_over_registry"]
 
 _NAME_TABLES = (
     schema.adapter_names,
@@ -23,7 +23,9 @@ _NAME_TABLES = (
 )
 # Tolerance for rounding errors in the sum of all floors, such as 0.7 + 0.2 + 0.1.
 _SUM_SLACK = 1e-9
-# Rows of the usage ledger in one statement.
+# They tell the processes of one database what happens now.
+_TRANSIENT = (schema.changes, schema.adapter_reservations)
+# Rows of a large table in one statement.
 _ROWS_AT_ONCE = 2000
 
 
@@ -72,6 +74,23 @@ def copy_database(source: Database, target: Database) -> Copied:
         if copied != Copied(0, 0, 0):
             record_change(connection, "database.copy", "", source.label, asdict(copied))
         return copied
+
+
+def copy_everything(source: Connection, target: Connection) -> None:
+    """Copies all rows into a new database, a part at a time. source: see `Database.snapshot`."""
+    target.execute(delete(schema.platform))
+    for table in schema.metadata.sorted_tables:
+        if table in _TRANSIENT:
+            continue
+        query = table.select().execution_options(stream_results=True)
+        for rows in source.execute(query).mappings().partitions(_ROWS_AT_ONCE):
+            target.execute(insert(table), [dict(row) for row in rows])
+        number = table.autoincrement_column
+        if target.dialect.name == "postgresql" and number is not None:
+            # The sequence does not follow rows that are inserted with their numbers.
+            sequence = func.pg_get_serial_sequence(table.name, number.name)
+            last = select(func.max(number)).scalar_subquery()
+            target.execute(select(func.setval(sequence, func.coalesce(last, 1))))
 
 
 def take_over_registry(connection: Connection, registry: str) -> bool:

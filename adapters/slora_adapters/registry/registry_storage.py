@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import bindparam, delete, func, insert, select, tuple_, union_all
+from sqlalchemy import bindparam, delete, func, insert, select, tuple_, union_all, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -224,6 +224,40 @@ class RegistryStorage:
         """Releases a reservation; a no-op if it does not exist any more."""
         with self._database.transaction(even_if_full=True) as connection:
             connection.execute(delete(schema.adapter_reservations).where(_r.reservation == reservation))
+
+    def hold_blobs(self, holder: str, now: float, begin_snapshot: Callable[[], None]) -> Sequence[str]:
+        """Reserves all blobs that versions refer to, and begins a snapshot that has exactly these versions. Returns the
+        digests. `release_held` ends the reservations.
+
+        holder: the beginning of the names of the reservations. Blobs of a tenant that is being purged are left out.
+        """
+        purging = select(schema.tenants.c.name).where(schema.tenants.c.status == "purging")
+        query = select(_v.digest).where(_v.tenant.not_in(purging)).distinct().order_by(_v.digest)
+        with self._database.transaction(CHANGES) as connection:
+            if connection.dialect.name == "postgresql":
+                # Waits until running calls of `collect` have ended. Later ones see the reservations.
+                connection.exec_driver_sql("LOCK TABLE adapter_reservations IN SHARE ROW EXCLUSIVE MODE")
+            digests = list(connection.execute(query).scalars())
+            rows = [
+                {"reservation": f"{holder}-{number}", "digest": digest, "expires_at": now + RESERVATION_S}
+                for number, digest in enumerate(digests)
+            ]
+            if rows:
+                connection.execute(insert(schema.adapter_reservations), rows)
+            record_change(connection, "backup.create", "", holder, {"num_blobs": len(digests)})
+            begin_snapshot()
+        return digests
+
+    def renew_held(self, holder: str, now: float) -> None:
+        """Keeps the reservations of `hold_blobs` for another RESERVATION_S."""
+        own = update(schema.adapter_reservations).where(_r.reservation.startswith(holder, autoescape=True))
+        with self._database.transaction() as connection:
+            connection.execute(own.values(expires_at=now + RESERVATION_S))
+
+    def release_held(self, holder: str) -> None:
+        with self._database.transaction(even_if_full=True) as connection:
+            own = _r.reservation.startswith(holder, autoescape=True)
+            connection.execute(delete(schema.adapter_reservations).where(own))
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float, leaving: str = "") -> bool:
         """Calls `drop(digest)` if no version of a tenant other than `leaving` refers to the blob and no upload has

@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +23,12 @@ from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable, T
 from slora_adapters.full_disk import is_full
 from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.local_blob import TIER, LocalBlob
+from slora_adapters.store.store import Blob
 
 # Attempts of one put. A put starts over if the same digest was deleted during the put.
 _MAX_ATTEMPTS = 10
+# Bytes that `copy` reads at once.
+_PIECE_BYTES = 4 << 20
 
 
 class FileStore:
@@ -66,6 +69,29 @@ class FileStore:
             f"adapter {digest[:12]} was deleted during each of {_MAX_ATTEMPTS} attempts to store it; try "
             "again"
         )
+
+    def copy(
+        self,
+        digest: str,
+        blob: Blob,
+        on_piece: Callable[[str, memoryview], None] = lambda member, piece: None,
+    ) -> None:
+        """Like `put`, with the content of a blob from another store. on_piece: called with each piece of each member,
+        in order. Raises what reading that blob raises.
+        """
+        check_digest(digest)
+        with _as_unavailable(self.root), _locked_folder(self._tmp) as folder:
+            for name, num_bytes in blob.members.items():
+                with (folder / check_member_name(name)).open("wb") as file:
+                    for start in range(0, num_bytes, _PIECE_BYTES):
+                        piece = memoryview(bytearray(min(_PIECE_BYTES, num_bytes - start)))
+                        blob.read_into(name, start, piece)
+                        file.write(piece)
+                        on_piece(name, piece)
+                    file.flush()
+                    os.fsync(file.fileno())
+            sync_directory(folder)
+            self._publish(folder, digest)
 
     def open(self, digest: str) -> LocalBlob:
         with _as_unavailable(self.root):

@@ -19,6 +19,8 @@ _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
     "demo": ("slora_api.server.serve", "serve_demo"),
     "migrate": ("slora_api.cli.migrate", "migrate"),
+    "backup": ("slora_api.cli.backup", "backup"),
+    "restore": ("slora_api.cli.backup", "restore"),
     "tenant create": ("slora_api.cli.tenant", "create"),
     "tenant set": ("slora_api.cli.tenant", "change"),
     "tenant suspend": ("slora_api.cli.tenant", "suspend"),
@@ -139,6 +141,31 @@ def _add_migrate(commands: _Commands) -> None:
         metavar="DIR",
         help="data directory of a server; its tenants, keys and names are copied into --database (SLORA_DATA_DIR)",
     )
+
+
+def _add_backup(commands: _Commands) -> None:
+    backup = commands.add(
+        "backup", "copy database, adapters and pepper into a new directory, while servers go on"
+    )
+    backup.epilog = "The directory contains the pepper of all API keys. Keep it as safe as the servers."
+    backup.add_argument("directory", metavar="DIR", help="the backup; it must not exist")
+    backup.add_argument(
+        "--data-dir", metavar="DIR", help="data directory of a server (SLORA_DATA_DIR; default data)"
+    )
+    backup.add_argument("--database", metavar="URL", help="as in slora serve (SLORA_DATABASE)")
+    backup.add_argument("--store", metavar="URL", help="as in slora serve (SLORA_STORE)")
+    restore = commands.add("restore", "make a data directory from a backup; nothing is written over")
+    restore.add_argument("directory", metavar="BACKUP")
+    restore.add_argument(
+        "--data-dir",
+        required=True,
+        metavar="DIR",
+        help="the data directory to make; it must not exist, or be empty",
+    )
+    restore.add_argument(
+        "--database", metavar="URL", help="an empty PostgreSQL database for tenants, keys and names"
+    )
+    restore.add_argument("--store", metavar="URL", help="a store for the adapters, as in slora serve")
 
 
 def _add_tenants_and_keys(commands: _Commands) -> None:
@@ -483,6 +510,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = _Commands(parser)
     _add_serve(commands)
     _add_migrate(commands)
+    _add_backup(commands)
     _add_tenants_and_keys(commands)
     _add_audit(commands)
     _add_quotas(commands)

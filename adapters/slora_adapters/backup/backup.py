@@ -1,0 +1,139 @@
+"""Copies database, store and secrets into a directory while servers go on.
+
+One transaction reserves every blob that a version refers to, and takes a snapshot of the database at the same moment.
+So the copy of the database is consistent, and no blob that it needs can be deleted while it is copied. Changes after
+that moment are not in the backup. The directory gets its name only when every file has been read again and compared.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from sqlalchemy.engine import Connection
+
+from slora_adapters.backup.manifest import (
+    ADAPTERS,
+    DATABASE,
+    SECRETS,
+    Manifest,
+    StoredFile,
+    hash_file,
+    verify_files,
+)
+from slora_adapters.database.database import Database
+from slora_adapters.database.database_copy import copy_everything
+from slora_adapters.durable_file import sync_directory
+from slora_adapters.errors import AdapterNotFound, StoreUnfit
+from slora_adapters.registry.registry_storage import RESERVATION_S, RegistryStorage
+from slora_adapters.store.file_store import FileStore
+from slora_adapters.store.store import Store
+
+__all__ = ["make_backup"]
+
+
+def make_backup(database: Database, store: Store, secrets: Mapping[str, Path], target: Path) -> Manifest:
+    """Makes the directory `target`. secrets: files by their name in the backup; one that does not exist is left out.
+
+    Raises StoreUnfit if the target exists, or if the store lacks a blob. Raises StoreUnavailable and OSError. A backup
+    that fails leaves nothing behind; one that is killed leaves a directory `<target>.partial-<id>`.
+    """
+    if target.exists():
+        raise StoreUnfit(f"{str(target)!r} exists already: name a directory that does not exist")
+    work = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    work.mkdir(parents=True, mode=0o700)
+    try:
+        manifest = _Backup(database, store, work).fill(secrets)
+        verify_files(work, manifest)
+        manifest.write(work)
+        _sync_tree(work)
+        work.rename(target)
+        sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return manifest
+
+
+class _Backup:
+    """One backup in progress, in the directory `work`."""
+
+    def __init__(self, database: Database, store: Store, work: Path) -> None:
+        self._database = database
+        self._storage = RegistryStorage(database)
+        self._store = store
+        self._work = work
+        # All reservations of this backup begin with this text.
+        self._holder = f"backup-{uuid.uuid4().hex}"
+        self._files: dict[str, StoredFile] = {}
+
+    def fill(self, secrets: Mapping[str, Path]) -> Manifest:
+        created_at = time.time()
+        try:
+            with self._database.snapshot() as snapshot:
+                digests = self._storage.hold_blobs(self._holder, created_at, snapshot.begin)
+                self._copy_database(snapshot.connection)
+            self._copy_secrets(secrets)
+            self._copy_blobs(digests)
+        finally:
+            self._storage.release_held(self._holder)
+        return Manifest(created_at, self._files, tuple(digests))
+
+    def _copy_database(self, source: Connection) -> None:
+        path = self._work / DATABASE
+        with closing(Database(path)) as copy, copy.transaction() as connection:
+            copy_everything(source, connection)
+        self._files[DATABASE] = hash_file(path)
+
+    def _copy_secrets(self, secrets: Mapping[str, Path]) -> None:
+        folder = self._work / SECRETS
+        folder.mkdir(mode=0o700)
+        for name, path in secrets.items():
+            if path.exists():
+                copy = folder / name
+                copy.touch(mode=0o600)
+                copy.write_bytes(path.read_bytes())
+                self._files[f"{SECRETS}/{name}"] = hash_file(copy)
+
+    def _copy_blobs(self, digests: Sequence[str]) -> None:
+        copies = FileStore(self._work / ADAPTERS)
+        renewed_at = time.monotonic()
+        for digest in digests:
+            if time.monotonic() - renewed_at > RESERVATION_S / 4:
+                self._storage.renew_held(self._holder, time.time())
+                renewed_at = time.monotonic()
+            hashes: dict[str, hashlib._Hash] = {}
+            sizes: dict[str, int] = {}
+
+            def count(
+                member: str,
+                piece: memoryview,
+                hashes: dict[str, "hashlib._Hash"] = hashes,
+                sizes: dict[str, int] = sizes,
+            ) -> None:
+                hashes.setdefault(member, hashlib.sha256()).update(piece)
+                sizes[member] = sizes.get(member, 0) + len(piece)
+
+            try:
+                with closing(self._store.open(digest)) as blob:
+                    copies.copy(digest, blob, count)
+            except AdapterNotFound as error:
+                raise StoreUnfit(
+                    f"the store lacks the weights {digest}, which the database refers to: push that adapter again, or "
+                    "delete its version"
+                ) from error
+            folder = f"{ADAPTERS}/blobs/{digest[:2]}/{digest}"
+            for member, found in hashes.items():
+                self._files[f"{folder}/{member}"] = StoredFile(sizes[member], found.hexdigest())
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))

@@ -1,0 +1,95 @@
+"""The manifest of a backup: its files with their sizes and SHA-256.
+
+manifest.json       written last, so a directory without it is no complete backup
+slora.db            a SQLite file with all tables, whatever database they came from
+secrets/            the pepper and the hash of the admin key (mode 0600)
+adapters/blobs/...  the weights, as `FileStore` keeps them
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slora_adapters.errors import StoreUnfit
+
+__all__ = ["ADAPTERS", "DATABASE", "SECRETS", "Manifest", "StoredFile", "read_manifest", "verify_files"]
+
+DATABASE, SECRETS, ADAPTERS = "slora.db", "secrets", "adapters"
+_NAME = "manifest.json"
+_FORMAT = 1
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """sha256: in hexadecimal."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """created_at: Unix time. files: by path relative to the backup, with `/`. digests: the blobs."""
+
+    created_at: float
+    files: Mapping[str, StoredFile]
+    digests: tuple[str, ...]
+
+    def write(self, directory: Path) -> None:
+        content = {
+            "format": _FORMAT,
+            "created_at": self.created_at,
+            "digests": list(self.digests),
+            "files": {name: asdict(file) for name, file in sorted(self.files.items())},
+        }
+        (directory / _NAME).write_text(json.dumps(content, indent=1))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises StoreUnfit if the directory is no complete backup, or one of a newer release."""
+    try:
+        content: dict[str, Any] = json.loads((directory / _NAME).read_text())
+        if (found := content["format"]) != _FORMAT:
+            raise StoreUnfit(
+                f"the backup {str(directory)!r} has format {found}, but this release reads {_FORMAT}: use a newer "
+                "release"
+            )
+        files = {name: StoredFile(**file) for name, file in content["files"].items()}
+        manifest = Manifest(content["created_at"], files, tuple(content["digests"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreUnfit(
+            f"{str(directory)!r} is not a complete backup: its {_NAME} cannot be read ({error})"
+        ) from error
+    for name in manifest.files:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise StoreUnfit(f"the backup {str(directory)!r} names the file {name!r}, which is outside of it")
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Reads every file again. Raises StoreUnfit for the first one that is missing or differs from the manifest."""
+
+    def check(name: str) -> None:
+        try:
+            found = hash_file(directory / name)
+        except OSError as error:
+            raise StoreUnfit(f"the backup {str(directory)!r} is damaged: {error}") from error
+        if found != manifest.files[name]:
+            raise StoreUnfit(
+                f"the backup {str(directory)!r} is damaged: {name} has other content than when it was made"
+            )
+
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        for _ in threads.map(check, manifest.files):
+            pass
+
+
+def hash_file(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return StoredFile(file.tell(), digest)

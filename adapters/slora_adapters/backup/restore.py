@@ -1,0 +1,116 @@
+"""Makes a data directory, and if asked the contents of a database and a store, from a backup.
+
+Everything is verified and prepared in a directory beside the new one, which gets its name last. So a restore that
+fails, or is killed, leaves nothing that a server would take for its data.
+"""
+
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sqlalchemy import func, select, update
+
+from slora_adapters.backup.manifest import ADAPTERS, DATABASE, SECRETS, Manifest, read_manifest, verify_files
+from slora_adapters.database import schema
+from slora_adapters.database.audit_log import record_change
+from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.database.database_copy import copy_everything
+from slora_adapters.durable_file import sync_directory
+from slora_adapters.errors import StoreUnfit
+from slora_adapters.store.store import Store
+
+__all__ = ["restore_backup"]
+
+# A database with rows in one of these tables has data.
+_DATA = (schema.tenants, schema.api_keys, schema.adapter_names, schema.usage_records)
+
+
+def restore_backup(
+    source: Path, data_dir: Path, database: Database | None = None, store: Store | None = None
+) -> Manifest:
+    """Makes the directory `data_dir`. database, store: where tenants and weights go instead of the directory.
+
+    The restored registry gets a new id, so that its servers and those of the original never delete each other's blobs
+    in a store that both use.
+
+    Raises StoreUnfit if the backup is damaged or of a newer release, or if the directory or the database has data.
+    """
+    _check_directory(data_dir)
+    manifest = read_manifest(source)
+    verify_files(source, manifest)
+    work = data_dir.with_name(f"{data_dir.name}.partial-{uuid.uuid4().hex[:8]}")
+    work.mkdir(parents=True, mode=0o700)
+    try:
+        for secret in (source / SECRETS).iterdir():
+            shutil.copy(secret, work / secret.name)
+            (work / secret.name).chmod(0o600)
+        _restore_blobs(source, manifest, work, store)
+        if database is None:
+            with closing(_open_copy(source, work)):
+                pass
+            _publish(work, data_dir)
+        else:
+            with (
+                TemporaryDirectory(dir=data_dir.parent) as scratch,
+                closing(_open_copy(source, scratch)) as own,
+            ):
+                _fill(database, own, lambda: _publish(work, data_dir))
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _check_directory(path: Path) -> None:
+    found = sorted(one.name for one in path.iterdir())[:3] if path.is_dir() else []
+    if found or (path.exists() and not path.is_dir()):
+        what = f"has {', '.join(found)}" if found else "is a file"
+        raise StoreUnfit(
+            f"--data-dir {str(path)!r} {what}: a restore writes over nothing, so name a directory that does not exist"
+        )
+
+
+def _open_copy(source: Path, directory: Path | str) -> Database:
+    """Copies the file of the backup into the directory, and makes it a database of its own."""
+    path = Path(directory) / DATABASE
+    shutil.copyfile(source / DATABASE, path)
+    database = Database(path)
+    with database.transaction(CHANGES) as connection:
+        connection.execute(update(schema.platform).values(id=uuid.uuid4().hex))
+        connection.execute(update(schema.changes).values(nonce=uuid.uuid4().hex))
+        record_change(connection, "backup.restore", "", str(source))
+    return database
+
+
+def _restore_blobs(source: Path, manifest: Manifest, work: Path, store: Store | None) -> None:
+    if store is None:
+        shutil.copytree(source / ADAPTERS / "blobs", work / ADAPTERS / "blobs")
+        return
+    for digest in manifest.digests:
+        folder = source / ADAPTERS / "blobs" / digest[:2] / digest
+        store.put(digest, {path.name: path for path in folder.iterdir()})
+
+
+def _fill(database: Database, source: Database, before_commit: Callable[[], None]) -> None:
+    """Copies everything into a database without data, in one transaction."""
+    with ExitStack() as stack:
+        snapshot = stack.enter_context(source.snapshot())
+        snapshot.begin()
+        connection = stack.enter_context(database.transaction(CHANGES))
+        for table in _DATA:
+            if count := connection.execute(select(func.count()).select_from(table)).scalar_one():
+                raise StoreUnfit(
+                    f"--database {database.label} has {count} rows in the table {table.name}: a restore writes over "
+                    "nothing, so name an empty database"
+                )
+        copy_everything(snapshot.connection, connection)
+        before_commit()
+
+
+def _publish(work: Path, data_dir: Path) -> None:
+    """Gives the prepared directory its name. An empty directory of that name is replaced."""
+    work.rename(data_dir)
+    sync_directory(data_dir.parent)
