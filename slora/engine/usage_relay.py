@@ -47,9 +47,9 @@ class UsageRelay:
         )
 
     def end(self, request_id: str, usage: RequestUsage) -> None:
-        """Takes the usage of a request that has ended."""
+        """Takes the usage of a request that has ended. It has no record if no one is billed or nothing was used."""
         record = self._unfinished.pop(request_id, None)
-        if record is None:
+        if record is None or not record.account or usage == RequestUsage():
             return
         record = replace(record, ended_at=time.time(), usage=usage)
         if self._is_abandoned:

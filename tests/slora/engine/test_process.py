@@ -74,7 +74,7 @@ def run(stack: EngineStack) -> Run:
 
 
 def ask(name: str, adapter: AdapterVersion | None = None, params: SamplingParams = GREEDY) -> EngineRequest:
-    return EngineRequest(name, "tenant", [1, 2, 3], adapter, params)
+    return EngineRequest(name, "tenant", [1, 2, 3], adapter, params, account="key")
 
 
 async def collect(stream: AsyncGenerator[TokenDelta, None]) -> Answer:

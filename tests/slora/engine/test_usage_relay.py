@@ -40,15 +40,18 @@ def test_a_dead_process_leaves_its_unacknowledged_requests_to_the_engine(
     journal: UsageJournal, tmp_path: Path
 ) -> None:
     relay = UsageRelay(journal)
-    open_requests(relay, "recorded", "unacknowledged", "unfinished")
+    open_requests(relay, "recorded", "unacknowledged", "unfinished", "used nothing")
+    relay.add("no one's", EngineRequest("no one's", "acme", [1], VERSION, SamplingParams()))
+    relay.end("no one's", USAGE)
     relay.end("recorded", USAGE)
     relay.end("unacknowledged", USAGE)
     relay.acknowledge("recorded")
     relay.acknowledge("unknown")
     relay.abandon()
     relay.abandon()
-    assert relay.unfinished == ["unfinished"]
-    relay.end("unfinished", RequestUsage())
+    assert relay.unfinished == ["unfinished", "used nothing"]
+    relay.end("unfinished", USAGE)
+    relay.end("used nothing", RequestUsage())
     records = read(journal, tmp_path)
     assert records.keys() == {"unacknowledged", "unfinished"}
     record = records["unacknowledged"]
