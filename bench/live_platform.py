@@ -58,10 +58,18 @@ class Platform:
     def close(self) -> None:
         self._client.close()
 
-    def headers(self, tenant: str) -> dict[str, str]:
+    @property
+    def url(self) -> str:
+        return self._served.url
+
+    def key(self, tenant: str) -> str:
+        """Of a tenant that is made with it."""
         if tenant not in self._keys:
             self._keys[tenant] = self._served.make_key(tenant)
-        return bearer(self._keys[tenant])
+        return self._keys[tenant]
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        return bearer(self.key(tenant))
 
     def first_token_s(self, deposit: Deposit) -> float:
         """From the request until the first token of its stream; returns when the stream has ended."""

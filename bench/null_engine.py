@@ -1,0 +1,70 @@
+"""The engine process with an engine that computes nothing: each step gives each request a token at once.
+
+It takes the place of `slora.engine.process`, and everything around the steps is the real thing. `--no-usage`: tell the
+API process of no usage, so that it records none.
+"""
+
+import sys
+from typing import Any
+
+from slora.engine import process
+from slora.engine.engine import Engine
+from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+
+__all__ = ["NULL_TOKEN", "NullEngine"]
+
+# A letter of the tests' tokenizer, so that each token makes a chunk.
+NULL_TOKEN = 65
+_NO_USAGE = "--no-usage"
+
+
+class NullEngine(Engine):
+    """Choices, stop strings and the like are not looked at."""
+
+    tells_usage = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._left: dict[str, int] = {}
+        self._asked: dict[str, EngineRequest] = {}
+        self._ended: list[tuple[str, RequestUsage]] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left)
+
+    def add(self, request: EngineRequest) -> None:
+        self._left[request.request_id] = request.sampling.max_tokens
+        self._asked[request.request_id] = request
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        if request_id in self._left:
+            self._end(request_id)
+
+    def step(self) -> list[StepOutput]:
+        outputs = []
+        for request_id in list(self._left):
+            self._left[request_id] -= 1
+            reason = FinishReason.LENGTH if self._left[request_id] == 0 else None
+            outputs.append(StepOutput(request_id, TokenDelta((NULL_TOKEN,), reason)))
+            if reason is not None:
+                self._end(request_id)
+        return outputs
+
+    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, request_id: str) -> None:
+        left, request = self._left.pop(request_id), self._asked.pop(request_id)
+        if self.tells_usage:
+            generated = request.sampling.max_tokens - left
+            self._ended.append((request_id, RequestUsage(len(request.prompt_token_ids), 0, generated)))
+
+
+if __name__ == "__main__":
+    if _NO_USAGE in sys.argv:
+        sys.argv.remove(_NO_USAGE)
+        NullEngine.tells_usage = False
+    process.Engine = NullEngine  # type: ignore[misc]
+    sys.exit(process.main())

@@ -1,0 +1,96 @@
+"""`slora serve` with the null engine, and the plainest server that sends the same answers.
+
+    python -m bench.null_server real|without-usage|without-ipc serve FLAGS
+    python -m bench.null_server bare
+
+real            the engine process is `bench.null_engine`; all else is as users run it
+without-usage   the same, but the engine tells of no usage
+without-ipc     the API process makes the tokens by itself, as they come from the engine
+bare            one Starlette route under uvicorn, which parses the body and streams chunks of the same size
+"""
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from bench.null_engine import NULL_TOKEN
+from slora.engine.client import RemoteEngine
+from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora_api.cli.main import main
+from slora_api.server import serve
+from slora_api.server.supervisor import Child
+
+_CHUNK = {
+    "id": f"cmpl-{'0' * 32}",
+    "object": "text_completion",
+    "created": 1_700_000_000,
+    "model": "model",
+    "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
+    "usage": None,
+}
+
+
+class NullClient(RemoteEngine):
+    """Answers in this process. The engine process only tells what it is."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:  # type: ignore[override]
+        for left in reversed(range(request.sampling.max_tokens)):
+            await asyncio.sleep(0)
+            yield TokenDelta((NULL_TOKEN,), None if left else FinishReason.LENGTH)
+
+
+def serve_with_null_engine(kind: str, arguments: list[str]) -> int:
+    make_children = serve.engine_and_loader
+
+    def replaced(*given: Any) -> list[Child]:
+        loader, engine = make_children(*given)
+        flags = ["--no-usage"] if kind != "real" else []
+        return [loader, replace(engine, module="bench.null_engine", arguments=[*engine.arguments, *flags])]
+
+    serve.engine_and_loader = replaced
+    if kind == "without-ipc":
+        serve.RemoteEngine = NullClient  # type: ignore[misc]
+    return main(arguments)
+
+
+async def _complete(request: Request) -> StreamingResponse:
+    body = await request.json()
+    chunk = b"data: " + json.dumps(_CHUNK, separators=(",", ":")).encode() + b"\n\n"
+    last = json.dumps(
+        {**_CHUNK, "choices": [], "usage": {"completion_tokens": body["max_tokens"]}}, separators=(",", ":")
+    )
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(body["max_tokens"]):
+            await asyncio.sleep(0)
+            yield chunk
+        yield b"data: " + last.encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(chunks(), media_type="text/event-stream")
+
+
+def serve_bare() -> None:
+    app = Starlette(routes=[Route("/v1/completions", _complete, methods=["POST"])])
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(f"slora: listening on http://127.0.0.1:{listener.getsockname()[1]};", flush=True)
+    print("slora: ready;", flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "bare":
+        serve_bare()
+    else:
+        sys.exit(serve_with_null_engine(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,328 @@
+"""The HTTP platform as clients see it: load over time, the cost of HTTP over the engine, and the cost of each layer.
+
+    python -m bench.serving [--parts trace http layers] [--quick] [--json FILE]
+
+trace   an open loop: requests are sent when S-LoRA's generator or a Zipf trace (`bench.traces`) has them, answered or
+        not. Each adapter is a tenant. Figures by the definitions of `vllm bench serve` (`bench.serving_metrics`).
+http    64 streams of the base model over HTTP beside the same requests in the engine alone, in turn. The engine has one
+        thread in both, so that the API process and the client have the other core.
+layers  the same requests to `slora serve` with an engine that computes nothing (`bench.null_engine`), from a bare
+        Starlette route to the whole server: what streaming, IPC, tokenizing and the usage journal cost. A closed loop.
+
+The client takes its part of the same cores, so absolute figures are of this machine and this client.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.adapter_depot import DTYPE, Deposit, Depot
+from bench.contender import ContenderProcess, slora_launch
+from bench.contenders.answering import Run
+from bench.contenders.answering import Setup as ContenderSetup
+from bench.live_platform import Platform, Setup, Sizes, completion, live_platform
+from bench.parts import Tables, run_parts
+from bench.request_log import percentile
+from bench.serving_metrics import Limits, Served, serving_row, tenant_rows
+from bench.sse_client import SseClient
+from bench.table import Row
+from bench.traces import Trace, slora_trace, zipf_trace
+from bench.workload import ModelSize, prompts
+from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, environment, running
+from tests.api.served import Served as Server
+
+__all__ = ["http_tables", "layer_tables", "trace_tables"]
+
+_VOCAB = len(CHARACTERS) + 1
+# 85 million parameters, and the tests' tokenizer of one token for each character.
+MODEL = ModelSize(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2048, vocab=_VOCAB)
+_SETUP = Setup(MODEL)
+_RANK = 8
+_STREAMS = 64
+# What the bar allows HTTP to cost.
+_LEAST_OF_ENGINE = 0.95
+_LIMITS = Limits(ttft_s=6.0, tpot_s=0.5)
+# Requests of a layer's run, which is long enough for a thousand chunks a second.
+_LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 512, 256, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Of the trace. rate: requests a second."""
+
+    num_adapters: int
+    rate: float
+    duration_s: float
+    lengths: tuple[int, int]
+
+
+WHOLE = Scale(32, 2.0, 60.0, (8, 64))
+QUICK = Scale(4, 2.0, 5.0, (4, 12))
+
+
+def trace_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
+    scale = QUICK if quick else WHOLE
+    asked = scale.num_adapters, scale.rate, scale.duration_s
+    traces = {
+        "S-LoRA, uniform (alpha 1)": slora_trace(*asked, lengths=scale.lengths),
+        "S-LoRA, skewed (alpha 0.3)": slora_trace(*asked, alpha=0.3, lengths=scale.lengths),
+        "Zipf (alpha 1.5)": _shortened(zipf_trace(*asked, alpha=1.5), scale.lengths[1]),
+    }
+    rows, by_tenant = [], []
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
+        depot = Depot(Path(directory), setup.model)
+        deposits = depot.add(_RANK, [(f"tenant-{at}", f"adapter-{at}") for at in range(scale.num_adapters)])
+        sizes = _room_for(depot, deposits, _STREAMS, 2 * scale.lengths[1])
+        with live_platform(depot, sizes, *setup.flags) as platform:
+            for name, trace in traces.items():
+                platform.make_cold(deposits)
+                served, seconds = asyncio.run(_replay(platform, trace, deposits))
+                rows.append({"trace": name, **serving_row(served, seconds, _LIMITS)})
+                by_tenant += [{"trace": name, **row} for row in tenant_rows(served, 5)]
+        depot.close()
+    return {"open loop": rows, "open loop, the tenants with the most requests": by_tenant}
+
+
+def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
+    rounds, prompt_tokens, output_tokens = (1, 8, 4) if quick else (3, 64, 64)
+    # Other prompts in each round, so that neither side finds them in its prefix cache.
+    drawn = prompts((rounds + 1) * _STREAMS, prompt_tokens, EOS)
+    runs: dict[str, list[float]] = {"engine alone": [], "over HTTP": []}
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
+        folder = Path(directory)
+        depot = Depot(folder, setup.model)
+        sizes = _room_for(
+            depot, depot.add(_RANK, [("tenant", "unused")]), _STREAMS, prompt_tokens + output_tokens
+        )
+        pool_bytes = sizes.pool_pages * depot.full_page_bytes
+        wanted = ContenderSetup(
+            str(depot.model), [], DTYPE, 1, prompt_tokens + output_tokens, _STREAMS, pool_bytes
+        )
+        with live_platform(depot, sizes, *setup.flags, threads=1) as platform:
+            alone = ContenderProcess(slora_launch(1), wanted, folder / "engine.log")
+            try:
+                for number in range(rounds + 1):  # the first is a warm-up
+                    asked = drawn[number * _STREAMS : (number + 1) * _STREAMS]
+                    measured = alone.run(Run(asked, [None] * _STREAMS, output_tokens))
+                    tokens_per_s = asyncio.run(_stream_all(platform, asked, output_tokens))
+                    if number:
+                        runs["engine alone"].append(measured.tokens_per_s)
+                        runs["over HTTP"].append(tokens_per_s)
+            finally:
+                alone.stop()
+        depot.close()
+    ratio = statistics.median(b / a for a, b in zip(*runs.values(), strict=True))
+    verdict = "met" if ratio >= _LEAST_OF_ENGINE else "MISSED"
+    return {
+        f"{_STREAMS} streams of the base model": [
+            {
+                "case": name,
+                "tokens/s": statistics.median(rates),
+                "min": min(rates),
+                "max": max(rates),
+                "of engine alone": ratio if name == "over HTTP" else None,
+                f">= {_LEAST_OF_ENGINE:g}": verdict if name == "over HTTP" else None,
+            }
+            for name, rates in runs.items()
+        ]
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A server, and what its requests have for a prompt. kind: of `bench.null_server`."""
+
+    name: str
+    kind: str
+    prompt: str | list[int]
+
+
+def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
+    """Each layer is one more than in the row above, so the differences between rows are their costs."""
+    rounds, num_requests = (1, _STREAMS) if quick else (5, _LAYER_REQUESTS)
+    token_ids = prompts(1, _LAYER_PROMPT, EOS)[0]
+    text = "".join(CHARACTERS[token_id] for token_id in token_ids)
+    layers = (
+        _Layer("bare Starlette route", "bare", token_ids),
+        _Layer("+ API: keys, checks, chunks", "without-ipc", token_ids),
+        _Layer("+ IPC with the engine process", "without-usage", token_ids),
+        _Layer("+ usage journal", "real", token_ids),
+        _Layer("+ tokenizing", "real", text),
+    )
+    measured: dict[str, list[_LayerRun]] = {layer.name: [] for layer in layers}
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory, ExitStack() as stack:
+        model = Path(directory) / "model"
+        Depot(Path(directory), setup.model).close()
+        servers = {
+            kind: stack.enter_context(_null_server(kind, model, Path(directory) / kind, setup.flags))
+            for kind in dict.fromkeys(layer.kind for layer in layers)
+        }
+        keys = {kind: "" if kind == "bare" else server.make_key("bench") for kind, server in servers.items()}
+        for number in range(rounds + 1):  # the first is a warm-up
+            for layer in layers:
+                client = SseClient(servers[layer.kind].url)
+                run = asyncio.run(_measure_layer(client, keys[layer.kind], layer.prompt, num_requests))
+                if number:
+                    measured[layer.name].append(run)
+    return {
+        f"{_STREAMS} streams at a time, {_LAYER_TOKENS} chunks each, an engine that computes nothing": _layer_rows(
+            measured
+        )
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerRun:
+    requests_per_s: float
+    chunks_per_s: float
+    ttft_p50_s: float
+
+
+def _layer_rows(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
+    rows: list[Row] = []
+    before_s = before_ttft_ms = 0.0
+    for name, runs in measured.items():
+        per_s = statistics.median(run.requests_per_s for run in runs)
+        ttft_ms = 1e3 * statistics.median(run.ttft_p50_s for run in runs)
+        rows.append(
+            {
+                "layers": name,
+                "requests/s": per_s,
+                "chunks/s": statistics.median(run.chunks_per_s for run in runs),
+                "ms a request": 1e3 / per_s,
+                "added ms": 1e3 / per_s - before_s if rows else None,
+                "TTFT p50 ms": ttft_ms,
+                "added TTFT ms": ttft_ms - before_ttft_ms if rows else None,
+            }
+        )
+        before_s, before_ttft_ms = 1e3 / per_s, ttft_ms
+    return rows
+
+
+async def _measure_layer(
+    client: SseClient, key: str, prompt: str | list[int], num_requests: int
+) -> _LayerRun:
+    """A closed loop: each of the streams sends its next request when its answer has ended."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": _LAYER_TOKENS, "ignore_eos": True}
+    ttfts: list[float] = []
+    num_chunks = 0
+
+    async def send(count: int) -> None:
+        nonlocal num_chunks
+        for _ in range(count):
+            answer = await client.complete(key, body)
+            if answer.error is not None:
+                raise RuntimeError(f"a request failed: {answer.error}")
+            ttfts.append(answer.chunks_at[0] - answer.sent_at)
+            num_chunks += len(answer.chunks_at)
+
+    async with client:
+        await client.connect(_STREAMS)
+        start = time.perf_counter()
+        await asyncio.gather(*(send(num_requests // _STREAMS) for _ in range(_STREAMS)))
+        seconds = time.perf_counter() - start
+    return _LayerRun(len(ttfts) / seconds, num_chunks / seconds, percentile(sorted(ttfts), 50))
+
+
+@contextmanager
+def _null_server(kind: str, model: Path, data_dir: Path, flags: Sequence[str]) -> Iterator[Server]:
+    command = [sys.executable, "-P", "-m", "bench.null_server", kind]
+    if kind != "bare":
+        command += [
+            "serve",
+            "--port",
+            "0",
+            "--data-dir",
+            str(data_dir),
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+        ]
+        command += ["--dtype", DTYPE, "--pool-bytes", "64MiB", "--host-cache-bytes", "16MiB", *flags]
+    variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY, PYTHONPATH=os.pathsep.join(sys.path))
+    with running(command, variables, data_dir) as server:
+        server.wait_for_line("slora: ready;")
+        yield server
+
+
+async def _replay(
+    platform: Platform, trace: Trace, deposits: Sequence[Deposit]
+) -> tuple[list[Served], float]:
+    """Sends each request when it is due. Returns the requests, and the seconds until the last answer's end."""
+    keys = {at: platform.key(deposit.version.tenant) for at, deposit in enumerate(deposits)}
+    seen: set[int] = set()
+    async with SseClient(platform.url) as client:
+        await client.connect(_STREAMS)
+        start = time.perf_counter()
+
+        async def send(number: int, *, is_cold: bool) -> Served:
+            request = trace[number]
+            assert request.adapter is not None
+            due_at = start + request.arrival_s
+            await asyncio.sleep(due_at - time.perf_counter())
+            body = completion(deposits[request.adapter].name, request.output_tokens)
+            body["prompt"] = [token % EOS for token in prompts(1, request.prompt_tokens, EOS)[0]]
+            answer = await client.complete(keys[request.adapter], body)
+            return Served(request.tenant, due_at, is_cold, answer)
+
+        tasks = []
+        for number, request in enumerate(trace):
+            assert request.adapter is not None
+            tasks.append(asyncio.create_task(send(number, is_cold=request.adapter not in seen)))
+            seen.add(request.adapter)
+        served = await asyncio.gather(*tasks)
+        return list(served), time.perf_counter() - start
+
+
+async def _stream_all(platform: Platform, asked: Sequence[list[int]], output_tokens: int) -> float:
+    """Returns tokens per second of all requests at once."""
+    key = platform.key("bench")
+    async with SseClient(platform.url) as client:
+        await client.connect(len(asked))
+        start = time.perf_counter()
+        bodies = [{**completion("model", output_tokens), "prompt": prompt} for prompt in asked]
+        answers = await asyncio.gather(*(client.complete(key, body) for body in bodies))
+        seconds = time.perf_counter() - start
+    for answer in answers:
+        if answer.num_tokens != output_tokens:
+            raise RuntimeError(f"a stream had {answer.num_tokens} of {output_tokens} tokens: {answer.error}")
+    return len(asked) * output_tokens / seconds
+
+
+def _room_for(depot: Depot, deposits: Sequence[Deposit], num_sequences: int, tokens: int) -> Sizes:
+    """Room for all adapters and for so many sequences, and a half more."""
+    adapters = sum(depot.pages(deposit.packed_bytes) for deposit in deposits)
+    blocks = num_sequences * (tokens // 16 + 2)
+    host_cache_bytes = max(16 << 20, 2 * sum(deposit.packed_bytes for deposit in deposits))
+    return Sizes(3 * (adapters + blocks) // 2, host_cache_bytes, _RANK)
+
+
+def _shortened(trace: Trace, most_tokens: int) -> Trace:
+    """The same arrivals and adapters, with lengths that this machine can compute."""
+    return [
+        replace(
+            request,
+            prompt_tokens=min(request.prompt_tokens, most_tokens),
+            output_tokens=min(request.output_tokens, most_tokens),
+        )
+        for request in trace
+    ]
+
+
+PARTS: Mapping[str, Callable[..., Tables]] = {
+    "trace": trace_tables,
+    "http": http_tables,
+    "layers": layer_tables,
+}
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    run_parts(__doc__, PARTS)
