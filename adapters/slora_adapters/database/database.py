@@ -111,6 +111,11 @@ class Database:
                 check_settings(connection)
         elif self._path.exists() and not os.access(self._path, os.W_OK):
             raise StoreUnfit(f"the database {self.label} is read-only: make the file writable")
+        elif self._path.parent.exists() and not os.access(self._path.parent, os.W_OK):
+            raise StoreUnfit(
+                f"the directory of the database {self.label} is read-only, but SQLite keeps files beside the database: "
+                "make the directory writable"
+            )
         if not is_current(self.read, self._engine.dialect.name, self.label):
             with self.transaction(SCHEMA) as connection:
                 upgrade(connection, self.label)

@@ -7,6 +7,7 @@ process that dies before the end of the transaction changes nothing.
 A database that a newer release, another product or a release before 0.1 has written is refused.
 """
 
+import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Text, column, select, table, text
+from sqlalchemy import Text, column, exc, select, table, text
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 
@@ -33,6 +34,15 @@ _SCRIPTS = Path(__file__).parent / "migrations"
 _TABLES = {
     "sqlite": text("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"),
     "postgresql": text("SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = current_schema()"),
+}
+_COLUMNS = {
+    "sqlite": text(
+        "SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns "
+        "WHERE tables.type = 'table'"
+    ),
+    "postgresql": text(
+        "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
+    ),
 }
 _REVISION = select(table(VERSION_TABLE, column("version_num", Text)))
 # The table in which release 0.1 counted the migrations of each component, and its last counts.
@@ -72,8 +82,22 @@ def upgrade(connection: Connection, label: str) -> None:
             "fn": lambda revision, _context: scripts._upgrade_revs("head", revision),
         },
     )
-    with Operations.context(context):
-        context.run_migrations()
+    try:
+        with Operations.context(context):
+            context.run_migrations()
+    except exc.DBAPIError as error:
+        if not _is_about_schema(error):
+            raise
+        raise StoreUnavailable(
+            f"database {label} cannot be migrated, because its tables are not those of the release that it names "
+            f"({' '.join(str(error.orig).split())}): restore a complete copy of the database"
+        ) from error
+
+
+def _is_about_schema(error: exc.DBAPIError) -> bool:
+    """Whether a table or column is missing or exists already. On SQLite, this is the code of all errors in SQL."""
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    return isinstance(error, exc.ProgrammingError) if code is None else code == sqlite3.SQLITE_ERROR
 
 
 def _scripts() -> ScriptDirectory:
@@ -84,7 +108,7 @@ def _find_state(read: Read, dialect: str, label: str) -> str | None:
     """Returns the revision of the database; None if it is empty or was written by release 0.1."""
     names = {name for (name,) in read(_TABLES[dialect])}
     if VERSION_TABLE in names:
-        return _check_revision(read, names, label)
+        return _check_revision(read, dialect, names, label)
     if _VERSIONS_OF_0_1 in names:
         _check_0_1(read, label)
     elif names:
@@ -95,19 +119,32 @@ def _find_state(read: Read, dialect: str, label: str) -> str | None:
     return None
 
 
-def _check_revision(read: Read, names: set[str], label: str) -> str:
+def _check_revision(read: Read, dialect: str, names: set[str], label: str) -> str:
     ((revision,),) = read(_REVISION)
     scripts = _scripts()
     try:
         scripts.get_revision(revision)
     except CommandError:
         raise StoreUnavailable(f"database {label} {_NEWER} (its schema is {revision!r})") from None
-    missing = sorted(schema.metadata.tables.keys() - names)
-    if missing and revision == scripts.get_current_head():
-        raise StoreUnavailable(
-            f"database {label} lacks the tables {', '.join(missing)}: restore a complete copy of the database"
-        )
+    if revision == scripts.get_current_head():
+        _check_tables(read, dialect, names, label)
     return str(revision)
+
+
+def _check_tables(read: Read, dialect: str, names: set[str], label: str) -> None:
+    wanted = schema.metadata.tables
+    columns = {(table, column) for table, column in read(_COLUMNS[dialect])}
+    missing_columns = [
+        f"{table.name}.{column.name}"
+        for table in wanted.values()
+        for column in table.columns
+        if table.name in names and (table.name, column.name) not in columns
+    ]
+    for kind, missing in (("tables", sorted(wanted.keys() - names)), ("columns", missing_columns)):
+        if missing:
+            raise StoreUnavailable(
+                f"database {label} lacks the {kind} {', '.join(missing)}: restore a complete copy of the database"
+            )
 
 
 def _check_0_1(read: Read, label: str) -> None:

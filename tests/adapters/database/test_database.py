@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -196,6 +197,19 @@ def test_other_urls_are_refused_without_their_password(place: str, message: str)
 def test_a_path_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="unable to open"):
         Database(tmp_path / "nowhere" / "slora.db")
+
+
+@pytest.mark.parametrize("read_only", ["slora.db", "."])
+def test_a_sqlite_file_that_cannot_be_written_is_refused_with_the_remedy(
+    tmp_path: Path, read_only: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests may run as root, who may write everywhere but to a file system that is mounted read-only."""
+    Database(tmp_path / "slora.db").close()
+    place = (tmp_path / read_only).resolve()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place and real(path, mode))
+    with pytest.raises(StoreUnfit, match=r"is read-only.*make the (file|directory) writable"):
+        Database(tmp_path / "slora.db")
 
 
 def test_a_server_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:

@@ -244,6 +244,14 @@ def execute(place: str, statement: str) -> None:
     [
         (f"UPDATE {VERSION_TABLE} SET version_num = '9999'", "written by a newer release: run that release"),
         ("DROP TABLE adapter_names", "lacks the tables adapter_names: restore a complete copy"),
+        (
+            "ALTER TABLE tenants DROP COLUMN status",
+            r"lacks the columns tenants\.status: restore a complete copy",
+        ),
+        (
+            f"UPDATE {VERSION_TABLE} SET version_num = '0001'",
+            "cannot be migrated, because its tables are not .* restore a complete copy",
+        ),
         (f"DROP TABLE {VERSION_TABLE}", "tables of another product .*: give slora a database of its own"),
     ],
 )
