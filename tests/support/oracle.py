@@ -9,14 +9,14 @@ Where the engine's log-probabilities are given, they must match the reference to
 to change the argmax, or that change all scores alike.
 """
 
+import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from slora.verify.peft_reference import compute_forced_logits, find_rope_switch
@@ -66,30 +66,27 @@ class Oracle:
     def __init__(
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._base = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation="eager"
         ).eval()
-        self._rope_switch = find_rope_switch(self._model.config)
+        self._rope_switch = find_rope_switch(self._base.config)
+        self._adapted: PeftModel | None = None
+        self._chosen: str | None = None
         for name, path in adapters.items():
             self._load(name, path)
 
     def in_float32(self) -> "Oracle":
         """Converts this oracle to float32 arithmetic on the same, already rounded weights. Changes the oracle in
         place."""
-        self._model = self._model.float()
+        self._base = self._base.float()
+        if self._adapted is not None:
+            self._adapted = self._adapted.float()
         return self
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], adapter: str | None) -> Tensor:
         """float32 [T, vocab_size]: row t holds the logits of the token after token t."""
-        inputs = torch.tensor([list(token_ids)])
-        if not isinstance(self._model, PeftModel):
-            return self._model(inputs).logits[0].float()
-        if adapter is None:
-            with self._model.disable_adapter():
-                return self._model(inputs).logits[0].float()
-        self._model.set_adapter(adapter)
-        return self._model(inputs).logits[0].float()
+        return self._choose(adapter)(torch.tensor([list(token_ids)])).logits[0].float()
 
     def answer_logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Tensor:
         """float32 [len(answer), vocab_size]: the logits from which each token of the answer was chosen."""
@@ -136,31 +133,37 @@ class Oracle:
         settings: fields of GenerationConfig, with two beams or more.
         """
         inputs = torch.tensor([list(prompt)])
-        with ExitStack() as without:
-            if isinstance(self._model, PeftModel):
-                if adapter is None:
-                    without.enter_context(self._model.disable_adapter())
-                else:
-                    self._model.set_adapter(adapter)
-            found = self._model.generate(
-                input_ids=inputs,
-                attention_mask=torch.ones_like(inputs),
-                do_sample=False,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                output_scores=True,
-                eos_token_id=list(stop_ids) or None,
-                **settings,
-            )
+        found = self._choose(adapter).generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            eos_token_id=list(stop_ids) or None,
+            **settings,
+        )
         rows = found.sequences[:, len(prompt) :].tolist()
         return [_up_to_end(row, stop_ids) for row in rows], found.sequences_scores.tolist()
 
+    def _choose(self, adapter: str | None) -> nn.Module:
+        """The model with the adapter. In peft, choosing or disabling an adapter takes longer than a tiny model's
+        step, so the base is a model of its own, and an adapter that is chosen already is not chosen again."""
+        if adapter is None:
+            return self._base
+        assert self._adapted is not None
+        if adapter != self._chosen:
+            self._adapted.set_adapter(adapter)
+            self._chosen = adapter
+        return self._adapted
+
     def _load(self, name: str, path: Path) -> None:
         with quiet_peft():
-            if isinstance(self._model, PeftModel):
-                self._model.load_adapter(path, adapter_name=name)
+            if self._adapted is None:
+                own = copy.deepcopy(self._base)
+                self._adapted = PeftModel.from_pretrained(own, path, adapter_name=name)
             else:
-                self._model = PeftModel.from_pretrained(self._model, path, adapter_name=name)
+                self._adapted.load_adapter(path, adapter_name=name)
 
 
 def _up_to_end(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:

@@ -1,5 +1,7 @@
 """Fills every free page with 0xFF (NaN) before each step, so that a read of a free page shows up as NaN."""
 
+import torch
+
 from slora.engine.engine import Engine
 from slora.request import StepOutput
 from slora.scheduler.step_plan import SampledToken, StepPlan
@@ -33,6 +35,7 @@ class _Poisoner:
         return self._run(plan)
 
     def _fill(self, read: set[int], read_host: set[int]) -> None:
-        self._memory.pages[sorted(set(self._pool._free) - read)] = self._byte
+        free = torch.tensor(list(set(self._pool._free) - read), dtype=torch.int64)
+        self._memory.pages.index_fill_(0, free.to(self._memory.pages.device), self._byte)
         for host_page in set(self._host._free) - read_host:
             self._memory.host_pages[host_page].fill_(self._byte)

@@ -103,7 +103,8 @@ def test_tensors_that_a_file_would_be_refused_for_are_refused_with_all_reasons(
 def weighted_oracle(kit: ModelKit, kind: str, weight: float) -> Oracle:
     """An oracle whose PEFT adapter has its scale multiplied by `weight`."""
     oracle = Oracle(kit.directory, {kind: kit.adapters[kind]})
-    for module in oracle._model.modules():
+    assert oracle._adapted is not None
+    for module in oracle._adapted.modules():
         if isinstance(module, LoraLayer):
             module.scaling = {name: scale * weight for name, scale in module.scaling.items()}
     return oracle
