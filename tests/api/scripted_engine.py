@@ -71,7 +71,6 @@ class ScriptedEngine:
     pins: the pins of each message. num_refused_pins: messages while it was not ready.
     prewarmed: the prewarmed adapters, with the share of each.
     acknowledged: requests whose usage was acknowledged.
-    unreported: tokens generated so far by each request whose usage was not reported yet.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
@@ -92,7 +91,6 @@ class ScriptedEngine:
     purged: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     acknowledged: list[str] = field(default_factory=list)
-    unreported: dict[str, int] = field(default_factory=dict)
     on_usage: UsageListener = lambda request_id, usage: None
 
     @property
@@ -129,34 +127,37 @@ class ScriptedEngine:
         self.on_request(request)
         self.started.set()
         unfinished = set(range(request.sampling.num_choices))
-        self.unreported[request.request_id] = 0
+        usage = RequestUsage(len(request.prompt_token_ids))
+        is_reported = False
+
+        def report(known: RequestUsage | None) -> None:
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
+                self.on_usage(request.request_id, known)
+
         try:
             for item in script:
                 await asyncio.sleep(0)
                 if isinstance(item, Exception):
                     unfinished.clear()
-                    self._report_usage(request, is_known=not isinstance(item, EngineUnavailable))
+                    report(None if isinstance(item, EngineUnavailable) else usage)
                     raise item
-                self.unreported[request.request_id] += len(item.token_ids)
+                num_tokens = len(item.token_ids)
+                usage += RequestUsage(generated_tokens=num_tokens, page_seconds=num_tokens / 8)
                 if (request.request_id, item.index) in self.ended:
                     continue
                 if item.finish_reason is not None:
                     unfinished.remove(item.index)
                 if not unfinished:
-                    self._report_usage(request)
+                    report(usage)
                 yield item
             if self.hang:
                 await asyncio.Event().wait()
         finally:
             if unfinished - {index for name, index in self.ended if name == request.request_id}:
                 self.aborted.append(request.request_id)
-            self._report_usage(request)
-
-    def _report_usage(self, request: EngineRequest, *, is_known: bool = True) -> None:
-        generated = self.unreported.pop(request.request_id, None)
-        if generated is not None:
-            usage = RequestUsage(len(request.prompt_token_ids), 0, generated, 0, generated / 8)
-            self.on_usage(request.request_id, usage if is_known else None)
+            report(usage)
 
     def listen_for_usage(self, listener: UsageListener) -> None:
         self.on_usage = listener
