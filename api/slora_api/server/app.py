@@ -35,7 +35,7 @@ from slora_api.server.request_scope import RequestScopeMiddleware
 from slora_api.tenants.admin_key import AdminKey
 from slora_api.tenants.authentication import AuthenticationMiddleware, check_routes, is_operator
 
-__all__ = ["make_app", "make_router"]
+__all__ = ["ROUTES", "make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _MODULES = (
     *(completions, models, limits, adapters, vllm_adapters, usage, quotas, admin, keys, audit),
     *(health, openapi),
 )
-_ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
+ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
@@ -61,7 +61,7 @@ def _allowed_methods(request: Request) -> set[str]:
     """Returns the methods of all routes of this path. Starlette names only those of the first route."""
     return {
         method
-        for route in _ROUTES
+        for route in ROUTES
         if route.matches(request.scope)[0] is not Match.NONE
         for method in route.methods or ()
     }
@@ -71,10 +71,10 @@ def make_router(services: Services) -> FastAPI:
     """Makes the routes without the layers that guard them. FastAPI's documentation pages are off, because they load
     scripts from other hosts.
     """
-    check_routes(_ROUTES)
+    check_routes(ROUTES)
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
-    app.state.openapi_document = openapi.OpenApiDocument(_ROUTES)
+    app.state.openapi_document = openapi.OpenApiDocument(ROUTES)
     for module in _MODULES:
         app.include_router(module.router)
     for kind in _ERRORS:

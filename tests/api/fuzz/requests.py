@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from fastapi.routing import APIRoute
 from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
-from slora_api.routes import adapters, admin, completions, health, keys, models, vllm_adapters
 from slora_api.schemas import (
     AliasMove,
     ChatRequest,
@@ -19,15 +17,17 @@ from slora_api.schemas import (
     NewKeyRequest,
     NewOperatorKeyRequest,
     NewTenantRequest,
+    PurgeRequest,
+    QuotaChanges,
     TenantChanges,
     UnloadLoraRequest,
 )
+from slora_api.server.app import ROUTES
 from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
 
 _OPERATORS = ("/admin", "/metrics", "/v1/load_lora", "/v1/unload_lora")
-_ROUTERS = (adapters, admin, completions, health, keys, models, vllm_adapters)
 _GENERATION = {"model": "default", "max_tokens": 3}
 # For each path, an accepted body. It is accepted once, if it creates or deletes something.
 ACCEPTED: dict[str, dict[str, Any]] = {
@@ -38,6 +38,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/admin/tenants/{tenant}": {"weight": 2.0},
     "/admin/tenants/{tenant}/keys": {"adapter": "small", "scopes": ["inference"]},
     "/admin/keys": {"name": "fuzzed"},
+    "/admin/tenants/{tenant}/purge": {"confirm": "purged", "ledger": "erase"},
+    "/admin/tenants/{tenant}/quota": {"tokens_per_minute": 1000},
+    "/admin/keys/{key_id}/quota": {"requests_per_minute": 1000},
     "/v1/load_lora_adapter": {"lora_name": "local", "lora_path": "small", "tenant": "fuzz"},
     "/v1/unload_lora_adapter": {"lora_name": "local", "tenant": "fuzz"},
 }
@@ -49,6 +52,9 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/admin/tenants/{tenant}": TenantChanges,
     "/admin/tenants/{tenant}/keys": NewKeyRequest,
     "/admin/keys": NewOperatorKeyRequest,
+    "/admin/tenants/{tenant}/purge": PurgeRequest,
+    "/admin/tenants/{tenant}/quota": QuotaChanges,
+    "/admin/keys/{key_id}/quota": QuotaChanges,
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
 }
@@ -125,8 +131,7 @@ class HttpRequest:
 
 def routes() -> list[tuple[str, str]]:
     """(method, path) of every route of the API."""
-    found = [route for module in _ROUTERS for route in module.router.routes if isinstance(route, APIRoute)]
-    return [(method, route.path) for route in found for method in sorted(route.methods)]
+    return [(method, route.path) for route in ROUTES for method in sorted(route.methods or ())]
 
 
 def _bodies(path: str) -> st.SearchStrategy[bytes]:

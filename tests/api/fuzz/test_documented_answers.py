@@ -24,16 +24,15 @@ from tests.api.fuzz.requests import ACCEPTED
 from tests.api.fuzz.watched_server import WatchedServer, explain_answer
 from tests.api.served import ADMIN_KEY
 
-# Cases of each operation. There are 32 operations, and those without parameters have only one case.
+# Cases of each operation. Operations without parameters have only one case.
 _QUICK, _SOAK = 2, 100
 _CHECKS: list[CheckFunction] = [
     status_code_conformance,
     content_type_conformance,
     response_schema_conformance,
 ]
-# Path parameters that name something on the watched server. DELETE gets names of its own.
+# Path parameters that name something on the watched server.
 _NAMES = {"tenant": "fuzz", "name": "small", "reference": "small", "model": "small", "alias": "latest"}
-_DOOMED = {"reference": "doomed", "alias": "doomed"}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +40,34 @@ def document(watched: WatchedServer) -> Any:
     loaded = schemathesis.openapi.from_url(f"{watched.served.url}/openapi.json")
     loaded.config.generation.with_security_parameters = False  # `_send` adds the key
     return loaded
+
+
+@pytest.fixture(scope="module")
+def names(watched: WatchedServer, kit: Kit) -> Callable[[Any], dict[str, str]]:
+    """Returns the path parameters for an operation. What it may delete or limit is not what others need."""
+    files = {name: (name, content) for name, content in _adapter_files(kit).items()}
+    with watched.client() as client:
+        client.post("/v1/adapters", data={"name": "doomed"}, files=files).raise_for_status()
+        client.put("/v1/adapters/small/aliases/doomed", json={"versions": {"1": 100}}).raise_for_status()
+    limited_key, doomed_key = (watched.served.make_key(name).split("_")[1] for name in ("limited", "fuzz"))
+    watched.served.make_key("purged")
+
+    def find(operation: Any) -> dict[str, str]:
+        if operation.path.endswith("/purge"):
+            return {"tenant": "purged"}
+        if operation.path.endswith("/quota"):
+            return {"tenant": "limited", "key_id": limited_key}
+        doomed = {"reference": "doomed", "alias": "doomed", "key_id": doomed_key}
+        return _NAMES | doomed if operation.method == "delete" else {**_NAMES, "key_id": limited_key}
+
+    return find
+
+
+def _adapter_files(kit: Kit) -> dict[str, bytes]:
+    return {
+        "config": (kit.wide / "adapter_config.json").read_bytes(),
+        "weights": (kit.wide / "adapter_model.safetensors").read_bytes(),
+    }
 
 
 def _operations(document: Any) -> list[Any]:
@@ -60,52 +87,46 @@ def _send(watched: WatchedServer, case: Case, session: requests.Session) -> int:
 
 
 def test_every_operation_succeeds_as_the_openapi_document_says(
-    watched: WatchedServer, document: Any, kit: Kit
+    watched: WatchedServer, document: Any, names: Callable[[Any], dict[str, str]], kit: Kit
 ) -> None:
     """A document can only be wrong about successes that a test has seen."""
-    files = {
-        "config": (kit.wide / "adapter_config.json").read_bytes(),
-        "weights": (kit.wide / "adapter_model.safetensors").read_bytes(),
-    }
-    with watched.client() as client:
-        named = {name: (name, content) for name, content in files.items()}
-        client.post("/v1/adapters", data={"name": "doomed"}, files=named).raise_for_status()
-        client.put("/v1/adapters/small/aliases/doomed", json={"versions": {"1": 100}}).raise_for_status()
-    doomed = _DOOMED | {"key_id": watched.served.make_key("fuzz").split("_")[1]}
+    bodies = ACCEPTED | {"/v1/adapters": {"name": "small", **_adapter_files(kit)}}
     failed = {}
     with requests.Session() as session:
         for operation in _operations(document):
-            names = _NAMES | (doomed if operation.method == "delete" else {})
-            body = (
-                {"name": "small", **files}
-                if operation.path == "/v1/adapters"
-                else ACCEPTED.get(operation.path)
-            )
-            case = operation.Case(
-                path_parameters={one.name: names.get(one.name) for one in operation.path_parameters},
-                **({} if body is None or operation.method in ("get", "delete") else {"body": body}),
-            )
-            status = _send(watched, case, session)
+            known = names(operation)
+            parameters = {one.name: known.get(one.name) for one in operation.path_parameters}
+            has_body = operation.path in bodies and operation.method not in ("get", "delete")
+            body = {"body": bodies[operation.path]} if has_body else {}
+            status = _send(watched, operation.Case(path_parameters=parameters, **body), session)
             if status >= 300:
                 failed[operation.label] = status
-    assert not failed, "the document is not checked there; add a body to ACCEPTED or a name to _NAMES"
+    assert not failed, "the document is not checked there; add a body to ACCEPTED or a name to `names`"
 
 
 def test_every_answer_is_as_the_openapi_document_says(
-    watched: WatchedServer, document: Any, soak: bool, report: Callable[[str], None]
+    watched: WatchedServer,
+    document: Any,
+    names: Callable[[Any], dict[str, str]],
+    soak: bool,
+    report: Callable[[str], None],
 ) -> None:
     statuses: Counter[int] = Counter()
+    num_cases = _SOAK if soak else _QUICK
     with requests.Session() as session:
         for operation in _operations(document):
-            _try_operation(watched, operation, session, statuses, _SOAK if soak else _QUICK)
+            known = {} if operation.method == "delete" else names(operation)
+            statuses.update(_try_operation(watched, operation, known, session, num_cases))
     report(f"schemathesis: {statuses.total()} requests; answers by status: {dict(sorted(statuses.items()))}")
     assert statuses.total() >= (2000 if soak else 50)
 
 
 def _try_operation(
-    watched: WatchedServer, operation: Any, session: requests.Session, statuses: Counter[int], num_cases: int
-) -> None:
+    watched: WatchedServer, operation: Any, known: dict[str, str], session: requests.Session, num_cases: int
+) -> list[int]:
+    """Returns the statuses of the answers. known: path parameters for some of the cases."""
     accepted = ACCEPTED.get(operation.path)
+    statuses = []
 
     @settings(max_examples=num_cases)
     @given(
@@ -115,13 +136,12 @@ def _try_operation(
         st.booleans(),
     )
     def send(case: Case, has_names: bool, has_body: bool) -> None:
-        if has_names and operation.method != "delete":
-            case.path_parameters |= {
-                name: known for name, known in _NAMES.items() if name in case.path_parameters
-            }
+        if has_names:
+            case.path_parameters |= {name: known[name] for name in case.path_parameters if name in known}
         if has_body and accepted is not None and isinstance(case.body, dict):
             # Most generated bodies break some rule. A field or two of them in an accepted body gets further.
             case.body = accepted | dict(list(case.body.items())[:2])
-        statuses[_send(watched, case, session)] += 1
+        statuses.append(_send(watched, case, session))
 
     send()
+    return statuses

@@ -85,20 +85,12 @@ def _create(server: AuditedServer, name: str) -> AuditedTenant:
 
 
 def _remove(server: AuditedServer, name: str) -> None:
-    """Deletes the tenant's adapters, revokes its keys and suspends it. Raises CommandFailed, which names the tenant."""
-    path = f"/admin/tenants/{name}"
-    if server.send("GET", path, server.admin_key).status_code == HTTPStatus.NOT_FOUND:
+    """Purges the tenant if it exists. Raises CommandFailed, which names the tenant."""
+    if server.send("GET", f"/admin/tenants/{name}", server.admin_key).status_code == HTTPStatus.NOT_FOUND:
         return
     try:
-        server.manage("POST", f"{path}/resume")
-        key = server.manage("POST", f"{path}/keys", {})["key"]
-        for adapter in check(server.send("GET", "/v1/adapters", key))["data"]:
-            check(server.send("DELETE", f"/v1/adapters/{adapter['name']}", key, params={"force": "true"}))
-        for made in server.manage("GET", f"{path}/keys")["data"]:
-            if not made["revoked"]:
-                server.manage("DELETE", f"/admin/keys/{made['key_id']}")
-        server.manage("POST", f"{path}/suspend")
+        server.manage("POST", f"/admin/tenants/{name}/purge", {"confirm": name, "ledger": "erase"})
     except CommandFailed as failure:
         raise CommandFailed(
-            f"the temporary tenant {name} could not be removed: {failure}; remove it by hand"
+            f"the temporary tenant {name} could not be removed: {failure}; run slora tenant purge {name}"
         ) from None

@@ -92,12 +92,9 @@ def test_this_server_passes_the_audit(server: Served, audit: Audit) -> None:
     assert audit.run(server.url) == (0, [])
 
 
-def test_an_audit_leaves_no_tenant_that_could_send_a_request(platform: Platform, audit: Audit) -> None:
+def test_an_audit_leaves_no_tenant(platform: Platform, audit: Audit) -> None:
     assert audit.run(platform.url) == (0, [])
-    left = platform.services.tenant_store.list_tenants()
-    for tenant in left:
-        assert tenant.status == "suspended"
-        assert all(key.revoked_at is not None for key in platform.services.key_store.list_keys(tenant.name))
+    assert list(platform.services.tenant_store.list_tenants()) == []
 
 
 def test_a_prefix_cache_without_the_tenant_in_its_scope_is_noticed(tmp_path: Path, audit: Audit) -> None:
@@ -198,7 +195,7 @@ def test_an_interrupted_audit_removes_its_tenants(platform: Platform, sent: sign
         wait_for(lambda: len(tenant_store.list_tenants()) == 2 or None)
         os.kill(running.pid, sent)
         assert running.wait(60) == 130
-    assert [tenant.status for tenant in tenant_store.list_tenants()] == ["suspended", "suspended"]
+    assert list(tenant_store.list_tenants()) == []
 
 
 @pytest.mark.soak
