@@ -42,6 +42,7 @@ __all__ = [
     "QuotaChanges",
     "StreamOptions",
     "TenantChanges",
+    "TenantPatch",
     "UnloadLoraRequest",
     "UploadForm",
     "VersionNumber",
@@ -354,13 +355,19 @@ class ChatRequest(GenerationFields):
 
 
 class TenantChanges(BaseModel):
-    """PATCH /admin/tenants/{tenant}: the changes of its share. A field that is None keeps its value."""
+    """The changes of a tenant's share. A field that is None keeps its value."""
 
     model_config = _STRICT
     weight: float | None = None
     min_pool_share: float | None = None
     max_pool_share: float | None = None
     priority: int | None = None
+
+
+class TenantPatch(TenantChanges):
+    """PATCH /admin/tenants/{tenant}: the changes of its share, or its new name alone."""
+
+    name: _Name | None = None
 
 
 class QuotaChanges(BaseModel):

@@ -36,7 +36,7 @@ from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
-from slora_api.adapters.tenant_purge import TenantPurge
+from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
@@ -204,7 +204,7 @@ def running_platform(
         Generator(engine, tokenizer, limiter, metrics),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
         UsageReport(ledger, registry.find_names, "base"),
-        TenantPurge(tenant_store, ledger, adapters, engine),
+        TenantLife(tenant_store, ledger, adapters, engine),
         registry,
         quota_store,
         QuotaMeter(quota_store, counters, ledger, limiter.wait_s, metrics.quota_refused),

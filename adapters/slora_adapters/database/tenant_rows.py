@@ -4,15 +4,16 @@ A table that has a column `tenant` belongs to tenants, so a new table needs no m
 something of a tenant must have that column, too.
 """
 
-from sqlalchemy import delete
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
 
-__all__ = ["delete_tenant_rows"]
+__all__ = ["delete_tenant_rows", "rename_tenant_rows"]
 
 # What outlives a tenant: who did what, what every process is told, and what the tenant has used.
-_KEPT = (schema.audit_log, schema.changes, schema.usage_records, schema.usage_buckets)
+_LEDGER = (schema.usage_records, schema.usage_buckets)
+_KEPT = (schema.audit_log, schema.changes, *_LEDGER)
 # A table stands before the tables that it refers to.
 _OWN = tuple(
     table
@@ -29,3 +30,13 @@ def delete_tenant_rows(connection: Connection, tenant: str) -> dict[str, int]:
     }
     connection.execute(delete(schema.tenants).where(schema.tenants.c.name == tenant))
     return counts
+
+
+def rename_tenant_rows(connection: Connection, tenant: str, name: str) -> None:
+    """Gives the tenant and its rows, its usage included, a name that no tenant has."""
+    own = schema.tenants.c.name == tenant
+    row = connection.execute(select(schema.tenants).where(own)).mappings().one()
+    connection.execute(insert(schema.tenants), {**row, "name": name})
+    for table in (*_OWN, *_LEDGER):
+        connection.execute(update(table).where(table.c.tenant == tenant).values(tenant=name))
+    connection.execute(delete(schema.tenants).where(own))

@@ -383,7 +383,7 @@ class Registry:
         if changes.resync:
             self._cache.clear()
         for change in changes.changes:
-            if change.purged:
+            if not (change.name or change.key_id):  # the tenant may have been renamed or purged
                 self._cache.drop_tenant(change.tenant)
             self._cache.drop((change.tenant, change.name))
         return changes

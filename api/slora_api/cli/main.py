@@ -23,6 +23,7 @@ _HANDLERS = {
     "restore": ("slora_api.cli.backup", "restore"),
     "tenant create": ("slora_api.cli.tenant", "create"),
     "tenant set": ("slora_api.cli.tenant", "change"),
+    "tenant rename": ("slora_api.cli.tenant", "rename"),
     "tenant suspend": ("slora_api.cli.tenant", "suspend"),
     "tenant resume": ("slora_api.cli.tenant", "resume"),
     "tenant purge": ("slora_api.cli.tenant", "purge"),
@@ -175,6 +176,9 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
         tenants.add("set", "change a tenant's share; it applies from the next request", has_json=True),
         lambda _default: "",
     )
+    rename = tenants.add("rename", "rename a tenant; its keys, adapters and usage stay")
+    rename.add_argument("name")
+    rename.add_argument("new_name", metavar="NEW")
     suspend = tenants.add("suspend", "refuse a tenant's requests, and end those in progress")
     suspend.add_argument("name")
     tenants.add("resume", "serve a suspended tenant again").add_argument("name")

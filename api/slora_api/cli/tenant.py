@@ -7,7 +7,7 @@ from urllib.parse import quote
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained
 
-__all__ = ["change", "create", "purge", "resume", "show", "suspend"]
+__all__ = ["change", "create", "purge", "rename", "resume", "show", "suspend"]
 
 _SHARE = ("weight", "min_pool_share", "max_pool_share", "priority")
 
@@ -47,6 +47,13 @@ def change(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
         tenant = check(client.patch(_path(arguments.name), json=share))
     print_records([tenant], _COLUMNS, as_json=arguments.json)
+
+
+@explained
+def rename(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        check(client.patch(_path(arguments.name), json={"name": arguments.new_name}))
+    print(f"tenant {arguments.name} is now {arguments.new_name}")
 
 
 @explained

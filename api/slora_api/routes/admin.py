@@ -12,7 +12,7 @@ from slora_api.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegu
 from slora_api.listing import ListObject
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.schemas import NewTenantRequest, PurgeRequest, TenantChanges
+from slora_api.schemas import NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant
@@ -97,10 +97,16 @@ def get_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObjec
     return _tenant_json(services.tenant_store.find_tenant(tenant))
 
 
-@router.patch("/tenants/{tenant}", responses=errors(NotFound, PinsFull, EngineUnavailable, DiskFull))
-async def change_tenant(
-    tenant: str, body: TenantChanges, _operator: Operator, services: Wired
-) -> TenantObject:
+@router.patch(
+    "/tenants/{tenant}",
+    responses=errors(NotFound, Conflict, PurgeBegun, PinsFull, EngineUnavailable, DiskFull),
+)
+async def change_tenant(tenant: str, body: TenantPatch, _operator: Operator, services: Wired) -> TenantObject:
+    """Changes the share of a tenant, or renames it. A new name must be sent alone."""
+    if body.name is not None:
+        if body.model_fields_set != {"name"}:
+            raise BadRequest("`name` was sent with other fields; send a new name alone.", "name")
+        return _tenant_json(await services.tenant_life.rename(tenant, body.name))
     return _tenant_json(await services.pinning.change_share(tenant, _changes(body)))
 
 
@@ -124,7 +130,7 @@ async def purge_tenant(tenant: str, body: PurgeRequest, _operator: Operator, ser
             f"`confirm` is {body.confirm[:140]!r}; repeat the name of the tenant to purge, {tenant[:140]!r}.",
             "confirm",
         )
-    report = await services.purge.purge(tenant, erase_usage=body.ledger == "erase")
+    report = await services.tenant_life.purge(tenant, erase_usage=body.ledger == "erase")
     return {
         "object": "tenant.purge",
         "tenant": tenant,

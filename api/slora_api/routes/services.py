@@ -16,7 +16,7 @@ from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
-from slora_api.adapters.tenant_purge import TenantPurge
+from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.chat_templates import ChatTemplates
@@ -64,7 +64,7 @@ class Services:
     generator: Generator
     encoder: PromptEncoder
     usage: UsageReport
-    purge: TenantPurge
+    tenant_life: TenantLife
     registry: Registry
     quota_store: QuotaStore
     quotas: QuotaMeter

@@ -40,7 +40,7 @@ from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
-from slora_api.adapters.tenant_purge import TenantPurge
+from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.data_dir import DataDir
 from slora_api.generation.chat_templates import ChatTemplates
@@ -169,7 +169,7 @@ async def open_services(
         Generator(client, model.tokenizer, limiter, counted),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name),
-        TenantPurge(tenant_store, ledger, adapters, client),
+        TenantLife(tenant_store, ledger, adapters, client),
         registry,
         quota_store,
         quotas,

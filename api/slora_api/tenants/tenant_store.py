@@ -22,7 +22,8 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.database.tenant_rows import delete_tenant_rows
+from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
+from slora_adapters.version import AdapterVersion
 from slora_api.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
 from slora_api.tenants.key_store import TERM_COLUMNS, KeyStore
 from slora_api.tenants.tenant_status import TenantStatus
@@ -101,6 +102,11 @@ class ShareChanges:
 
 _t = schema.tenants.c
 _TENANTS = select(_t.name, _t.created_at, *TERM_COLUMNS).order_by(_t.name)
+_DIGESTS = (
+    select(schema.adapter_versions.c.digest)
+    .where(schema.adapter_versions.c.tenant == bindparam("name"))
+    .distinct()
+)
 _ONE_TENANT = _TENANTS.where(_t.name == bindparam("name"))
 
 
@@ -162,6 +168,28 @@ class TenantStore:
     def resume(self, name: str) -> Tenant:
         """Serves a suspended tenant again. Resuming an active tenant is a no-op. Raises NotFound and PurgeBegun."""
         return self._set_status("tenant.resume", name, TenantStatus.ACTIVE)
+
+    def rename(self, name: str, new_name: str) -> Tenant:
+        """Gives the tenant a new name, with all that it has. Its old name is free afterwards. The audit log keeps it.
+
+        Raises BadRequest for an invalid name, Conflict for one that is taken, NotFound and PurgeBegun.
+        """
+        check_name(new_name, "name")
+        with self._database.transaction(CHANGES) as connection:
+            before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
+            if before.status is TenantStatus.PURGING:
+                raise PurgeBegun(name)
+            if connection.execute(_ONE_TENANT, {"name": new_name}).first() is not None:
+                raise Conflict(f"The tenant `{new_name}` already exists.")
+            digests = connection.execute(_DIGESTS, {"name": name}).scalars()
+            orphaned = tuple(AdapterVersion(name, digest) for digest in digests)
+            rename_tenant_rows(connection, name, new_name)
+            publish(connection, Change(name, orphaned=orphaned, moved_pin=True))
+            publish(connection, Change(new_name))
+            record_change(connection, "tenant.rename", new_name, details={"name": [name, new_name]})
+        for changed in (name, new_name):
+            self._key_store.drop_tenant(changed)
+        return replace(before, name=new_name)
 
     def begin_purge(self, name: str) -> None:
         """Suspends the tenant until `finish_purge`. Repeating it is a no-op. Raises NotFound."""

@@ -1,4 +1,9 @@
-"""Purges a tenant: deletes it with everything that it has, everywhere.
+"""Renames and purges tenants, everywhere.
+
+A rename moves all rows of the tenant in one transaction. Each process learns of it through the feed of changes, and its
+engine drops the tenant's adapters under the old name when the last request that uses them has ended.
+
+A purge deletes a tenant with everything that it has:
 
 | step | afterwards                                                                                               |
 |------|----------------------------------------------------------------------------------------------------------|
@@ -19,10 +24,10 @@ from slora.engine.client import EngineClient
 from slora.engine.info import TenantPurge as EnginePurge
 from slora.errors import EngineUnavailable
 from slora_adapters.registry.catalog import Catalog, PurgedBlobs
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.tenant_store import Tenant, TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 
-__all__ = ["PurgeReport", "TenantPurge"]
+__all__ = ["PurgeReport", "TenantLife"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class PurgeReport:
     num_usage_records: int | None
 
 
-class TenantPurge:
+class TenantLife:
     """Runs on one event loop."""
 
     def __init__(
@@ -54,6 +59,13 @@ class TenantPurge:
         self._ledger = ledger
         self._adapters = adapters
         self._client = client
+
+    async def rename(self, tenant: str, name: str) -> Tenant:
+        """Raises what `TenantStore.rename` raises."""
+        renamed = await asyncio.to_thread(self._tenant_store.rename, tenant, name)
+        for changed in (tenant, name):
+            self._adapters.registry.drop_cached_tenant(changed)
+        return renamed
 
     async def purge(self, tenant: str, *, erase_usage: bool) -> PurgeReport:
         """Raises NotFound. StoreUnavailable interrupts the purge."""
