@@ -6,12 +6,16 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import httpx
 import pytest
+import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
+from slora_api.host_board import BoardSize, HostBoard
 from slora_api.server.acceptor import Acceptor
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.connections import Connections
@@ -120,3 +124,28 @@ def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
         with socket.create_connection(listener.getsockname()):
             asyncio.run(run(listener))
     assert len(caplog.records) == 1 and "Too many open files" in caplog.text
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 7, 100])
+def test_processes_that_share_a_socket_get_about_as_many_connections(num_clients: int) -> None:
+    main = HostBoard.create(BoardSize(3, 200))
+    boards = [HostBoard(main.descriptor, main.size, process) for process in (1, 2)]
+
+    async def run(listener: socket.socket) -> list[int]:
+        shares = [Connections(ConnectionLimits(num_processes=2), board) for board in boards]
+        with ExitStack() as stack:
+            for board, connections in zip(boards, shares, strict=True):
+                board.set_ready(is_ready=True)
+                make = partial(HttpProtocol, connections, uvicorn.Config(answer_ok), ServerState())
+                # An event loop has one reader for a descriptor.
+                Acceptor(stack.enter_context(listener.dup()), connections, make).start()
+            for _ in range(num_clients):
+                stack.enter_context(socket.create_connection(listener.getsockname()))
+            while sum(map(len, shares)) < num_clients:
+                await asyncio.sleep(0.01)
+            return [len(connections) for connections in shares]
+
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        few, many = sorted(asyncio.run(run(listener)))
+        assert many <= few + max(1, few // 4)
+    main.close()

@@ -4,7 +4,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def serve_two(kit: Kit, directory: Path) -> AbstractContextManager[Served]:
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     limit = ("--max-concurrent-per-tenant", str(MAX_PER_TENANT))
-    return serving(base, directory / "data", "--api-workers", "2", *limit)
+    return serving(base, directory / "data", "--api-workers", "2", "--stall-seconds", "5", *limit)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,10 @@ def read_metric(connection: Connection, name: str) -> float:
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].split(" ")[0] == name
     )
+
+
+def wait_for_metric(connection: Connection, name: str, value: float) -> None:
+    wait_for(lambda: read_metric(connection, name) == value or None)
 
 
 def test_a_change_through_one_worker_holds_for_the_next_request_to_the_other(two: Served, kit: Kit) -> None:
@@ -134,6 +138,10 @@ def test_a_change_through_one_worker_holds_for_the_next_request_to_the_other(two
                 answer.read()
                 versions[number].add(answer.headers["x-slora-adapter-digest"])
             assert len(versions[1]) == len(versions[2]) == 1 and versions[1] != versions[2]
+            pin = f"/admin/tenants/{tenant}/adapters/tuned/pin"
+            for method, num_pins in (("PUT", 1), ("DELETE", 0)):
+                assert writer.call(method, pin, ADMIN_KEY)[0] == 200
+                wait_for_metric(reader, "slora_pinned_adapters_loaded", num_pins)
             assert writer.call("DELETE", f"/admin/keys/{made['key_id']}", ADMIN_KEY)[0] == 200
             assert reader.get("/v1/models", key)[0] == 401
 
@@ -183,7 +191,7 @@ def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
         doomed, other = stack.enter_context(connect_to_both(two))
         extra = stack.enter_context(connect_to_both(two))
         before = read_metric(other, "vllm:request_success_total")
-        survivors = [one.stream(other_key, 300) for one in (other, *extra) if one.worker == other.worker]
+        survivors = [one.stream(other_key, 150) for one in (other, *extra) if one.worker == other.worker]
         victims = [one.stream(doomed_key, 4000) for one in (doomed, *extra) if one.worker == doomed.worker]
         assert len(survivors) == len(victims) == 2
         doomed.worker.kill()
@@ -201,12 +209,45 @@ def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
         assert read_metric(fresh[1], "slora_process_restarts_total") == 1
 
 
+@pytest.mark.soak
+def test_pins_and_readiness_of_all_workers_survive_the_engine(two: Served, kit: Kit) -> None:
+    key = two.make_key("pinner")
+    assert upload(two, key, "tuned", kit.small).status_code == 201
+    with connect_to_both(two) as both:
+        assert both[0].call("PUT", "/admin/tenants/pinner/adapters/tuned/pin", ADMIN_KEY)[0] == 200
+        wait_for_metric(both[1], "slora_pinned_adapters_loaded", 1)
+        two.child("slora.engine.process").kill()
+        for connection in both:
+            wait_for(lambda one=connection: one.get("/readyz", "")[0] == 503 or None)  # type: ignore[misc]
+        for connection in both:
+            connection.wait_until_ready()
+            assert connection.get("/healthz", "")[0] == 200
+        wait_for_metric(both[1], "slora_pinned_adapters_loaded", 1)
+
+
+@pytest.mark.soak
+def test_a_stopped_worker_is_replaced_and_the_other_one_answers_meanwhile(two: Served) -> None:
+    key = two.make_key("patient")
+    with connect_to_both(two) as (hung, other):
+        hung.worker.suspend()
+        for _ in range(20):
+            answer = other.complete(key, "base")
+            answer.read()
+            assert answer.status == 200
+            # A new connection is accepted by the worker that runs.
+            with closing(Connection(two)) as fresh:
+                assert fresh.worker == other.worker
+        assert not psutil.wait_procs([hung.worker], timeout=READY_S)[1]
+    with connect_to_both(two) as both:
+        assert hung.worker.pid not in [one.worker.pid for one in both]
+
+
 def test_sigterm_lets_the_streams_of_all_workers_finish(kit: Kit, tmp_path: Path) -> None:
     with serve_two(kit, tmp_path) as server:
         server.wait_until_ready()
         key = server.make_key("acme")
         with connect_to_both(server) as both:
-            streams = [connection.stream(key, 200) for connection in both]
+            streams = [connection.stream(key, 100) for connection in both]
             processes = workers(server)
             server.process.send_signal(signal.SIGTERM)
             assert [read_stream(stream) for stream in streams] == ["done"] * 2
