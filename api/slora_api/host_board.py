@@ -74,9 +74,9 @@ class _Table:
         self._first_word = at // _WORD_BYTES
         self._hashes_at = at + 2 * _WORD_BYTES
         self._num_keys = num_keys
-        # Of the process that writes the table.
+        # Of the process that writes the table: the rows of keys, and rows that were used before.
         self._rows: dict[str, int] = {}
-        self._free_rows = list(range(num_keys - 1, -1, -1))
+        self._free_rows: list[int] = []
 
     @property
     def total(self) -> int:
@@ -94,7 +94,8 @@ class _Table:
         self._words[first] = total
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = self._free_rows.pop()
+            row = self._rows[key] = self._free_rows.pop() if self._free_rows else self._words[first + 1]
+            assert row < self._num_keys, f"a table of {self._num_keys} keys is full"
             self._words[first + 2 + self._num_keys + row] = count
             self._words[first + 2 + row] = int.from_bytes(_hash(key), sys.byteorder)
             self._words[first + 1] = max(self._words[first + 1], row + 1)

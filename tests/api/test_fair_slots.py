@@ -132,3 +132,30 @@ def test_processes_divide_slots_and_each_keeps_the_reserve(num_processes: int) -
         # What one tenant gets at most: every slot but the reserve.
         of_one_tenant = num_processes * (num_own - num_reserved)
         assert num_own - num_reserved >= 1 and of_one_tenant <= max(num_slots - num_reserved, num_processes)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_a_flood_in_every_process_leaves_a_slot_to_another_tenant_in_each(num_processes: int) -> None:
+    async def main() -> None:
+        for num_slots, num_reserved in ((4, 2), (3, 1)):
+            num_own = slots_of_process(num_slots, num_reserved, num_processes)
+            processes = [
+                FairSlots(num_own, 100, "work", num_reserved=num_reserved) for _ in range(num_processes)
+            ]
+            async with AsyncExitStack() as stack:
+                floods = [
+                    asyncio.create_task(stack.enter_async_context(slots.hold("hostile")))
+                    for slots in processes
+                    for _ in range(20)
+                ]
+                await asyncio.sleep(0)
+                for slots in processes:
+                    async with asyncio.timeout(10), slots.hold("honest"):
+                        pass
+                num_held = sum(flood.done() for flood in floods)
+                assert num_held <= max(num_slots - num_reserved, num_processes)
+                for flood in floods:
+                    flood.cancel()
+                await asyncio.gather(*floods, return_exceptions=True)
+
+    asyncio.run(main())

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
@@ -12,9 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from slora_adapters.heartbeat import HeartbeatPage
+from slora_api.host_board import BoardSize
+from slora_api.server.api_workers import WorkerConfig
 from tests.api.conftest import Kit
 from tests.api.platform import bearer
-from tests.api.served import ADMIN_KEY, READY_S, Served, serving, wait_for
+from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
 from tests.api.server.test_server import upload
 
 MAX_PER_TENANT = 4
@@ -254,6 +259,19 @@ def test_sigterm_lets_the_streams_of_all_workers_finish(kit: Kit, tmp_path: Path
         assert server.process.wait(READY_S) == 0
         wait_for(lambda: any("stopping; 2 answers in progress" in line for line in server.lines) or None)
         assert not any(process.is_running() for process in processes)
+
+
+def test_a_worker_that_cannot_start_tells_the_supervisor_why() -> None:
+    page = HeartbeatPage.create()
+    config = WorkerConfig(1, {"port": "many"}, 0, Path("metrics"), Path("engine.sock"), 0, 0, BoardSize(3, 1))
+    command = [sys.executable, "-P", "-m", "slora_api.server.api_process", "--config", config.to_json()]
+    with subprocess.Popen(
+        [*command, "--heartbeat", str(page.descriptor)],
+        stdin=subprocess.PIPE, pass_fds=(page.descriptor,), env=environment(),
+    ) as process:  # fmt: skip
+        assert process.wait(READY_S) == 2
+    assert page.reason.startswith("--port is 'many'")
+    page.close()
 
 
 @pytest.mark.soak
