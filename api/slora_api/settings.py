@@ -106,6 +106,10 @@ class Settings:
         ByteSize(),
         metavar="SIZE",
     )
+    usage_days: int = setting(
+        90, "days for which usage is kept by request, minute and hour. The sums of days are kept for ever",
+        Whole(32, 36_500), metavar="DAYS",
+    )  # fmt: skip
     drain_seconds: float = setting(
         30.0, "how long requests in progress may continue after SIGTERM", Seconds(), metavar="SECONDS"
     )

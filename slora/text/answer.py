@@ -121,6 +121,16 @@ class Answer:
         return self._sampling.logprobs is not None
 
     @property
+    def num_cached(self) -> int:
+        """Prompt tokens that the prefix cache had."""
+        return self._num_cached
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that have arrived, for all choices together."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
     def is_over(self) -> bool:
         return all(choice.reason is not None for choice in self._choices)
 
@@ -179,6 +189,10 @@ class _ChoiceState:
     def logprob(self) -> float:
         """The sum of the log-probabilities of all tokens."""
         return sum(entry.logprob for entry in self._logprobs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
     def take(self, delta: TokenDelta) -> tuple[str, tuple[AlignedToken, ...]]:
         """Adds a delta. Returns the text that no later token can change, and its tokens if they are aligned."""

@@ -93,7 +93,7 @@ class UsageJournal:
         return done
 
     def close(self) -> None:
-        """Writes all records and closes the segments. Idempotent."""
+        """Writes all records and ends the thread. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -176,10 +176,13 @@ class UsageJournal:
             if num_bytes + self._segment_bytes > self._max_bytes:
                 self._no_spare_reason = f"it has {num_bytes} bytes and the limit is {self._max_bytes}"
                 return None
-            segment = OpenSegment(self._directory, self._segment_bytes)
+            segment = OpenSegment.create(self._directory, self._segment_bytes)
         except OSError as error:
-            self._no_spare_reason = f"no file can be created: {error.strerror}"
-            return None
+            left = OpenSegment.take_over(self._directory, self._segment_bytes)
+            if left is None:
+                self._no_spare_reason = f"no file can be created: {error.strerror}"
+                return None
+            segment = left
         return segment
 
     def _update_refusal(self) -> None:
@@ -204,7 +207,7 @@ class UsageJournal:
     def _close_all(self) -> None:
         for segment in (self._open, self._spare):
             if segment is not None:
-                segment.close()
+                segment.leave()
         self._open = self._spare = None
 
 

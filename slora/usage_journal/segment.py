@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from slora.usage_journal.record import BadLine, UsageRecord
+from slora.usage_journal.record import MAX_LINE_BYTES, BadLine, UsageRecord
 from slora_adapters.durable_file import sync_directory
 
 __all__ = ["ClosedSegment", "OpenSegment", "closed_segments", "measure_bytes"]
@@ -24,20 +24,40 @@ _CORRUPT_SUFFIX = ".corrupt"
 
 
 class OpenSegment:
-    """A new segment that this process writes."""
+    """A segment that this process writes. It has been allocated, and this process holds its lock."""
 
-    def __init__(self, directory: Path, num_bytes: int) -> None:
-        """Raises OSError, for example when the disk is full."""
-        self.num_written = 0
+    def __init__(self, path: Path, descriptor: int, num_bytes: int, num_written: int = 0) -> None:
+        self.num_written = num_written
         self._num_bytes = num_bytes
-        self._path, self._descriptor = _create_locked(directory)
+        self._path, self._descriptor = path, descriptor
+
+    @staticmethod
+    def create(directory: Path, num_bytes: int) -> "OpenSegment":
+        """Raises OSError, for example when the disk is full."""
+        segment = OpenSegment(*_create_locked(directory), num_bytes)
         try:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)
-            os.fsync(self._descriptor)
+            os.posix_fallocate(segment._descriptor, 0, num_bytes)
+            os.fsync(segment._descriptor)
             sync_directory(directory)
         except OSError:
-            self.close()
+            segment.close()
             raise
+        return segment
+
+    @staticmethod
+    def take_over(directory: Path, num_bytes: int) -> "OpenSegment | None":
+        """Returns a segment whose writer ended before it was full; None if there is none. It needs no free space."""
+        for path in sorted(directory.glob(f"*{_SUFFIX}")):
+            found = _open_unlocked(path)
+            if found is None:
+                continue
+            content = os.pread(found, num_bytes, 0)
+            written = content.rstrip(b"\0")
+            is_whole = not written or written.endswith(b"\n")
+            if is_whole and len(content) == num_bytes and num_bytes - len(written) >= MAX_LINE_BYTES:
+                return OpenSegment(path, found, num_bytes, len(written))
+            os.close(found)
+        return None
 
     @property
     def num_left(self) -> int:
@@ -63,6 +83,12 @@ class OpenSegment:
             _log.error("%s keeps its unused space: %s", self._path, error)
         finally:
             os.close(self._descriptor)
+
+    def leave(self) -> None:
+        """Releases the lock and keeps the unused space, as a kill does. A process that finds the disk full may take the
+        segment over.
+        """
+        os.close(self._descriptor)
 
 
 class ClosedSegment:
@@ -109,13 +135,10 @@ def closed_segments(directory: Path) -> Iterator[ClosedSegment]:
     call, in this process or another.
     """
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process shipped it
+        descriptor = _open_unlocked(path)
+        if descriptor is None:
             continue
         try:
-            if not _lock(descriptor, wait=False) or not os.fstat(descriptor).st_nlink:
-                continue
             size = os.fstat(descriptor).st_size
             yield ClosedSegment(path, os.pread(descriptor, size, 0))
         finally:
@@ -142,6 +165,18 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
         os.close(descriptor)
+
+
+def _open_unlocked(path: Path) -> int | None:
+    """Opens and locks a segment. Returns None if another process writes, ships or has shipped it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if _lock(descriptor, wait=False) and os.fstat(descriptor).st_nlink:
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:

@@ -15,6 +15,7 @@ import httpx
 
 from slora.engine_config import EngineConfig
 from slora.text.generation_defaults import GenerationDefaults
+from slora.usage_journal.journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
@@ -43,6 +44,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
+from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.connection_limits import ConnectionLimits
@@ -60,6 +62,7 @@ from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_report import UsageReport
+from slora_api.tenants.usage_shipper import UsageShipper
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
@@ -182,6 +185,8 @@ def running_platform(
         max_uploads=chosen.max_concurrent_uploads,
     )
     counters = HostCounters(directory / "run" / "quotas", max_accounts=128, max_reservations=128)
+    usage_journal = UsageJournal(directory / "usage")
+    recorder = UsageRecorder(engine, usage_journal)
     services = Services(
         chosen,
         reserve,
@@ -201,13 +206,14 @@ def running_platform(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
         ),
         templates,
-        Generator(engine, tokenizer, limiter, metrics),
+        Generator(engine, tokenizer, limiter, metrics, recorder),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
         UsageReport(ledger, registry.find_names, "base"),
         TenantLife(tenant_store, ledger, adapters, engine),
         registry,
         quota_store,
         QuotaMeter(quota_store, counters, ledger, limiter.wait_s, metrics.quota_refused),
+        UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
     )
 
     async def close() -> None:
@@ -221,5 +227,6 @@ def running_platform(
         # platforms.
         httpx.get(url + "/healthz", verify=False).raise_for_status()
         yield Platform(url, engine, services, directory)
+    usage_journal.close()
     database.close()
     journal.close()

@@ -19,6 +19,7 @@ from slora_api.generation.readiness import Readiness
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.generation.usage_recorder import OpenRequest, UsageRecorder
 from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["Generator"]
@@ -32,6 +33,7 @@ class Generator:
     tokenizer: Tokenizer
     limiter: RequestLimiter
     metrics: Metrics
+    usage: UsageRecorder
     readiness: Readiness = field(default_factory=Readiness)
 
     def engine_info(self) -> EngineInfo:
@@ -66,6 +68,7 @@ class Generator:
                     share=terms.share,
                     priority=terms.priority,
                     deadline_s=terms.deadline_s,
+                    account=terms.key_id,
                 ),
                 self.tokenizer,
                 index,
@@ -80,8 +83,10 @@ class Generator:
         """Fills the answers of one tenant and streams their deltas as they arrive. Closing the stream early aborts all
         of their requests.
 
-        Raises what the meter, the limiter and the engine raise. No request is left running then.
+        The last delta leaves when the usage of all requests is durable. Raises what the meter, the limiter, the engine
+        and the usage journal raise. No request is left running then.
         """
+        self.usage.check()
         started_at = time.perf_counter()
         request = answers[0].request
         width, width_param = request.sampling.width, request.sampling.width_param
@@ -89,8 +94,10 @@ class Generator:
         answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
         async with meter.hold(prompt_tokens, answer_tokens, len(answers) * width, width_param) as spending:
             with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
-                streams = [stream_completion(self.client, answer) for answer in answers]
+                sent: list[OpenRequest] = []
+                streams = [self._stream(answer, sent) for answer in answers]
                 seen_first = False
+                last: CompletionDelta | None = None
                 async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
                     async for delta in deltas:
                         spending.generated_tokens += len(delta.token_ids)
@@ -99,4 +106,18 @@ class Generator:
                             self.metrics.first_token(time.perf_counter() - started_at)
                         if delta.finish_reason is not None:
                             self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
-                        yield delta
+                        if last is not None:
+                            yield last
+                        last = delta if all(answer.is_over for answer in answers) else None
+                        if last is None:
+                            yield delta
+                await self.usage.wait(sent)
+                if last is not None:
+                    yield last
+
+    async def _stream(self, answer: Answer, sent: list[OpenRequest]) -> AsyncGenerator[CompletionDelta, None]:
+        """Streams one answer. sent: gets the request when it is sent to the engine."""
+        sent.append(self.usage.open(answer))
+        async with aclosing(stream_completion(self.client, answer)) as deltas:
+            async for delta in deltas:
+                yield delta

@@ -61,6 +61,7 @@ class Metrics:
     directory: the files of all API processes, after `share_metrics`; None if this process is the only one.
     restarts: how often each process of the server died and was restarted, by the process's name.
     is_read_only: whether the disk of the data directory is full.
+    usage_journal_bytes, usage_ledger_lag_s: see `UsageShipper`.
     """
 
     def __init__(self, model_name: str, directory: Path | None = None) -> None:
@@ -95,6 +96,8 @@ class Metrics:
         )  # fmt: skip
         self.restarts: Tally[str] = Tally()
         self.is_read_only = False
+        self.usage_journal_bytes = 0
+        self.usage_ledger_lag_s = 0.0
         self._engine: tuple[EngineInfo, EngineStats] | None = None
         self._scraped = self._registry if directory is None else CollectorRegistry()
         if directory is not None:
@@ -144,6 +147,16 @@ class Metrics:
             "slora_read_only",
             "1 while the disk of the data directory is full and changes are refused.",
             self.is_read_only,
+        )
+        yield GaugeMetricFamily(
+            "slora_usage_journal_bytes",
+            "Size of the usage journals of this host. It includes two allocated files for each process.",
+            self.usage_journal_bytes,
+        )
+        yield GaugeMetricFamily(
+            "slora_usage_ledger_lag_seconds",
+            "Time since the usage ledger last had all records of the API process that answers.",
+            self.usage_ledger_lag_s,
         )
         if self._engine is not None:
             yield from self._vllm(*self._engine)
@@ -235,6 +248,14 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
         "Requests whose first token could not be computed before their deadline.",
         stats.deadline_misses,
     )
+    used = CounterMetricFamily(
+        "slora_engine_usage",
+        "What all ended requests have used since the engine started, as in the usage ledger.",
+        labels=["of"],
+    )
+    for name, amount in asdict(stats.usage).items():
+        used.add_metric([name], amount)
+    yield used
     yield CounterMetricFamily("slora_engine_steps", "Steps of the engine.", stats.steps)
     costs = GaugeMetricFamily(
         "slora_cost_seconds",

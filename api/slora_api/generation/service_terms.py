@@ -19,6 +19,7 @@ class ServiceTerms:
     """
 
     tenant: str
+    key_id: str
     share: TenantShare
     priority: int = 0
     deadline_s: float | None = None
@@ -26,4 +27,4 @@ class ServiceTerms:
     @staticmethod
     def of(key: KeyRecord, fields: GenerationFields) -> "ServiceTerms":
         deadline_s = None if fields.deadline_ms is None else fields.deadline_ms / 1000
-        return ServiceTerms(key.tenant, key.share, fields.priority or 0, deadline_s)
+        return ServiceTerms(key.tenant, key.key_id, key.share, fields.priority or 0, deadline_s)

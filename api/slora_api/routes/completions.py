@@ -5,7 +5,14 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from slora.errors import AdapterFetchFailed, DeadlineMissed, EngineUnavailable, RequestFailed, StepFailed
+from slora.errors import (
+    AdapterFetchFailed,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    StepFailed,
+    UsageJournalFull,
+)
 from slora_adapters.errors import AdapterCorrupt
 from slora_api.errors import ModelNotFound
 from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat
@@ -34,7 +41,17 @@ __all__ = ["router"]
 router = APIRouter(tags=["completions"])
 
 # The codes of AdapterFetchFailed are those of ModelNotFound, StoreUnavailable and AdapterCorrupt.
-_ERRORS = errors(ModelNotFound, EngineUnavailable, StepFailed, DeadlineMissed, RequestFailed, AdapterCorrupt)
+_ERRORS = errors(
+    *(
+        ModelNotFound,
+        EngineUnavailable,
+        StepFailed,
+        DeadlineMissed,
+        RequestFailed,
+        AdapterCorrupt,
+        UsageJournalFull,
+    )
+)
 
 # Identifies the user of a request without the field `user`. If an alias splits requests, a user stays with one version.
 _SESSION_HEADER = "x-session-id"

@@ -64,6 +64,9 @@ async def readyz(services: Wired) -> Readiness:
 async def metrics(_operator: Operator, services: Wired) -> Response:
     generator = services.generator
     generator.metrics.is_read_only = services.reserve.is_full
+    shipper = services.usage_shipper
+    generator.metrics.usage_journal_bytes = await asyncio.to_thread(shipper.measure_journal)
+    generator.metrics.usage_ledger_lag_s = shipper.lag_s
     return Response(
         generator.metrics.render(await _engine_numbers(generator)), media_type=CONTENT_TYPE_LATEST
     )

@@ -30,6 +30,7 @@ from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_report import UsageReport
+from slora_api.tenants.usage_shipper import UsageShipper
 
 __all__ = ["Services", "Wired"]
 
@@ -68,6 +69,7 @@ class Services:
     registry: Registry
     quota_store: QuotaStore
     quotas: QuotaMeter
+    usage_shipper: UsageShipper
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )

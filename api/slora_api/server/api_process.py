@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
+from slora.usage_journal.journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
@@ -48,6 +49,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics, share_metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
+from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.host_board import HostBoard
 from slora_api.host_changes import HostChanges
 from slora_api.routes.services import Services
@@ -76,6 +78,7 @@ from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_report import UsageReport
+from slora_api.tenants.usage_shipper import UsageShipper
 
 __all__ = ["background_work", "connection_limits", "open_services"]
 
@@ -131,6 +134,10 @@ async def open_services(
     adapter_quota = AdapterQuota(quota_store, counted.quota_refused)
     canary = Canary(client, model.tokenizer)
     base = model.base()
+    usage_journal = UsageJournal(data.usage)
+    stack.callback(usage_journal.close)
+    shipper = UsageShipper(usage_journal, data.usage, ledger, settings.usage_days if is_main else None)
+    stack.callback(shipper.ship)
     return Services(
         settings,
         reserve,
@@ -166,13 +173,14 @@ async def open_services(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),
         templates,
-        Generator(client, model.tokenizer, limiter, counted),
+        Generator(client, model.tokenizer, limiter, counted, UsageRecorder(client, usage_journal)),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name),
         TenantLife(tenant_store, ledger, adapters, client),
         registry,
         quota_store,
         quotas,
+        shipper,
     )
 
 
@@ -208,6 +216,7 @@ def background_work(
         services.follower.run(),
         services.running.run(),
         services.quotas.run(),
+        services.usage_shipper.run(),
         DiskWatch(services.reserve, services.key_store).run(),
     ]
 

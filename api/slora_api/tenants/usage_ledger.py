@@ -101,6 +101,11 @@ class UsageLedger:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    def check(self) -> None:
+        """Raises the error that `add` would raise now: StoreUnavailable or DiskFull."""
+        with self._database.transaction():
+            pass
+
     def add(self, records: Sequence[UsageRecord]) -> int:
         """Adds the records that the ledger does not have yet, in one transaction. Returns their number."""
         # Sorted, because concurrent transactions that lock rows in different orders could wait for each other.

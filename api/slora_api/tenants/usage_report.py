@@ -207,7 +207,7 @@ class UsageReport:
             "tenant": row.tenant,
             "api_key_id": row.key_id,
             "model": self._model(row, asked, names),
-            "adapter_digest": row.adapter or None,
+            "adapter_digest": f"sha256:{row.adapter}" if row.adapter else None,
             "num_model_requests": row.num_requests,
             "input_tokens": usage.prompt_tokens,
             "input_cached_tokens": usage.cached_tokens,

@@ -130,7 +130,10 @@ def test_closing_a_stream_early_aborts_its_request() -> None:
 
 def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[CompletionDelta, None]:
     return merge_streams(
-        [stream_completion(engine, Answer(request(), TOKENIZER, index)) for index in range(count)]
+        [
+            stream_completion(engine, Answer(replace(request(), request_id=f"r{index}"), TOKENIZER, index))
+            for index in range(count)
+        ]
     )
 
 

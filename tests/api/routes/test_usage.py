@@ -110,7 +110,7 @@ def test_the_sums_of_minutes_hours_and_days_agree(client: httpx.Client, width: s
 def test_sums_are_kept_apart_by_key_and_model(client: httpx.Client) -> None:
     results = read(client, group_by="api_key_id,model")
     found = {(one["api_key_id"], one["model"], one["adapter_digest"]) for one in results}
-    models = [("base", None), ("voice@1", VOICE), (None, GONE)]
+    models = [("base", None), ("voice@1", f"sha256:{VOICE}"), (None, f"sha256:{GONE}")]
     assert found == {(key, *model) for key in ("key0", "key1") for model in models}
     assert sum(one["num_model_requests"] for one in results) == 144
     assert read(client, **{"group_by": ["api_key_id", "model"]}) == results

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -306,7 +307,26 @@ def test_a_journal_starts_on_a_full_disk_and_refuses_requests(
             journal.check()
     wait_until(lambda: not is_full(journal))
     journal.close()
-    assert not list(tmp_path.iterdir())
+    assert ship(tmp_path) == []
+
+
+def test_a_journal_on_a_full_disk_continues_the_segments_of_an_earlier_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "torn.usage").write_bytes((lines[0] + lines[1][:-5]).ljust(SMALL, b"\0"))
+    (tmp_path / "short.usage").write_bytes(lines[0])
+    with closing(UsageJournal(tmp_path, SMALL)) as journal:
+        journal.append(make_record(1)).result()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with closing(UsageJournal(tmp_path, SMALL)) as journal:
+        journal.check()
+        journal.append(make_record(2)).result()
+    assert {make_record(1), make_record(2)} <= set(ship(tmp_path))
+    with closing(UsageJournal(tmp_path, SMALL)) as journal, pytest.raises(UsageJournalFull):
+        journal.check()
 
 
 def test_an_empty_file_that_is_taken_away_before_its_lock_is_replaced(
@@ -325,7 +345,7 @@ def test_an_empty_file_that_is_taken_away_before_its_lock_is_replaced(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", ship_first)
-    segment = OpenSegment(tmp_path, SMALL)
+    segment = OpenSegment.create(tmp_path, SMALL)
     segment.append(lines[0])
     segment.close()
     assert [path.name for path in tmp_path.iterdir()] == ["second.usage"]

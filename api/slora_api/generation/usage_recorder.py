@@ -1,0 +1,101 @@
+"""Records what each engine request has used in the usage journal of this process.
+
+The engine reports the usage of every request after its end, also if the client has disconnected in the meantime. The
+recorder therefore keeps each request until its report arrives, independently of the coroutine that streams the answer.
+If the engine dies first, the recorder counts the tokens that have arrived.
+
+A request for which nothing was computed has no record.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from slora.engine.client import EngineClient
+from slora.request import RequestUsage
+from slora.text.answer import Answer
+from slora.usage_journal.journal import UsageJournal
+from slora.usage_journal.record import UsageRecord
+
+__all__ = ["OpenRequest", "UsageRecorder"]
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request whose usage may be unknown yet. written: the write to the journal, if there is a record."""
+
+    answer: Answer
+    reported: asyncio.Event = field(default_factory=asyncio.Event)
+    written: "Future[None] | None" = None
+
+
+class UsageRecorder:
+    """Listens to the usage that `client` reports. It must be used on one event loop. clock: Unix time."""
+
+    def __init__(
+        self, client: EngineClient, journal: UsageJournal, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._client = client
+        self._journal = journal
+        self._clock = clock
+        self._open: dict[str, OpenRequest] = {}
+        client.listen_for_usage(self._receive)
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose usage is not known yet."""
+        return len(self._open)
+
+    def check(self) -> None:
+        """Raises UsageJournalFull while a new request could not be recorded."""
+        self._journal.check()
+
+    def open(self, answer: Answer) -> OpenRequest:
+        """Call it immediately before the request is sent to the engine. Pass the result to `wait`."""
+        opened = self._open[answer.request.request_id] = OpenRequest(answer)
+        return opened
+
+    async def wait(self, opened: Sequence[OpenRequest]) -> None:
+        """Returns when the records of these requests are durable. Raises UsageJournalFull."""
+        for one in opened:
+            await one.reported.wait()
+            if one.written is not None:
+                await asyncio.wrap_future(one.written)
+
+    def _receive(self, request_id: str, usage: RequestUsage | None) -> None:
+        """usage: None if the engine died before it reported the usage."""
+        opened = self._open.pop(request_id, None)
+        found = usage if usage is not None or opened is None else _seen(opened.answer)
+        if opened is None or found == RequestUsage():  # the canary of an upload, or nothing to record
+            self._client.acknowledge_usage(request_id)
+        else:
+            assert found is not None
+            opened.written = self._record(opened.answer, found, is_complete=usage is not None)
+        if opened is not None:
+            opened.reported.set()
+
+    def _record(self, answer: Answer, usage: RequestUsage, *, is_complete: bool) -> "Future[None]":
+        request, loop = answer.request, asyncio.get_running_loop()
+        digest = None if request.adapter is None else request.adapter.digest
+        written = self._journal.append(
+            UsageRecord(
+                request.request_id, request.tenant, request.account, digest, self._clock(), usage, is_complete
+            )
+        )
+
+        def acknowledge(done: "Future[None]") -> None:
+            # Called on the thread of the journal. The loop may be closed at the end of the process.
+            if done.exception() is None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._client.acknowledge_usage, request.request_id)
+
+        written.add_done_callback(acknowledge)
+        return written
+
+
+def _seen(answer: Answer) -> RequestUsage:
+    """The engine has computed the whole prompt before the first token arrives."""
+    if not answer.num_generated:
+        return RequestUsage()
+    return RequestUsage(len(answer.request.prompt_token_ids), answer.num_cached, answer.num_generated)

@@ -1,0 +1,209 @@
+"""The usage ledger of a real server: equal to the engine's own counters, and complete after kills under load."""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from sqlalchemy import func, select
+
+from slora.usage_journal.journal import UsageJournal
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.tenants.usage_shipper import UsageShipper
+from tests.api.conftest import Kit
+from tests.api.platform import bearer
+from tests.api.served import ADMIN_KEY, Served, serving, wait_for
+from tests.api.server.test_server import upload
+from tests.postgresql_server import PostgresqlServer
+
+NAMES = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
+ENGINE = "slora.engine.process"
+
+
+@dataclass
+class Load:
+    """Requests to one server. No two have the same key and the same length of the prompt, so that each record can be
+    recognized.
+
+    leaves: the probability that a client disconnects during its answer.
+    acknowledged: (key, length of the prompt) -> generated tokens, for each answer that arrived to its end.
+    """
+
+    url: str
+    keys: Sequence[str]
+    leaves: float = 0.0
+    acknowledged: dict[tuple[str, int], int] = field(default_factory=dict)
+    statuses: list[int] = field(default_factory=list)
+    draw: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self._requests = itertools.product(self.keys, range(1, 480))
+
+    def send(self, num_requests: int, num_at_once: int) -> None:
+        asyncio.run(self._send(itertools.islice(self._requests, num_requests), num_at_once))
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Sends requests during the block, which begins after some answers have arrived."""
+        is_over = threading.Event()
+        requests = itertools.takewhile(lambda _: not is_over.is_set(), self._requests)
+        thread = threading.Thread(target=lambda: asyncio.run(self._send(requests, 8)))
+        thread.start()
+        try:
+            self.wait_for_answers()
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def wait_for_answers(self) -> None:
+        goal = len(self.acknowledged) + 10
+        wait_for(lambda: len(self.acknowledged) >= goal or None)
+
+    async def _send(self, requests: Iterator[tuple[str, int]], num_at_once: int) -> None:
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=300, verify=False, limits=httpx.Limits(max_connections=None)
+        ) as client:
+
+            async def send_in_turn() -> None:
+                for key, length in requests:
+                    try:
+                        await self._send_one(client, key, length)
+                    except httpx.TransportError:  # the server was killed
+                        await asyncio.sleep(0.2)
+
+            await asyncio.gather(*(send_in_turn() for _ in range(num_at_once)))
+
+    async def _send_one(self, client: httpx.AsyncClient, key: str, length: int) -> None:
+        leaves = self.draw.random() < self.leaves
+        is_stream = leaves or self.draw.random() < 0.7
+        max_tokens = self.draw.randrange(4, 24)
+        body = {
+            "model": self.draw.choice(["base", "small", "wide"]), "prompt": "x" * length,
+            "max_tokens": max_tokens, "ignore_eos": True, "stream": is_stream,
+        }  # fmt: skip
+        num_lines = self.draw.randrange(8) if leaves else 10_000
+        async with client.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+            self.statuses.append(answer.status_code)
+            if answer.status_code != 200:
+                await asyncio.sleep(0.2)
+                return
+            is_failed = False
+            async for line in answer.aiter_lines():
+                num_lines -= 1
+                if num_lines < 0:
+                    return
+                is_failed |= line.startswith('data: {"error"')
+                is_end = line == "data: [DONE]" if is_stream else "usage" in json.loads(line)
+                if is_end and not is_failed:
+                    self.acknowledged[key.split("_")[1], length] = max_tokens
+
+
+def engine_usage(admin: httpx.Client) -> Sequence[float]:
+    """The engine's own counters."""
+    lines = admin.get("/metrics").raise_for_status().text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return [float(values[f'slora_engine_usage_total{{of="{name}"}}']) for name in NAMES]
+
+
+def ledger_usage(place: Path | str) -> Sequence[float]:
+    columns = schema.usage_records.c
+    with closing(Database(place)) as database:
+        (sums,) = database.read(select(*(func.sum(columns[name]) for name in NAMES)))
+    return [float(one or 0) for one in sums]
+
+
+def subtract(after: Sequence[float], before: Sequence[float]) -> list[float]:
+    return [one - other for one, other in zip(after, before, strict=True)]
+
+
+def check_ledger(place: Path | str, loads: Sequence[Load]) -> None:
+    """Waits until the ledger has all acknowledged requests. Checks that it has each once, and that its sums agree."""
+    columns, buckets = schema.usage_records.c, schema.usage_buckets.c
+    with closing(Database(place)) as database:
+
+        def find_records() -> list[tuple[str, int, int]]:
+            query = select(columns.key_id, columns.prompt_tokens, columns.generated_tokens)
+            return [tuple(row) for row in database.read(query)]
+
+        acknowledged = {(*sent, count) for load in loads for sent, count in load.acknowledged.items()}
+        assert acknowledged
+        wait_for(lambda: acknowledged <= set(find_records()) or None)
+        records = find_records()
+        requests = [(key_id, length) for key_id, length, _ in records]
+        assert len(requests) == len(set(requests)), "each was sent once"
+        query = select(buckets.width, *(func.sum(buckets[name]) for name in ("num_requests", *NAMES)))
+        sums = {tuple(map(float, row[1:])) for row in database.read(query.group_by(buckets.width))}
+        assert sums == {(float(len(records)), *ledger_usage(place))}
+
+
+def upload_both(server: Served, kit: Kit, tenant: str) -> str:
+    key = server.make_key(tenant)
+    for name in ("small", "wide"):
+        assert upload(server, key, name, kit.small.parent / name).status_code == 201
+    return key
+
+
+def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(
+    mortal: Served, kit: Kit, *, soak: bool
+) -> None:
+    place = mortal.data_dir / "slora.db"
+    key = upload_both(mortal, kit, "billed")
+    time.sleep(3)  # the records of earlier tests reach the ledger
+    with mortal.client(ADMIN_KEY) as admin:
+        engine_before, ledger_before = engine_usage(admin), ledger_usage(place)
+        load = Load(mortal.url, [key], leaves=0.3)
+        load.send(*((400, 100) if soak else (60, 20)))
+        assert set(load.statuses) == {200}
+
+        def are_equal() -> bool | None:
+            used = subtract(engine_usage(admin), engine_before)
+            return (
+                all(used[at] for at in (0, 2, 3, 4)) and used == subtract(ledger_usage(place), ledger_before)
+            ) or None
+
+        wait_for(are_equal)
+
+
+def test_kills_under_load_lose_and_repeat_no_acknowledged_request(
+    kit: Kit, tmp_path: Path, postgresql_server: PostgresqlServer, *, soak: bool
+) -> None:
+    place = postgresql_server.make_database()
+    flags = ("--database", place, "--store", str(tmp_path / "store"))
+    loads: list[Load] = []
+    for number in range(5 if soak else 1):
+        with serving(kit.base, tmp_path / "data", *flags) as served:
+            served.wait_until_ready()
+            keys = [upload_both(served, kit, f"acme{number}"), served.make_key(f"acme{number}")]
+            load = Load(served.url, keys)
+            loads.append(load)
+            with load.in_background():
+                postgresql_server.kill()
+                load.wait_for_answers()
+                postgresql_server.start()
+            with load.in_background():
+                os.kill(served.child(ENGINE).pid, signal.SIGKILL)
+            served.wait_until_ready()
+            with load.in_background():
+                os.kill(served.process.pid, signal.SIGKILL)
+                served.process.wait()
+        with serving(kit.base, tmp_path / "data", *flags) as served:
+            served.wait_until_ready()
+            load.url = served.url
+            with load.in_background():
+                served.kill_everything()
+    directory = tmp_path / "data" / "usage"
+    with closing(Database(place)) as database, closing(UsageJournal(directory)) as journal:
+        UsageShipper(journal, directory, UsageLedger(database), 90).ship()
+    check_ledger(place, loads)
