@@ -6,8 +6,8 @@ trace   an open loop: requests are sent when S-LoRA's generator or a Zipf trace 
         not. Each adapter is a tenant. Figures by the definitions of `vllm bench serve` (`bench.serving_metrics`).
 http    64 streams of the base model over HTTP beside the same requests in the engine alone, in turn. The engine has one
         thread in both, so that the API process and the client have the other core.
-layers  the same requests to `slora serve` with an engine that computes nothing (`bench.null_engine`), from a bare
-        Starlette route to the whole server: what streaming, IPC, tokenizing and the usage journal cost. A closed loop.
+layers  a closed loop to `slora serve` with an engine that computes nothing (`bench.null_engine`), from a bare Starlette
+        route to the whole server: what the API, IPC, the usage journal, quotas and tokenizing cost.
 
 The client takes its part of the same cores, so absolute figures are of this machine and this client.
 """
@@ -49,8 +49,10 @@ _STREAMS = 64
 # What the bar allows HTTP to cost.
 _LEAST_OF_ENGINE = 0.95
 _LIMITS = Limits(ttft_s=6.0, tpot_s=0.5)
-# Requests of a layer's run, which is long enough for a thousand chunks a second.
-_LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 512, 256, 32
+# A tenant with a quota that no run reaches.
+_LIMITED = "limited"
+_QUOTA = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_answers": 1_000}
+_LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 256, 256, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def trace_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
 
 
 def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
-    rounds, prompt_tokens, output_tokens = (1, 8, 4) if quick else (3, 64, 64)
+    rounds, prompt_tokens, output_tokens = (1, 8, 4) if quick else (3, 64, 32)
     # Other prompts in each round, so that neither side finds them in its prefix cache.
     drawn = prompts((rounds + 1) * _STREAMS, prompt_tokens, EOS)
     runs: dict[str, list[float]] = {"engine alone": [], "over HTTP": []}
@@ -137,24 +139,26 @@ def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A server, and what its requests have for a prompt. kind: of `bench.null_server`."""
+    """A server, and what its requests have for a prompt. kind: of `bench.null_server`. tenant: who sends them."""
 
     name: str
     kind: str
-    prompt: str | list[int]
+    prompt: str | tuple[int, ...]
+    tenant: str = "bench"
 
 
 def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     """Each layer is one more than in the row above, so the differences between rows are their costs."""
-    rounds, num_requests = (1, _STREAMS) if quick else (5, _LAYER_REQUESTS)
-    token_ids = prompts(1, _LAYER_PROMPT, EOS)[0]
+    rounds, num_requests = (1, _STREAMS) if quick else (3, _LAYER_REQUESTS)
+    token_ids = tuple(prompts(1, _LAYER_PROMPT, EOS)[0])
     text = "".join(CHARACTERS[token_id] for token_id in token_ids)
     layers = (
         _Layer("bare Starlette route", "bare", token_ids),
         _Layer("+ API: keys, checks, chunks", "without-ipc", token_ids),
         _Layer("+ IPC with the engine process", "without-usage", token_ids),
         _Layer("+ usage journal", "real", token_ids),
-        _Layer("+ tokenizing", "real", text),
+        _Layer("+ quotas", "real", token_ids, _LIMITED),
+        _Layer("+ tokenizing", "real", text, _LIMITED),
     )
     measured: dict[str, list[_LayerRun]] = {layer.name: [] for layer in layers}
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory, ExitStack() as stack:
@@ -164,11 +168,16 @@ def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
             kind: stack.enter_context(_null_server(kind, model, Path(directory) / kind, setup.flags))
             for kind in dict.fromkeys(layer.kind for layer in layers)
         }
-        keys = {kind: "" if kind == "bare" else server.make_key("bench") for kind, server in servers.items()}
+        keys = {
+            layer: "" if layer.kind == "bare" else servers[layer.kind].make_key(layer.tenant)
+            for layer in layers
+        }
+        with servers["real"].client(ADMIN_KEY) as admin:
+            admin.patch(f"/admin/tenants/{_LIMITED}/quota", json=_QUOTA).raise_for_status()
         for number in range(rounds + 1):  # the first is a warm-up
             for layer in layers:
                 client = SseClient(servers[layer.kind].url)
-                run = asyncio.run(_measure_layer(client, keys[layer.kind], layer.prompt, num_requests))
+                run = asyncio.run(_measure_layer(client, keys[layer], layer.prompt, num_requests))
                 if number:
                     measured[layer.name].append(run)
     return {
@@ -207,7 +216,7 @@ def _layer_rows(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
 
 
 async def _measure_layer(
-    client: SseClient, key: str, prompt: str | list[int], num_requests: int
+    client: SseClient, key: str, prompt: str | tuple[int, ...], num_requests: int
 ) -> _LayerRun:
     """A closed loop: each of the streams sends its next request when its answer has ended."""
     body = {"model": "model", "prompt": prompt, "max_tokens": _LAYER_TOKENS, "ignore_eos": True}

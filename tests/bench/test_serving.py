@@ -78,4 +78,4 @@ def test_every_part_prints_its_tables() -> None:
     (compared,) = http_tables(quick=True, setup=_SETUP).values()
     assert [row["case"] for row in compared] == ["engine alone", "over HTTP"]
     (layers,) = layer_tables(quick=True, setup=_SETUP).values()
-    assert len(layers) == 5 and all(row["chunks/s"] > 0 for row in layers)
+    assert len(layers) == 6 and all(row["chunks/s"] > 0 for row in layers)
