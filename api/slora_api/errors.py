@@ -10,6 +10,7 @@ SloraError (the project's root)
 │   ├── NotFound           a tenant, key or adapter that does not exist
 │   ├── PurgeBegun         the tenant is being deleted
 │   ├── Conflict           the name is taken
+│   ├── KeyConflict        the state of a key forbids the change
 │   ├── InUse              not deleted, because aliases point at it
 │   ├── PinsFull           pins would exceed their bound of the page pool
 │   ├── QuotaExceeded      the tenant's quota of versions or stored bytes
@@ -81,6 +82,7 @@ __all__ = [
     "HeadersTooLarge",
     "InUse",
     "InspectionFailed",
+    "KeyConflict",
     "KeyRevoked",
     "ModelNotFound",
     "NotFound",
@@ -152,6 +154,10 @@ class PurgeBegun(ApiError):
             f"The tenant `{tenant}` is being purged, so it can be neither suspended nor resumed. Repeat the purge if "
             f"it was interrupted (POST /admin/tenants/{tenant}/purge)."
         )
+
+
+class KeyConflict(ApiError):
+    """The state of a key forbids the change, for example because the key is revoked already."""
 
 
 class InUse(ApiError):
@@ -304,6 +310,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (BadAlias, _Rule(400, _REQUEST, "invalid_alias")),
     (Conflict, _Rule(409, "conflict_error", "name_taken", should_retry=False)),
     (PurgeBegun, _Rule(409, "conflict_error", "purge_begun", should_retry=False)),
+    (KeyConflict, _Rule(409, "conflict_error", "key_conflict", should_retry=False)),
     (InUse, _Rule(409, "conflict_error", "adapter_in_use", should_retry=False)),
     (AliasConflict, _Rule(409, "conflict_error", "alias_conflict", should_retry=False)),
     (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),

@@ -401,6 +401,7 @@ class NewKeyRequest(BaseModel):
     """POST /admin/tenants/{tenant}/keys. The adapter need not exist yet, because uploading it requires a key.
 
     scopes: by default, all that a tenant's key can have.
+    models: the allow-list; by default, all models of the tenant.
     expires_at: Unix time in seconds.
     """
 
@@ -408,6 +409,19 @@ class NewKeyRequest(BaseModel):
     name: _Name = ""
     scopes: list[_Name] | None = None
     adapter: _Name | None = None
+    models: list[_Name] | None = None
+    expires_at: int | None = None
+
+
+class RotateKeyRequest(BaseModel):
+    """POST /admin/keys/{key_id}/rotate.
+
+    overlap_seconds: how long the old key stays valid; one day by default.
+    expires_at: of the new key, in Unix seconds. By default, it is valid as long as the old key was from its creation.
+    """
+
+    model_config = _STRICT
+    overlap_seconds: int = 86_400
     expires_at: int | None = None
 
 

@@ -29,6 +29,8 @@ from slora_api.errors import describe_error
 
 CASES = [
     (errors.Unauthorized(), 401, "authentication_error", "invalid_api_key"),
+    (errors.PurgeBegun("acme"), 409, "conflict_error", "purge_begun"),
+    (errors.KeyConflict("no"), 409, "conflict_error", "key_conflict"),
     (errors.KeyRevoked(), 401, "authentication_error", "invalid_api_key"),
     (errors.Forbidden("no"), 403, "permission_error", "insufficient_permissions"),
     (errors.TenantSuspended("x"), 403, "permission_error", "tenant_suspended"),

@@ -10,6 +10,7 @@ This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -36,6 +37,7 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.generation.served_model import ServedModel
 from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.tenants.allow_list import MAX_MODELS, AllowList
 from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
@@ -96,6 +98,33 @@ class ModelCatalog:
                 "adapter",
             )
 
+    def read_allow_list(self, tenant: str, models: Sequence[str], adapter: str | None) -> AllowList:
+        """Returns the allow-list of a new API key with this default adapter. Raises BadRequest naming the field.
+
+        Without a default adapter, `default` means the base model, which need not be permitted.
+        """
+        if not 1 <= len(models) <= MAX_MODELS:
+            raise BadRequest(
+                f"`models` has {len(models)} entries; an allow-list has 1 to {MAX_MODELS}. Omit `models` to permit all "
+                "models of the tenant.",
+                "models",
+            )
+        for model in models:
+            if model != self._base.name and self._find_rollout(tenant, model) is None:
+                raise BadRequest(
+                    f"`models` contains {model[:257]!r}, which is neither the base model nor an adapter or alias of "
+                    f"tenant `{tenant}`. Name an adapter as `name` or `name@alias`.",
+                    "models",
+                )
+        allowed = AllowList(frozenset(models))
+        if adapter is not None and not allowed.permits(adapter):
+            raise BadRequest(
+                f"`adapter` is `{adapter[:257]}`, which `models` does not permit; add it to `models`, or name another "
+                "default adapter.",
+                "adapter",
+            )
+        return allowed
+
     async def find_model(
         self, key: KeyRecord, name: str, user: str | None = None, *, is_stale: bool = False
     ) -> ServedModel:
@@ -138,11 +167,20 @@ class ModelCatalog:
         limit: items per page; None lists all. after: the last model of the page before; raises BadRequest if no model
         can have that name.
         """
-        models = [self._base_model()] if after is None else []
+        has_base = after is None and (key.models is None or key.models.permits(self._base.name))
+        models = [self._base_model()] if has_base else []
         behind = None if after in (None, self._base.name) else _name_and_alias(after)
-        rollouts = self._adapters.registry.rollouts(
-            key.tenant, limit=None if limit is None else limit + 1 - len(models), after=behind
-        )
+        most = None if limit is None else limit + 1 - len(models)
+        registry = self._adapters.registry
+        if key.models is None:
+            rollouts = registry.rollouts(key.tenant, limit=most, after=behind)
+        else:
+            rollouts = [
+                rollout
+                for name in key.models.names()
+                for rollout in registry.aliases(key.tenant, name)
+                if key.models.permits(rollout.label) and (behind is None or (name, rollout.alias) > behind)
+            ][:most]
         models += [self._adapter_model(one.label, one.main) for one in rollouts]
         return list_json(models, "id", limit)
 
@@ -158,10 +196,15 @@ class ModelCatalog:
         return self._adapter_model(record.label, record)
 
     def list_adapters(
-        self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None
+        self, key: KeyRecord, limit: int = DEFAULT_LIMIT, after: str | None = None
     ) -> PageObject[AdapterObject]:
         """Lists a page of the tenant's names, sorted."""
-        rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
+        if key.models is None:
+            rollouts = self._adapters.registry.list(key.tenant, limit=limit + 1, after=after)
+        else:
+            names = [name for name in key.models.names() if key.models.permits(name) and name > (after or "")]
+            found = (self._find_rollout(key.tenant, name) for name in names)
+            rollouts = [rollout for rollout in found if rollout is not None][: limit + 1]
         return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
     def describe_adapter(self, tenant: str, reference: str) -> AdapterObject | VersionObject:
@@ -203,6 +246,7 @@ class ModelCatalog:
 
         A version is copied into the page pool only if that needs no eviction. Raises ModelNotFound, EngineUnavailable.
         """
+        key.check_model(reference)
         records = await asyncio.to_thread(self._find_versions, key.tenant, reference)
         versions: list[VersionPlace] = [
             {
@@ -215,8 +259,11 @@ class ModelCatalog:
         return {"object": "adapter.prewarm", "name": reference, "versions": versions}
 
     def _reference(self, key: KeyRecord, name: str) -> str | None:
-        """Returns the reference of the adapter that `name` means for this API key; None for the base model."""
-        wanted = key.adapter if name == DEFAULT_MODEL else name
+        """Returns the reference of the adapter that `name` means for this API key; None for the base model. Raises
+        ModelNotFound if the key may not use it.
+        """
+        wanted = (key.adapter or self._base.name) if name == DEFAULT_MODEL else name
+        key.check_model(wanted)
         return None if wanted == self._base.name else wanted
 
     def _find_version(self, tenant: str, reference: str) -> AdapterRecord:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from slora_api.cli.output import Columns, print_json, print_records
 from slora_api.cli.remote import admin_client, check, explained
 
-__all__ = ["create", "create_operator_key", "revoke", "show", "show_operator_keys"]
+__all__ = ["create", "create_operator_key", "revoke", "rotate", "show", "show_operator_keys"]
 
 _OPERATOR_KEYS = "/admin/keys"
 
@@ -22,7 +22,10 @@ def _keys_path(tenant: str) -> str:
 def _state(key: Mapping[str, Any]) -> str:
     if key["revoked"]:
         return "revoked"
-    return "expired" if key["expires_at"] is not None and key["expires_at"] <= time.time() else "active"
+    is_expired = key["expires_at"] is not None and key["expires_at"] <= time.time()
+    if key["replaced_by"] and not is_expired:
+        return "rotated"
+    return "expired" if is_expired else "active"
 
 
 def _time(unix_time: int | None, otherwise: str) -> str:
@@ -40,6 +43,7 @@ _COLUMNS = {
     **_OPERATOR_COLUMNS,
     "SCOPES": lambda key: ",".join(key["scopes"]),
     "DEFAULT MODEL": lambda key: key["adapter"] or "the base model",
+    "MODELS": lambda key: "all" if key["models"] is None else ",".join(key["models"]),
 }
 
 
@@ -65,7 +69,7 @@ def _show(path: str, columns: Columns, arguments: argparse.Namespace) -> None:
 
 @explained
 def create(arguments: argparse.Namespace) -> None:
-    wanted = {name: getattr(arguments, name) for name in ("name", "adapter", "scopes")}
+    wanted = {name: getattr(arguments, name) for name in ("name", "adapter", "scopes", "models")}
     _create(_keys_path(arguments.tenant), wanted, arguments)
 
 
@@ -82,6 +86,12 @@ def show(arguments: argparse.Namespace) -> None:
 @explained
 def show_operator_keys(arguments: argparse.Namespace) -> None:
     _show(_OPERATOR_KEYS, _OPERATOR_COLUMNS, arguments)
+
+
+@explained
+def rotate(arguments: argparse.Namespace) -> None:
+    path = f"/admin/keys/{quote(arguments.key_id, safe='')}/rotate"
+    _create(path, {"overlap_seconds": arguments.overlap_s}, arguments)
 
 
 @explained

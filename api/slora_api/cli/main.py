@@ -32,9 +32,11 @@ _HANDLERS = {
     "quota show": ("slora_api.cli.quota", "show"),
     "key create": ("slora_api.cli.key", "create"),
     "key list": ("slora_api.cli.key", "show"),
+    "key rotate": ("slora_api.cli.key", "rotate"),
     "key revoke": ("slora_api.cli.key", "revoke"),
     "admin-key create": ("slora_api.cli.key", "create_operator_key"),
     "admin-key list": ("slora_api.cli.key", "show_operator_keys"),
+    "admin-key rotate": ("slora_api.cli.key", "rotate"),
     "admin-key revoke": ("slora_api.cli.key", "revoke"),
     "audit log": ("slora_api.cli.audit", "log"),
     "adapter push": ("slora_api.cli.adapter", "push"),
@@ -195,7 +197,7 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     )
     tenants.add("list", "list the tenants with their status and share", has_json=True)
 
-    keys = commands.group("key", "create, list and revoke API keys (operator)")
+    keys = commands.group("key", "create, rotate, list and revoke API keys (operator)")
     create = keys.add(
         "create", "create an API key for a tenant and print it; it cannot be shown again", has_json=True
     )
@@ -211,26 +213,50 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
         help="what the key may do: inference, adapters:read, adapters:write or usage:read; can be given several times "
         "(default: all of them)",
     )  # fmt: skip
+    create.add_argument(
+        "--model", metavar="NAME[@ALIAS]", action="append", dest="models",
+        help="a model that the key may use: an adapter, an alias or the base model; can be given several times "
+        "(default: all models of the tenant)",
+    )  # fmt: skip
     _add_expiry(create)
+    _add_rotate(keys)
     keys.add("list", "list a tenant's keys, without the secrets", has_json=True).add_argument("tenant")
     keys.add("revoke", "revoke a key immediately").add_argument("key_id", help="as in slora_KEYID_..._...")
 
-    operators = commands.group("admin-key", "create, list and revoke the keys of operators (operator)")
+    operators = commands.group(
+        "admin-key", "create, rotate, list and revoke the keys of operators (operator)"
+    )
     create = operators.add(
         "create", "create a key for an operator and print it; it cannot be shown again", has_json=True
     )
     create.add_argument("name", help="the person or program that gets the key")
     _add_expiry(create)
+    _add_rotate(operators)
     operators.add("list", "list the operators' keys, without the secrets", has_json=True)
     operators.add("revoke", "revoke a key immediately").add_argument(
         "key_id", help="as in slora_KEYID_..._..."
     )
 
 
-def _add_expiry(create: argparse.ArgumentParser) -> None:
+def _add_rotate(keys: _Commands) -> None:
+    rotate = keys.add(
+        "rotate",
+        "make a key that may do the same, and let the old one expire after an overlap",
+        has_json=True,
+    )
+    rotate.add_argument("key_id", help="as in slora_KEYID_..._...")
+    rotate.add_argument(
+        "--overlap", type=_duration, metavar="TIME", dest="overlap_s",
+        help="how long the old key stays valid, at most 30d (default 1d)",
+    )  # fmt: skip
+    _add_expiry(rotate, "as long as the old key was from its creation")
+
+
+def _add_expiry(create: argparse.ArgumentParser, default: str = "until it is revoked") -> None:
     create.add_argument(
         "--expires", type=_duration, metavar="TIME", dest="expires_s",
-        help="how long the key is valid: a number and s, m, h or d, such as 30d (default: until it is revoked)",
+        help="how long the key is valid: a number and s, m, h or d, such as 30d (default: "
+        f"{default})",
     )  # fmt: skip
 
 

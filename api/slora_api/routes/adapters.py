@@ -12,7 +12,15 @@ from slora.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
 from slora_api.adapters.model_catalog import PrewarmObject
-from slora_api.errors import InspectionFailed, InUse, ModelNotFound, QuotaExceeded, ServerBusy, TenantBusy
+from slora_api.errors import (
+    Forbidden,
+    InspectionFailed,
+    InUse,
+    ModelNotFound,
+    QuotaExceeded,
+    ServerBusy,
+    TenantBusy,
+)
 from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject
 from slora_api.routes.openapi import errors, form_body
 from slora_api.routes.services import Wired
@@ -52,6 +60,11 @@ async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) 
     with services.generator.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
+            if key.models is not None and not key.models.permits_whole(upload.name):
+                raise Forbidden(
+                    f"Your key's allow-list does not contain `{upload.name[:128]}`, so the key cannot push it. Use a "
+                    "key without an allow-list, or one that has this name."
+                )
             return await services.publisher.publish(key.tenant, upload, request.receive)
 
 
@@ -59,11 +72,12 @@ async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) 
 def list_adapters(
     key: AdapterReader, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
 ) -> PageObject[AdapterObject]:
-    return services.catalog.list_adapters(key.tenant, limit, after)
+    return services.catalog.list_adapters(key, limit, after)
 
 
 @router.get("/v1/adapters/{reference}", responses=errors(ModelNotFound))
 def get_adapter(reference: str, key: AdapterReader, services: Wired) -> VersionObject | AdapterObject:
+    key.check_model(reference)
     return services.catalog.describe_adapter(key.tenant, reference)
 
 
@@ -74,6 +88,7 @@ async def delete_adapter(
     """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at it, unless `force` is
     set.
     """
+    key.check_adapter(reference.partition("@")[0])
     await services.catalog.delete(key.tenant, reference, force=force)
     return {"name": reference, "object": "adapter", "deleted": True}
 
@@ -96,16 +111,19 @@ def list_versions(
     limit: Limit = DEFAULT_LIMIT,
     after: VersionNumber | None = None,
 ) -> PageObject[VersionObject]:
+    key.check_adapter(name)
     return services.catalog.list_versions(key.tenant, name, limit, after)
 
 
 @router.get("/v1/adapters/{name}/aliases", responses=errors(AdapterNotFound))
 def list_aliases(name: str, key: AdapterReader, services: Wired) -> ListObject[AliasObject]:
+    key.check_adapter(name)
     return {"object": "list", "data": services.aliases.list(key.tenant, name)}
 
 
 @router.get("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound))
 def get_alias(name: str, alias: str, key: AdapterReader, services: Wired) -> AliasObject:
+    key.check_model(f"{name}@{alias}")
     return services.aliases.describe(key.tenant, name, alias)
 
 
@@ -113,6 +131,7 @@ def get_alias(name: str, alias: str, key: AdapterReader, services: Wired) -> Ali
 async def move_alias(
     name: str, alias: str, body: AliasMove, key: AdapterWriter, services: Wired
 ) -> AliasObject:
+    key.check_adapter(name)
     return await services.aliases.move(
         key.tenant,
         name,
@@ -125,6 +144,7 @@ async def move_alias(
 
 @router.delete("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, DiskFull))
 async def delete_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> DeletedAlias:
+    key.check_adapter(name)
     await services.aliases.delete(key.tenant, name, alias)
     return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
 
@@ -134,4 +154,5 @@ async def delete_alias(name: str, alias: str, key: AdapterWriter, services: Wire
     responses=errors(AdapterNotFound, AliasConflict, DiskFull),
 )
 async def roll_back_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> AliasObject:
+    key.check_adapter(name)
     return await services.aliases.roll_back(key.tenant, name, alias)

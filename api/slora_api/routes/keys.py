@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-from fastapi import APIRouter, status
+from fastapi import APIRouter, Request, status
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
-from slora_api.errors import NotFound
+from slora_api.errors import KeyConflict, NotFound
 from slora_api.listing import ListObject
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.schemas import NewKeyRequest, NewOperatorKeyRequest
+from slora_api.schemas import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.key_record import Caller, KeyRecord
 from slora_api.tenants.scopes import TENANT_SCOPES, Scope, parse_scopes
@@ -23,7 +23,8 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 class KeyObject(TypedDict):
     """A key without its secret. Times are Unix times in seconds.
 
-    tenant: null for an operator's key. adapter: the default adapter; null for the base model.
+    tenant: null for an operator's key. adapter: the default adapter; null for the base model. models: the allow-list;
+    null permits all models of the tenant. replaced_by: the id of the key that a rotation has made.
     """
 
     object: Literal["api_key"]
@@ -32,9 +33,11 @@ class KeyObject(TypedDict):
     name: str
     scopes: list[Scope]
     adapter: str | None
+    models: list[str] | None
     created: int
     expires_at: int | None
     last_used_at: int | None
+    replaced_by: str | None
     revoked: bool
 
 
@@ -58,9 +61,11 @@ def _key_json(key: Caller) -> KeyObject:
         "name": key.name,
         "scopes": sorted(key.scopes),
         "adapter": key.adapter if isinstance(key, KeyRecord) else None,
+        "models": sorted(key.models.entries) if isinstance(key, KeyRecord) and key.models else None,
         "created": key.created_at,
         "expires_at": key.expires_at,
         "last_used_at": key.last_used_at,
+        "replaced_by": key.replaced_by,
         "revoked": key.revoked_at is not None,
     }
 
@@ -76,8 +81,12 @@ def create_key(
     if wanted.adapter is not None:
         services.catalog.check_key_adapter(wanted.adapter)
     scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
+    models = None
+    if wanted.models is not None:
+        services.tenant_store.find_tenant(tenant)  # an unknown tenant is a 404, whatever the models are
+        models = services.catalog.read_allow_list(tenant, wanted.models, wanted.adapter)
     record, key = services.key_store.create_key(
-        tenant, wanted.adapter, name=wanted.name, scopes=scopes, expires_at=wanted.expires_at
+        tenant, wanted.adapter, name=wanted.name, scopes=scopes, models=models, expires_at=wanted.expires_at
     )
     return {**_key_json(record), "key": key.secret}
 
@@ -99,7 +108,22 @@ def list_operator_keys(_operator: Operator, services: Wired) -> ListObject[KeyOb
     return {"object": "list", "data": [_key_json(key) for key in services.key_store.list_operator_keys()]}
 
 
-@router.delete("/keys/{key_id}", responses=errors(NotFound))
-def revoke_key(key_id: str, _operator: Operator, services: Wired) -> RevokedKey:
-    services.key_store.revoke_key(key_id)
+@router.post(
+    "/keys/{key_id}/rotate",
+    status_code=status.HTTP_201_CREATED,
+    responses=errors(NotFound, KeyConflict, DiskFull),
+)
+def rotate_key(
+    key_id: str, _operator: Operator, services: Wired, body: RotateKeyRequest | None = None
+) -> NewKey:
+    """Makes a key that may do the same. The old key expires at the end of the overlap."""
+    wanted = body or RotateKeyRequest()
+    record, key = services.key_store.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
+    return {**_key_json(record), "key": key.secret}
+
+
+@router.delete("/keys/{key_id}", responses=errors(NotFound, KeyConflict))
+def revoke_key(request: Request, key_id: str, _operator: Operator, services: Wired) -> RevokedKey:
+    has_bootstrap_key: bool = request.app.state.has_bootstrap_key
+    services.key_store.revoke_key(key_id, keeps_operator=not has_bootstrap_key)
     return {"object": "api_key", "key_id": key_id, "revoked": True}

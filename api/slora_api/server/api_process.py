@@ -232,7 +232,9 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         pepper = Pepper.from_file(data.pepper)
         client = RemoteEngine(config.engine_socket)
         services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
-        app = make_app(services, open_admin_key(settings.admin_key, data.path, pepper), board)
+        # Only the main process generates a key, because it prints the key.
+        admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=False)
+        app = make_app(services, admin_key, board)
         work = [
             *background_work(services, client),
             HostState(services.generator, board).follow(),

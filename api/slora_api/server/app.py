@@ -67,13 +67,14 @@ def _allowed_methods(request: Request) -> set[str]:
     }
 
 
-def make_router(services: Services) -> FastAPI:
+def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAPI:
     """Makes the routes without the layers that guard them. FastAPI's documentation pages are off, because they load
     scripts from other hosts.
     """
     check_routes(ROUTES)
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
+    app.state.has_bootstrap_key = has_bootstrap_key
     app.state.openapi_document = openapi.OpenApiDocument(ROUTES)
     for module in _MODULES:
         app.include_router(module.router)
@@ -82,12 +83,14 @@ def make_router(services: Services) -> FastAPI:
     return app
 
 
-def make_app(services: Services, admin_key: AdminKey, board: HostBoard | None = None) -> ASGIApp:
+def make_app(services: Services, admin_key: AdminKey | None, board: HostBoard | None = None) -> ASGIApp:
     """Makes the routes and the layers around them. The last layer added is the outermost, so it sees a request
-    first. board: None if this process is the only API process.
+    first.
+
+    admin_key: the bootstrap key, if there is one. board: None if this process is the only API process.
     """
     settings = services.settings
-    app: ASGIApp = make_router(services)
+    app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
     app = AuthenticationMiddleware(app, services.key_store, services.running, admin_key)
     body_limits = BodyLimits(
         settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s

@@ -64,12 +64,12 @@ def _url(listener: socket.socket) -> str:
 
 
 async def _announce(
-    services: Services, data: DataDir, board: HostBoard, url: str, admin_key: AdminKey
+    services: Services, data: DataDir, board: HostBoard, url: str, admin_key: AdminKey | None
 ) -> None:
     """Prints the server's URL, sets up the demo if it is configured, and prints when all processes are ready."""
     settings, client = services.settings, services.generator.client
     print(f"slora: listening on {url}; the engine is starting", flush=True)
-    if admin_key.shown_once is not None:
+    if admin_key is not None and admin_key.shown_once is not None:
         print(f"slora: admin key, shown only once: {admin_key.shown_once}", flush=True)
     # Checked first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
@@ -120,7 +120,8 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
         # Created after the steps that may refuse to start: a new key is shown only once, and a failed start would lose
         # it.
-        admin_key = open_admin_key(settings.admin_key, data.path, pepper)
+        is_needed = not services.key_store.has_operator_key()
+        admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
         generator, restarts = services.generator, services.generator.metrics.restarts
         supervisor = Supervisor(
             engine_and_loader(settings, model, data, sockets),

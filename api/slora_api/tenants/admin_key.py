@@ -38,8 +38,11 @@ class AdminKey:
         return self.pepper.matches(key, self.digest)
 
 
-def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
-    """Returns the key that is valid for this run: `given` if it is not empty, else the key from the first start."""
+def open_admin_key(given: str, directory: Path, pepper: Pepper, *, is_needed: bool = True) -> AdminKey | None:
+    """Returns the key that is valid for this run: `given` if it is not empty, else the key from the first start.
+
+    is_needed: whether a key is generated if there is none; otherwise the result is None.
+    """
     if given:
         if len(given) < _WEAK_CHARS:
             logger.warning(
@@ -50,6 +53,8 @@ def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
     try:
         return AdminKey(pepper, bytes.fromhex(path.read_text()))
     except FileNotFoundError:
+        if not is_needed:
+            return None
         key = make_key().secret
     digest = pepper.digest(key)
     if create_durably(path, digest.hex().encode()):

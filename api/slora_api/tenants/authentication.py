@@ -59,7 +59,7 @@ class AuthenticationMiddleware:
     """ASGI middleware: stores the caller in the request's state, or answers 401."""
 
     def __init__(
-        self, app: ASGIApp, key_store: KeyStore, running: RunningRequests, admin_key: AdminKey
+        self, app: ASGIApp, key_store: KeyStore, running: RunningRequests, admin_key: AdminKey | None
     ) -> None:
         self._app = app
         self._key_store = key_store
@@ -91,7 +91,7 @@ class AuthenticationMiddleware:
         match = _BEARER.fullmatch(header.strip())
         if match is None:
             return None
-        if self._admin_key.matches(match[1]):
+        if self._admin_key is not None and self._admin_key.matches(match[1]):
             return BOOTSTRAP_KEY
         if self._key_store.is_lookup_local(match[1]):
             return self._key_store.authenticate(match[1])

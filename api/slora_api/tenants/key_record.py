@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from slora.tenant_share import TenantShare
+from slora_api.errors import ModelNotFound
+from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.scopes import Scope
 from slora_api.tenants.tenant_status import TenantStatus
 
@@ -18,7 +20,7 @@ class KeyRecord:
 
     name: a label for people; may be empty.
     adapter: the default adapter, which `model="default"` selects; None selects the base model.
-    models: the allow-list; see `allow_list.py`. None permits all models of the tenant.
+    models: None permits all models of the tenant.
     last_used_at: the last use that the database knows of; it is written once a minute at most.
     replaced_by: the key that a rotation has made.
     share, status: the tenant's share and status when the key was read.
@@ -29,7 +31,7 @@ class KeyRecord:
     name: str
     scopes: frozenset[Scope]
     adapter: str | None
-    models: frozenset[str] | None
+    models: AllowList | None
     created_at: int
     expires_at: int | None
     last_used_at: int | None
@@ -37,6 +39,16 @@ class KeyRecord:
     replaced_by: str | None
     share: TenantShare
     status: TenantStatus = TenantStatus.ACTIVE
+
+    def check_model(self, reference: str) -> None:
+        """Raises ModelNotFound if the key may not use this adapter or the base model."""
+        if self.models is not None and not self.models.permits(reference):
+            raise ModelNotFound(reference)
+
+    def check_adapter(self, name: str) -> None:
+        """Raises ModelNotFound unless the key may use all of the adapter, and change it."""
+        if self.models is not None and not self.models.permits_whole(name):
+            raise ModelNotFound(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Select, bindparam, insert, select, update
+from sqlalchemy import Select, bindparam, insert, literal, select, update
+from sqlalchemy.engine import Connection
 
 from slora.tenant_share import TenantShare
 from slora_adapters.database import schema
@@ -34,19 +35,22 @@ from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.reference import parse_reference
-from slora_api.errors import ApiError, BadRequest, KeyRevoked, NotFound, TenantSuspended
+from slora_api.errors import ApiError, BadRequest, KeyConflict, KeyRevoked, NotFound, TenantSuspended
+from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.tenants.key_cache import KeyCache
-from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
+from slora_api.tenants.key_record import BOOTSTRAP_KEY_ID, Caller, KeyRecord, OperatorKey
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.scopes import TENANT_SCOPES, Scope, join_scopes, split_scopes
 from slora_api.tenants.tenant_status import TenantStatus
 
-__all__ = ["TERM_COLUMNS", "KeyStore"]
+__all__ = ["MAX_OVERLAP_S", "TERM_COLUMNS", "KeyStore"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 128
+# 30 days. A forgotten old key should not stay valid for longer.
+MAX_OVERLAP_S = 30 * 86_400
 # Year 9999. A larger number is most likely a time in milliseconds.
 _MAX_TIME = 253_402_300_799
 
@@ -76,7 +80,8 @@ _KEYS = (
 )
 _KEYS_OF_TENANT = _KEYS.where(_k.tenant == bindparam("tenant"))
 _OPERATOR_KEYS = _KEYS.where(_k.tenant.is_(None))
-_VALID_KEY = _KEYS.add_columns(_k.digest).where(_k.key_id == bindparam("key_id"), _k.revoked_at.is_(None))
+_ONE_KEY = _KEYS.where(_k.key_id == bindparam("key_id"))
+_VALID_KEY = _ONE_KEY.add_columns(_k.digest).where(_k.revoked_at.is_(None))
 _KEY_EXISTS = select(_k.key_id).where(_k.key_id == bindparam("key_id"))
 
 
@@ -123,7 +128,7 @@ class KeyStore:
         *,
         name: str = "",
         scopes: Set[Scope] = TENANT_SCOPES,
-        models: Set[str] | None = None,
+        models: AllowList | None = None,
         expires_at: int | None = None,
     ) -> tuple[KeyRecord, NewKey]:
         """Creates a key of a tenant. Only the second value contains the secret. Raises NotFound or BadRequest."""
@@ -137,7 +142,7 @@ class KeyStore:
             record,
             name=name,
             scopes=frozenset(scopes),
-            models=None if models is None else frozenset(models),
+            models=models,
             expires_at=expires_at,
         )
         self._insert("key.create", record, key.secret)
@@ -154,6 +159,10 @@ class KeyStore:
         self._insert("key.create", record, key.secret)
         return record, key
 
+    def has_operator_key(self) -> bool:
+        """Whether any operator's key is valid, the bootstrap key aside."""
+        return bool(self._valid_operator_keys())
+
     def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
         """Makes a key valid that was generated earlier. A key that the database has already stays as it is, even if it
         is revoked.
@@ -167,6 +176,46 @@ class KeyStore:
         self._insert("key.import", record, secret)
         return record
 
+    def rotate_key(self, key_id: str, overlap_s: int, expires_at: int | None = None) -> tuple[Caller, NewKey]:
+        """Makes a key that may do the same as `key_id` and has the same quota, whose counts begin anew. `key_id` then
+        expires after `overlap_s`. The second value contains the new secret.
+
+        expires_at: of the new key. None makes it valid as long as the old key was from its creation.
+
+        Raises NotFound, BadRequest, and KeyConflict for a key that is revoked, expired or rotated already.
+        """
+        if not 0 <= overlap_s <= MAX_OVERLAP_S:
+            raise BadRequest(
+                f"`overlap_seconds` is {overlap_s}; it must be from 0 to {MAX_OVERLAP_S}. To end a leaked key at once, "
+                "revoke it.",
+                "overlap_seconds",
+            )
+        self._check_expiry(expires_at)
+        _check_in_database(key_id)
+        key, now = make_key(), self._now()
+        with self._database.transaction(CHANGES) as connection:
+            rows = connection.execute(_ONE_KEY, {"key_id": key_id}).fetchall()
+            if not rows:
+                raise NotFound(f"There is no key `{key_id[:64]}`.")
+            old = _make_record(rows[0])
+            self._check_rotatable(old)
+            if expires_at is None and old.expires_at is not None:
+                expires_at = now + old.expires_at - old.created_at
+            new = replace(old, key_id=key.key_id, created_at=now, expires_at=expires_at, last_used_at=None)
+            connection.execute(insert(schema.api_keys), self._row(new, key.secret))
+            _copy_quota(connection, key_id, new.key_id)
+            end = now + overlap_s if old.expires_at is None else min(now + overlap_s, old.expires_at)
+            connection.execute(
+                update(schema.api_keys)
+                .where(_k.key_id == key_id)
+                .values(expires_at=end, replaced_by=new.key_id)
+            )
+            publish(connection, Change(old.tenant or "", key_id=key_id))
+            details = {"replaced_by": new.key_id, "overlap_seconds": overlap_s, **_describe_grant(new)}
+            record_change(connection, "key.rotate", old.tenant or "", key_id, details)
+        self._cache.drop(key_id)
+        return new, key
+
     def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
         """Lists the keys of a tenant, oldest first. Raises NotFound for an unknown tenant."""
         self._find_terms(tenant)
@@ -177,16 +226,24 @@ class KeyStore:
         """Lists the operators' keys, oldest first, without the bootstrap key."""
         return [record for record in self._read_records(_OPERATOR_KEYS) if isinstance(record, OperatorKey)]
 
-    def revoke_key(self, key_id: str) -> None:
+    def revoke_key(self, key_id: str, *, keeps_operator: bool = False) -> None:
         """Revokes a key at once. Revoking it again is a no-op.
 
-        Raises NotFound. Raises TryAgain if neither the database nor the journal could be written. The revocation then
-        applies in this process only, which keeps trying to write it. A restart before that would lose it. Also raises
-        TryAgain if a database that several hosts share could not be written. The revocation then applies on this host,
-        and on others as soon as the database answers again.
+        keeps_operator: refuse to revoke the last valid key of an operator.
+
+        Raises NotFound and KeyConflict. Raises TryAgain if neither the database nor the journal could be written. The
+        revocation then applies in this process only, which keeps trying to write it. A restart before that would lose
+        it. Also raises TryAgain if a database that several hosts share could not be written. The revocation then
+        applies on this host, and on others as soon as the database answers again.
         """
+        _check_in_database(key_id)
         if not self._database.read(_KEY_EXISTS, {"key_id": key_id}):
             raise NotFound(f"There is no key `{key_id[:64]}`.")
+        if keeps_operator and self._valid_operator_keys() == {key_id}:
+            raise KeyConflict(
+                f"Key `{key_id}` is the last valid key of an operator, and this server has no bootstrap key. Create "
+                "another operator's key first."
+            )
         self._revokers[key_id] = current_actor()
         is_kept = self._journal.add(key_id)
         self._cache.drop(key_id)
@@ -360,8 +417,28 @@ class KeyStore:
     def _now(self) -> int:
         return int(self._wall_clock())
 
-    def _insert(self, action: str, record: Caller, secret: str) -> None:
-        row = {
+    def _valid_operator_keys(self) -> set[str]:
+        now = self._now()
+        return {
+            key.key_id
+            for key in self.list_operator_keys()
+            if key.revoked_at is None and (key.expires_at is None or now < key.expires_at)
+        }
+
+    def _check_rotatable(self, key: Caller) -> None:
+        """Raises KeyConflict."""
+        if key.revoked_at is not None or key.key_id in self._journal:
+            raise KeyConflict(f"Key `{key.key_id}` is revoked, so it cannot be rotated; create a new key.")
+        if key.replaced_by is not None:
+            raise KeyConflict(
+                f"Key `{key.key_id}` was rotated already: key `{key.replaced_by}` replaces it. Rotate that one, or "
+                "revoke either."
+            )
+        if key.expires_at is not None and key.expires_at <= self._now():
+            raise KeyConflict(f"Key `{key.key_id}` has expired, so it cannot be rotated; create a new key.")
+
+    def _row(self, record: Caller, secret: str) -> dict[str, Any]:
+        row: dict[str, Any] = {
             "key_id": record.key_id,
             "tenant": record.tenant,
             "digest": self._pepper.digest(secret),
@@ -372,10 +449,13 @@ class KeyStore:
         }
         if isinstance(record, KeyRecord):
             row["adapter"] = record.adapter
-            row["models"] = None if record.models is None else json.dumps(sorted(record.models))
+            row["models"] = None if record.models is None else json.dumps(sorted(record.models.entries))
+        return row
+
+    def _insert(self, action: str, record: Caller, secret: str) -> None:
         with self._database.transaction(CHANGES) as connection:
             if connection.execute(_KEY_EXISTS, {"key_id": record.key_id}).first() is None:
-                connection.execute(insert(schema.api_keys), row)
+                connection.execute(insert(schema.api_keys), self._row(record, secret))
                 record_change(connection, action, record.tenant or "", record.key_id, _describe_grant(record))
 
 
@@ -385,6 +465,15 @@ def _check_reference(adapter: str) -> None:
         parse_reference(adapter)
     except BadAdapterName as error:
         raise BadRequest(f"`adapter`: {error}.", "adapter") from None
+
+
+def _check_in_database(key_id: str) -> None:
+    """Raises KeyConflict for the bootstrap key."""
+    if key_id == BOOTSTRAP_KEY_ID:
+        raise KeyConflict(
+            "The bootstrap key is not in the database. To end it, change or unset SLORA_ADMIN_KEY, delete the file "
+            "`admin-key.hmac` from the data directory of each host, and restart the servers."
+        )
 
 
 def _check_name(name: str) -> None:
@@ -402,9 +491,16 @@ def _describe_grant(record: Caller) -> dict[str, Any]:
     if isinstance(record, KeyRecord):
         found |= {
             "adapter": record.adapter,
-            "models": None if record.models is None else sorted(record.models),
+            "models": None if record.models is None else sorted(record.models.entries),
         }
     return found
+
+
+def _copy_quota(connection: Connection, key_id: str, new_key_id: str) -> None:
+    quotas = schema.quotas.c
+    columns = [literal(new_key_id) if column is quotas.key_id else column for column in quotas]
+    of_key = select(*columns).where(quotas.key_id == key_id)
+    connection.execute(insert(schema.quotas).from_select([column.name for column in quotas], of_key))
 
 
 def _make_record(row: Sequence[Any]) -> Caller:
@@ -432,7 +528,7 @@ def _make_record(row: Sequence[Any]) -> Caller:
         name,
         split_scopes(scopes),
         adapter,
-        None if models is None else frozenset(json.loads(models)),
+        None if models is None else AllowList(frozenset(json.loads(models))),
         created_at,
         expires_at,
         last_used_at,

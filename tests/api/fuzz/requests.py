@@ -19,6 +19,7 @@ from slora_api.schemas import (
     NewTenantRequest,
     PurgeRequest,
     QuotaChanges,
+    RotateKeyRequest,
     TenantChanges,
     UnloadLoraRequest,
 )
@@ -41,6 +42,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/admin/tenants/{tenant}/purge": {"confirm": "purged", "ledger": "erase"},
     "/admin/tenants/{tenant}/quota": {"tokens_per_minute": 1000},
     "/admin/keys/{key_id}/quota": {"requests_per_minute": 1000},
+    "/admin/keys/{key_id}/rotate": {"overlap_seconds": 60},
     "/v1/load_lora_adapter": {"lora_name": "local", "lora_path": "small", "tenant": "fuzz"},
     "/v1/unload_lora_adapter": {"lora_name": "local", "tenant": "fuzz"},
 }
@@ -55,6 +57,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/admin/tenants/{tenant}/purge": PurgeRequest,
     "/admin/tenants/{tenant}/quota": QuotaChanges,
     "/admin/keys/{key_id}/quota": QuotaChanges,
+    "/admin/keys/{key_id}/rotate": RotateKeyRequest,
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
 }

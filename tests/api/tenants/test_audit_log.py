@@ -85,6 +85,7 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
     ),
     ("operator", "PATCH", "/admin/tenants/{tenant}/quota", {"tokens_per_day": 9}, ["quota.change"]),
     ("operator", "PATCH", "/admin/keys/{key_id}/quota", {"tokens_per_day": 9}, ["quota.change"]),
+    ("operator", "POST", "/admin/keys/{key_id}/rotate", None, ["key.rotate"]),
     ("operator", "DELETE", "/admin/keys/{key_id}", None, ["key.revoke"]),
     (
         "operator",
@@ -149,7 +150,11 @@ def test_entries_say_what_changed(platform: Platform) -> None:
 def test_entries_are_filtered_and_paged_newest_first(platform: Platform) -> None:
     for name in ("page-a", "page-b", "page-c"):
         platform.key(name)
-    assert {entry["action"] for entry in entries(platform, action="key")} == {"key.create", "key.revoke"}
+    assert {entry["action"] for entry in entries(platform, action="key")} == {
+        "key.create",
+        "key.rotate",
+        "key.revoke",
+    }
     assert {entry["action"] for entry in entries(platform, action="tenant.create")} == {"tenant.create"}
     assert entries(platform, action="ten") == []
     assert entries(platform, actor="bootstrap", tenant="page-a") == [], "the test itself made the key"

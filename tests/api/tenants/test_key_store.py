@@ -12,14 +12,20 @@ from slora.tenant_share import TenantShare
 from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
+from slora_api.server.app import make_app
+from slora_api.tenants.admin_key import open_admin_key
+from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.api_key import PEPPER_BYTES, Pepper, _checksum, make_key
 from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.key_record import KeyRecord
 from slora_api.tenants.key_store import KeyStore, _StoredKey
+from slora_api.tenants.quota import NO_QUOTA
+from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.scopes import TENANT_SCOPES
+from slora_api.tenants.scopes import TENANT_SCOPES, Scope
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
-from tests.api.platform import ADMIN_KEY, Platform, open_key_store, running_platform
+from tests.api.live_server import live_server
+from tests.api.platform import ADMIN_KEY, Platform, bearer, open_key_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.postgresql_server import PostgresqlServer
 
@@ -216,3 +222,120 @@ def test_operators_have_several_named_keys_which_can_be_revoked(
         assert client.get("/admin/keys").status_code == 401
     refused = admin.post("/admin/keys", json={"name": ""})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
+
+
+def test_a_rotated_key_and_its_successor_are_both_valid_during_the_overlap(
+    database_place: str, tmp_path: Path
+) -> None:
+    clock = Clock()
+    clock.now = 1000.0
+    journal = RevocationJournal(tmp_path / "revocations")
+    with closing(Database(database_place)) as database, closing(journal):
+        store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
+        TenantStore(database, store).create_tenant("acme")
+        models = AllowList(frozenset({"voice"}))
+        quotas = QuotaStore(database, NO_QUOTA)
+        old, first = store.create_key("acme", "voice", name="ci", scopes={Scope.INFERENCE}, models=models)
+        assert store.authenticate(first.secret) == old
+        quotas.change_key_quota(first.key_id, {"tokens_per_day": 9})
+        new, second = store.rotate_key(first.key_id, 60)
+        assert quotas.find_key_subject(second.key_id).quota.tokens_per_day == 9
+        assert isinstance(new, KeyRecord) and new.key_id == second.key_id != first.key_id
+        assert (new.tenant, new.name, new.scopes) == ("acme", "ci", {Scope.INFERENCE})
+        assert (new.adapter, new.models, new.expires_at) == ("voice", models, None)
+        assert store.authenticate(second.secret) == new
+        assert store.authenticate(first.secret) is not None
+        listed = {key.key_id: key for key in store.list_keys("acme")}
+        assert (listed[first.key_id].expires_at, listed[first.key_id].replaced_by) == (1060, second.key_id)
+        clock.now = 1060.0
+        assert store.authenticate(first.secret) is None
+        assert store.authenticate(second.secret) is not None
+
+
+def test_a_rotation_keeps_the_lifetime_of_a_key_and_never_prolongs_the_old_one(
+    database_place: str, tmp_path: Path
+) -> None:
+    clock = Clock()
+    clock.now = 1000.0
+    journal = RevocationJournal(tmp_path / "revocations")
+    with closing(Database(database_place)) as database, closing(journal):
+        store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
+        _, key = store.create_operator_key("ada", expires_at=1500)
+        clock.now = 1400.0
+        new, secret = store.rotate_key(key.key_id, 3600)
+        assert (new.expires_at, new.name) == (1900, "ada")
+        assert store.authenticate(secret.secret) == new
+        assert {one.key_id: one.expires_at for one in store.list_operator_keys()} == {
+            key.key_id: 1500,
+            secret.key_id: 1900,
+        }
+        again, _ = store.rotate_key(secret.key_id, 0, expires_at=5000)
+        assert again.expires_at == 5000 and store.authenticate(secret.secret) is None
+
+
+def test_a_key_that_cannot_be_rotated_is_refused_with_the_reason(admin: httpx.Client) -> None:
+    admin.post("/admin/tenants", json={"name": "rotating"})
+
+    def rotate(key_id: str, **body: int) -> tuple[int, str]:
+        answer = admin.post(f"/admin/keys/{key_id}/rotate", json=body)
+        error = answer.json().get("error", {"message": answer.json().get("key_id")})
+        return answer.status_code, error["message"]
+
+    def new_key() -> str:
+        key_id: str = admin.post("/admin/tenants/rotating/keys").json()["key_id"]
+        return key_id
+
+    key_id = new_key()
+    for overlap in (-1, 30 * 86_400 + 1):
+        status, message = rotate(key_id, overlap_seconds=overlap)
+        assert status == 400 and f"`overlap_seconds` is {overlap}; it must be from 0 to 2592000" in message
+    assert rotate(key_id, expires_at=1)[0] == 400
+    status, successor = rotate(key_id)
+    assert status == 201
+    status, message = rotate(key_id)
+    assert status == 409 and f"was rotated already: key `{successor}` replaces it" in message
+    revoked = new_key()
+    admin.delete(f"/admin/keys/{revoked}").raise_for_status()
+    status, message = rotate(revoked)
+    assert status == 409 and "is revoked" in message
+    assert rotate("nothing0")[0] == 404
+    status, message = rotate("bootstrap")
+    assert status == 409 and "SLORA_ADMIN_KEY" in message
+    assert len(admin.get("/admin/tenants/rotating/keys").json()["data"]) == 3
+
+
+def test_the_bootstrap_key_cannot_be_revoked(admin: httpx.Client) -> None:
+    refused = admin.delete("/admin/keys/bootstrap")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "key_conflict")
+    assert "admin-key.hmac" in refused.json()["error"]["message"]
+
+
+def test_without_a_bootstrap_key_the_last_valid_key_of_an_operator_is_kept(
+    platform: Platform, tmp_path: Path
+) -> None:
+    store = platform.services.key_store
+    for key in store.list_operator_keys():
+        store.revoke_key(key.key_id)
+    assert not store.has_operator_key()
+    (_, ada), (_, bob) = store.create_operator_key("ada"), store.create_operator_key("bob")
+    app = make_app(platform.services, None)
+    with (
+        live_server(app) as url,
+        httpx.Client(base_url=url, headers=bearer(ada.secret), verify=False) as client,
+    ):
+        assert httpx.get(url + "/admin/keys", headers=bearer(ADMIN_KEY), verify=False).status_code == 401
+        assert client.delete(f"/admin/keys/{bob.key_id}").status_code == 200
+        refused = client.delete(f"/admin/keys/{ada.key_id}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "key_conflict")
+        assert "is the last valid key of an operator" in refused.json()["error"]["message"]
+        assert client.get("/admin/keys").status_code == 200
+
+
+def test_no_bootstrap_key_is_generated_while_an_operator_has_a_key(tmp_path: Path) -> None:
+    pepper = Pepper(b"p" * PEPPER_BYTES)
+    assert open_admin_key("", tmp_path, pepper, is_needed=False) is None
+    assert open_admin_key("given-by-the-operator", tmp_path, pepper, is_needed=False) is not None
+    assert list(tmp_path.iterdir()) == []
+    made = open_admin_key("", tmp_path, pepper)
+    assert made is not None and made.shown_once is not None
+    assert open_admin_key("", tmp_path, pepper, is_needed=False) is not None
