@@ -6,6 +6,9 @@ import pytest
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import KINDS
 
+SMALL_KINDS = {kind: KINDS[kind] for kind in ("odd_rank", "patterns", "r8_on_q_and_v", "some_layers")}
+SMALL_KINDS["some_layers"] = {**SMALL_KINDS["some_layers"], "layers_to_transform": [0]}
+
 
 @pytest.fixture(scope="session")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
@@ -16,6 +19,11 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
 @pytest.fixture(scope="session")
 def small_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     """Two layers and four adapters, for steps in Triton's interpreter, which takes a second for each layer."""
-    kinds = {kind: KINDS[kind] for kind in ("odd_rank", "patterns", "r8_on_q_and_v", "some_layers")}
-    kinds["some_layers"] = {**kinds["some_layers"], "layers_to_transform": [0]}
-    return make_kit(tmp_path_factory.mktemp("small"), "llama", kinds, num_hidden_layers=2)
+    return make_kit(tmp_path_factory.mktemp("small"), "llama", SMALL_KINDS, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def one_layer_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    """As `small_kit`, for steps of many tokens."""
+    kinds = {kind: SMALL_KINDS[kind] for kind in ("odd_rank", "some_layers")}
+    return make_kit(tmp_path_factory.mktemp("one-layer"), "llama", kinds, num_hidden_layers=1)

@@ -150,7 +150,7 @@ def test_each_request_has_its_usage_once_however_it_ends(run: Run, stack: Engine
         log = UsageLog(client)
         async with aclosing(client.generate(ask("finished", version))) as stream:
             async for delta in stream:
-                assert ("finished" in log.usage) == (delta.finish_reason is not None)
+                assert delta.finish_reason is None or "finished" in log.usage
         with pytest.raises(ContextTooLong):
             too_long = replace(ask("refused"), prompt_token_ids=[1] * 10_000)
             await collect(client.generate(too_long))

@@ -203,9 +203,10 @@ def mix(bench: Bench, adapters: list[str | None], length: int) -> StepBatch:
 
 
 @torch.inference_mode()
-def test_a_padded_step_with_prompt_chunks_computes_the_same(bench: Bench) -> None:
-    bench.decode(["patterns", None], 15)
-    batch = mix(bench, ["some_layers", "patterns"], 18)
+def test_a_padded_step_with_prompt_chunks_computes_the_same(one_layer_kit: ModelKit) -> None:
+    bench = Bench(one_layer_kit)
+    bench.decode(["odd_rank", None], 15)
+    batch = mix(bench, ["some_layers", "odd_rank"], 18)
     assert len(batch.token_ids) == 2 + 18 + 19 and batch.lora is not None and batch.lora.num_decodes == 1
     pages = bench.runner.memory.pages
     before = pages.clone()
