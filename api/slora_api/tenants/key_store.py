@@ -387,7 +387,7 @@ class KeyStore:
     def _find_terms(self, tenant: str) -> tuple[TenantShare, TenantStatus]:
         rows = self._database.read(_TERMS, {"name": tenant})
         if not rows:
-            raise NotFound(f"There is no tenant `{tenant[:128]}`.")
+            raise _no_tenant(tenant)
         status, *share = rows[0]
         return TenantShare(*share), TenantStatus(status)
 
@@ -454,9 +454,15 @@ class KeyStore:
 
     def _insert(self, action: str, record: Caller, secret: str) -> None:
         with self._database.transaction(CHANGES) as connection:
+            if record.tenant is not None and not connection.execute(_TERMS, {"name": record.tenant}).first():
+                raise _no_tenant(record.tenant)  # it was purged in the meantime
             if connection.execute(_KEY_EXISTS, {"key_id": record.key_id}).first() is None:
                 connection.execute(insert(schema.api_keys), self._row(record, secret))
                 record_change(connection, action, record.tenant or "", record.key_id, _describe_grant(record))
+
+
+def _no_tenant(tenant: str) -> NotFound:
+    return NotFound(f"There is no tenant `{tenant[:128]}`.")
 
 
 def _check_reference(adapter: str) -> None:

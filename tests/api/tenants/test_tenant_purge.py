@@ -1,5 +1,7 @@
 """A purge deletes everything that a tenant has, nothing of others, and may be interrupted anywhere."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +16,10 @@ from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema, tenant_rows
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
+from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.store.file_store import FileStore
+from slora_adapters.version import AdapterVersion
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
@@ -208,3 +214,85 @@ def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: S
     assert complete(again).status_code == 404
     push(again)
     assert complete(again).raise_for_status().json()["choices"] == before
+
+
+# Purges in a child that is killed after each number of SQL statements, until a child survives. A child that is forked
+# needs no start of an interpreter.
+KILLED_PURGES = """
+import os, signal, sys
+from pathlib import Path
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from slora_adapters.database.database import Database
+from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.store.file_store import FileStore
+from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.usage_ledger import UsageLedger
+
+place, directory = sys.argv[1], Path(sys.argv[2])
+
+def purge():
+    database = Database(place)
+    keys = KeyStore(database, Pepper.from_file(directory / "pepper"), RevocationJournal(directory / "revocations"))
+    store, ledger = TenantStore(database, keys), UsageLedger(database)
+    catalog = Catalog(Registry(RegistryStorage(database)), FileStore(directory / "store"))
+    left = [step]
+
+    @event.listens_for(Engine, "after_cursor_execute")
+    def count(*_):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store.begin_purge("leaver")
+    catalog.purge_blobs("leaver")
+    ledger.erase("leaver")
+    store.finish_purge("leaver", {})
+    os._exit(0)
+
+step, status = 1, None
+while status != 0:
+    if not (child := os.fork()):
+        purge()
+    status = os.waitpid(child, 0)[1]
+    if status not in (0, signal.SIGKILL):
+        sys.exit(f"step {step}: {status}")
+    step += int(sys.argv[3])
+print(step)
+"""
+
+
+def test_a_purge_that_is_killed_at_any_step_is_completed_by_repeating_it(
+    database_place: str, tmp_path: Path, soak: bool
+) -> None:
+    store = FileStore(tmp_path / "store")
+    with closing(Database(database_place)) as database:
+        keys, registry = open_key_store(database, tmp_path), Registry(RegistryStorage(database))
+        tenants, ledger = TenantStore(database, keys), UsageLedger(database)
+        for tenant, blobs in (("leaver", "123"), ("stayer", "3")):
+            tenants.create_tenant(tenant)
+            keys.create_key(tenant)
+            ledger.add([record_of(tenant, tenant)])
+            for blob in blobs:
+                store.put(blob * 64, {"weights": b"w"})
+                registry.put(f"a{blob}", AdapterVersion(tenant, blob * 64), AdapterDetails(2, ("q_proj",), 1))
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            KILLED_PURGES,
+            database_place,
+            str(tmp_path),
+            "1" if soak else "7",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) > 10, "most steps were tried"
+        assert rows_with(database, "leaver") == {"audit_log", "changes"}
+        assert rows_with(database, "stayer") >= {"tenants", "api_keys", "adapter_versions", "usage_records"}
+        assert set(store.digests()) == {"3" * 64}
