@@ -152,11 +152,10 @@ class HostCounters:
     async def run(self) -> None:
         while True:
             self._settle_waiting()
-            if dead := [one for one, process in self._processes() if not _is_alive(*process)]:
+            if not all(_is_alive(*process) for _, process in self._processes()):
                 await self._lock()
                 try:
-                    for process_id in dead:
-                        self._return_reservations(process_id)
+                    self._return_of_dead()
                 finally:
                     self._unlock()
             await asyncio.sleep(_SWEEP_S)
@@ -249,6 +248,14 @@ class HostCounters:
             f"the quota counters of this host have {self._max_reservations} open reservations, their limit"
         )
 
+    def _return_of_dead(self) -> None:
+        """Returns the reservations of dead processes. Must hold the lock, because another process may take the place of
+        a dead one at any time.
+        """
+        for process_id, process in list(self._processes()):
+            if not _is_alive(*process):
+                self._return_reservations(process_id)
+
     def _return_reservations(self, process_id: int) -> None:
         """Returns all reservations of a process, and its entry among the processes."""
         now = self._now()
@@ -327,9 +334,7 @@ class HostCounters:
 
     def _register(self) -> int:
         """Enters this process into the file. Returns its position."""
-        for process_id, process in self._processes():
-            if not _is_alive(*process):
-                self._return_reservations(process_id)
+        self._return_of_dead()
         used = {process_id for process_id, _ in self._processes()}
         free = [process_id for process_id in range(_MAX_PROCESSES) if process_id not in used]
         if not free:

@@ -274,6 +274,63 @@ def test_a_worker_that_cannot_start_tells_the_supervisor_why() -> None:
     page.close()
 
 
+def read_quota(server: Served, tenant: str) -> dict[str, int]:
+    with server.client(ADMIN_KEY) as admin:
+        used: dict[str, int] = admin.get(f"/admin/tenants/{tenant}/quota").raise_for_status().json()["used"]
+    return used
+
+
+def set_quota(server: Served, tenant: str, **limits: int) -> None:
+    with server.client(ADMIN_KEY) as admin:
+        admin.patch(f"/admin/tenants/{tenant}/quota", json=limits).raise_for_status()
+
+
+def wait_until_nothing_is_reserved(server: Served, tenant: str) -> None:
+    """Streams of these tests reserve 4,000 tokens each. The ledger may know of more tokens of a killed process."""
+    used = wait_for(
+        lambda: found if not (found := read_quota(server, tenant))["concurrent_answers"] else None,
+        server.alive,
+    )
+    assert used["tokens_per_minute"] <= used["tokens_per_day"] < 4000
+
+
+def test_a_killed_worker_or_engine_leaves_nothing_reserved_in_a_quota(two: Served) -> None:
+    key = two.make_key("metered")
+    set_quota(two, "metered", tokens_per_minute=20_000, tokens_per_day=20_000)
+    for victim in ("worker", "engine"):
+        with connect_to_both(two) as both:
+            streams = [connection.stream(key, 3990) for connection in both]
+            assert read_quota(two, "metered")["tokens_per_day"] > 7000
+            if victim == "worker":
+                both[0].worker.kill()
+                assert read_stream(streams[0]) == "broken"
+                both[1].close()
+            else:
+                two.child("slora.engine.process").kill()
+                assert all(b"engine" in stream.read() for stream in streams)
+        wait_until_nothing_is_reserved(two, "metered")
+        with connect_to_both(two) as both:
+            for connection in both:
+                connection.wait_until_ready()
+
+
+@pytest.mark.soak
+def test_killing_everything_leaves_nothing_reserved_in_a_quota(kit: Kit, tmp_path: Path) -> None:
+    with serve_two(kit, tmp_path) as server:
+        server.wait_until_ready()
+        key = server.make_key("metered")
+        set_quota(server, "metered", tokens_per_minute=9000, tokens_per_day=9000)
+        with connect_to_both(server) as both:
+            assert [connection.stream(key, 3990).status for connection in both] == [200, 200]
+            server.kill_everything()
+    with serving(tmp_path / "base", tmp_path / "data", "--api-workers", "2") as server:
+        server.wait_until_ready()
+        wait_until_nothing_is_reserved(server, "metered")
+        with connect_to_both(server) as both:
+            answers = [connection.stream(key, 3990) for connection in both]
+            assert [answer.status for answer in answers] == [200, 200], "the whole quota is free again"
+
+
 @pytest.mark.soak
 def test_workers_end_with_a_server_that_is_killed(kit: Kit, tmp_path: Path) -> None:
     with serve_two(kit, tmp_path) as server:

@@ -1,0 +1,180 @@
+"""Processes that reserve and settle one quota as fast as they can. A program, because it forks and so has no threads.
+
+    hammer FOLDER REDIS_URL PROCESSES RESERVATIONS   prints what each process was granted
+    kill FOLDER PROCESSES KILLS                      kills processes at random, then prints what is left in the counters
+    crash FOLDER                                     kills a process at each line of a change, and prints what is left
+
+The hammer's clock runs SPEED times as fast as time, so that a window of a minute passes in seconds.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import redis.asyncio
+
+from slora_api.tenants.host_counters import HostCounters
+from slora_api.tenants.quota import Quota
+from slora_api.tenants.quota_counters import Charge, QuotaCounters, Reservation, Subject
+from slora_api.tenants.redis_counters import RedisCounters
+
+SPEED = 60
+QUOTA = Quota(requests_per_minute=300, tokens_per_minute=20_000, concurrent_answers=12)
+TENANT = Subject("acme", "", QUOTA)
+KEYS = tuple(Subject("acme", f"key{number}", Quota(tokens_per_minute=12_000)) for number in range(3))
+
+
+def fast_ns() -> int:
+    return time.monotonic_ns() * SPEED
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Runs `work` in a child process and returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def open_counters(folder: Path, url: str) -> QuotaCounters:
+    name = f"host{os.getpid()}" if url else "quotas"
+    host = HostCounters(folder / name, clock_ns=fast_ns, max_accounts=64, max_reservations=128)
+    if not url:
+        return host
+    # A lease must outlast a process that waits for the processor.
+    return RedisCounters(redis.asyncio.Redis.from_url(url), host, lambda: fast_ns() // 10**6, 1e6)
+
+
+async def reserve_again_and_again(counters: QuotaCounters, number: int, grants: list[list[int]]) -> None:
+    """grants: for each reservation the moments before and after it, in milliseconds, its used tokens, and the moment
+    before it was settled."""
+    draw = random.Random(number)
+    while True:
+        subjects = (TENANT, KEYS[draw.randrange(len(KEYS))])
+        before = fast_ns() // 10**6
+        made = await counters.reserve(subjects, Charge(draw.randrange(1, 400), 1))
+        after = fast_ns() // 10**6
+        await asyncio.sleep(draw.random() * 0.004)
+        if not isinstance(made, Reservation):
+            continue
+        used = draw.randrange(made.charge.tokens + 1)
+        grants.append([before, after, used, fast_ns() // 10**6])
+        counters.settle(made, used)
+
+
+def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
+    def work(number: int) -> None:
+        async def run() -> None:
+            counters = open_counters(folder, url)
+            grants: list[list[int]] = []
+            try:
+                async with asyncio.timeout(float(seconds)):
+                    await reserve_again_and_again(counters, number, grants)
+            except TimeoutError:
+                pass
+            (folder / f"grants{number}.json").write_text(json.dumps(grants))
+            await counters.close()
+
+        asyncio.run(run())
+
+    children = [fork(lambda number=number: work(number)) for number in range(int(processes))]
+    failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
+    grants = [json.loads(path.read_text()) for path in folder.glob("grants*.json")]
+    json.dump({"failed": len(failed), "grants": list(chain.from_iterable(grants))}, sys.stdout)
+
+
+def kill(folder: Path, processes: str, kills: str) -> None:
+    def work() -> None:
+        async def run() -> None:
+            counters = open_counters(folder, "")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(counters.run())
+                group.create_task(reserve_again_and_again(counters, os.getpid(), []))
+
+        asyncio.run(run())
+
+    children = [fork(work) for _ in range(int(processes))]
+    for _ in range(int(kills)):
+        time.sleep(random.random() * 0.03)
+        victim = children.pop(random.randrange(len(children)))
+        os.kill(victim, signal.SIGKILL)
+        os.waitpid(victim, 0)
+        children.append(fork(work))
+    time.sleep(0.2)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    json.dump(left_over(folder), sys.stdout)
+
+
+def left_over(folder: Path) -> list[dict[str, Any]]:
+    """What is reserved when every other process is dead."""
+
+    async def read() -> list[dict[str, Any]]:
+        counters = open_counters(folder, "")
+        uses = await counters.read((TENANT, *KEYS))
+        await counters.close()
+        return [
+            {
+                "answers": use.answers,
+                "reserved": use.reserved_tokens,
+                "requests": use.requests,
+                "tokens": use.tokens,
+            }
+            for use in uses
+        ]
+
+    return asyncio.run(read())
+
+
+def crash(folder: Path) -> None:
+    """For each number of lines: a process that dies after so many lines of a reservation and its settlement."""
+    results = []
+    for lines in range(10_000):
+        (folder / "quotas").unlink(missing_ok=True)
+
+        def work(lines: int = lines) -> None:
+            async def run() -> None:
+                counters = open_counters(folder, "")
+                left = lines
+
+                def count(frame: FrameType, event: str, _: Any) -> Any:
+                    nonlocal left
+                    if event == "line":
+                        left -= 1
+                        if left < 0:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                    return count if frame.f_code.co_name in ("_commit", "_settle", "_reserve") else None
+
+                sys.settrace(count)
+                made = await counters.reserve((TENANT, KEYS[0]), Charge(100, 2))
+                assert isinstance(made, Reservation)
+                counters.settle(made, 40)
+                sys.settrace(None)
+
+            asyncio.run(run())
+
+        _, status = os.waitpid(fork(work), 0)
+        results.append(left_over(folder)[:2])
+        if status == 0:
+            break
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    what, folder, *arguments = sys.argv[1:]
+    {"hammer": hammer, "kill": kill, "crash": crash}[what](Path(folder), *arguments)

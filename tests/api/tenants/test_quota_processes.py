@@ -1,0 +1,80 @@
+"""Quotas hold for processes that use them together, and a killed process leaves nothing reserved."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.tenants.quota_hammer import QUOTA
+from tests.redis_server import RedisServer
+
+_PROGRAM = Path(__file__).with_name("quota_hammer.py")
+
+
+def run(*arguments: object) -> Any:
+    command = [sys.executable, "-P", str(_PROGRAM), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def most_within(moments: list[tuple[int, int, int]], width_ms: int) -> int:
+    """The largest sum of amounts within any `width_ms`. moments: earliest and latest time, and amount. An amount
+    counts only where it lies within for certain."""
+    most = 0
+    by_start = sorted(moments)
+    for first, (start, _, _) in enumerate(by_start):
+        within = (amount for _, end, amount in by_start[first:] if end < start + width_ms)
+        most = max(most, sum(within))
+    return most
+
+
+@pytest.mark.parametrize("kind", ["host", "redis"])
+def test_sixteen_processes_never_get_one_token_request_or_answer_more_than_the_quota(
+    kind: str, tmp_path: Path, shared_redis: RedisServer, soak: bool, report: Callable[[str], None]
+) -> None:
+    url = ""
+    if kind == "redis":
+        url = shared_redis.url
+        shared_redis.client().flushall()
+    found = run("hammer", tmp_path, url, 16, 60 if soak else 2.5)
+    grants = found["grants"]
+    assert not found["failed"]
+    requests = most_within([(before, after, 1) for before, after, _, _ in grants], 60_000)
+    tokens = most_within([(before, after, used) for before, after, used, _ in grants], 60_000)
+    # Answers are in progress for certain between the reservation and the settlement.
+    events = sorted(event for _, after, _, end in grants for event in ((after, 1), (end, -1)))
+    answers = peak = 0
+    for _, change in events:
+        answers += change
+        peak = max(peak, answers)
+    report(
+        f"quota of {kind}: {len(grants)} reservations by 16 processes; in any 60 s at most {requests} of "
+        f"{QUOTA.requests_per_minute} requests and {tokens} of {QUOTA.tokens_per_minute} tokens, {peak} of "
+        f"{QUOTA.concurrent_answers} answers at once"
+    )
+    assert requests <= QUOTA.requests_per_minute and tokens <= QUOTA.tokens_per_minute
+    assert peak <= QUOTA.concurrent_answers
+    # The test would prove nothing if the limit had not been reached.
+    assert max(requests / QUOTA.requests_per_minute, tokens / QUOTA.tokens_per_minute) > 0.9
+    assert len(grants) > 300
+
+
+def test_killed_processes_leave_nothing_reserved(tmp_path: Path, soak: bool) -> None:
+    for account in run("kill", tmp_path, 8, 1000 if soak else 40):
+        assert (account["answers"], account["reserved"]) == (0, 0)
+        assert account["requests"] >= 0 and account["tokens"] >= 0
+
+
+def test_a_process_killed_at_any_line_of_a_change_leaves_it_done_or_undone(tmp_path: Path) -> None:
+    results = run("crash", tmp_path)
+    assert len(results) > 30
+    for tenant, key in results:
+        assert tenant == key, "both accounts change together"
+        assert (tenant["answers"], tenant["reserved"]) == (0, 0)
+        assert (tenant["requests"], tenant["tokens"]) in ((0, 0), (1, 0), (1, 40))
+    assert results[-1][0] == {"answers": 0, "reserved": 0, "requests": 1, "tokens": 40}
