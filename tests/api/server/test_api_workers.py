@@ -190,6 +190,13 @@ def read_stream(answer: HTTPResponse) -> str:
     return "done" if raw.endswith(b"data: [DONE]\n\n") else "broken"
 
 
+def folder_of(server: Served, connection: Connection) -> Path:
+    """The worker's part of the quarantine."""
+    command = connection.worker.cmdline()
+    config = WorkerConfig.from_json(command[command.index("--config") + 1])
+    return server.data_dir / "quarantine" / str(config.number)
+
+
 def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
     doomed_key, other_key = two.make_key("doomed"), two.make_key("survivor")
     with ExitStack() as stack:
@@ -199,12 +206,17 @@ def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
         survivors = [one.stream(other_key, 150) for one in (other, *extra) if one.worker == other.worker]
         victims = [one.stream(doomed_key, 4000) for one in (doomed, *extra) if one.worker == doomed.worker]
         assert len(survivors) == len(victims) == 2
+        left, needed = ((folder_of(two, one) / "upload") for one in (doomed, other))
+        for upload_folder in (left, needed):
+            upload_folder.mkdir()
         doomed.worker.kill()
         assert [read_stream(one) for one in victims] == ["broken"] * 2
-        # New connections are answered by the other worker, or wait for the new one.
+        # New connections are answered by the other worker, until there is a new one.
         fresh = stack.enter_context(connect_to_both(two))
         assert doomed.worker.pid not in [one.worker.pid for one in fresh]
         assert [read_stream(one) for one in survivors] == ["done"] * 2
+        assert not left.exists() and needed.exists(), "a worker empties its own part of the quarantine"
+        needed.rmdir()
         for connection in fresh:
             connection.wait_until_ready()
             answer = connection.complete(doomed_key, "base", n=MAX_PER_TENANT, temperature=1)
