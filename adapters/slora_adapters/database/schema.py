@@ -32,6 +32,7 @@ __all__ = [
     "api_keys",
     "audit_log",
     "changes",
+    "erased_keys",
     "metadata",
     "platform",
     "quotas",
@@ -278,3 +279,6 @@ audit_log = Table(
     Index("audit_log_of_tenant", "tenant", "entry_id"),
     sqlite_autoincrement=True,
 )
+
+# Keys of purged tenants whose usage was erased. The ledger drops their records that arrive later.
+erased_keys = Table("erased_keys", metadata, Column("key_id", _KEY, primary_key=True))

@@ -41,6 +41,9 @@ _BUCKET_KEY = (_b.width, _b.tenant, _b.start, _b.key_id, _b.adapter)
 _OLD_RECORDS = delete(schema.usage_records).where(
     _r.request_id.in_(select(_r.request_id).where(_r.ended_at < bindparam("before")).limit(_DELETED_AT_ONCE))
 )
+_ERASED_KEYS = select(schema.erased_keys.c.key_id).where(
+    schema.erased_keys.c.key_id.in_(bindparam("key_ids", expanding=True))
+)
 # Those of one tenant, in the order of the primary key.
 _RECORDS_OF_TENANT = (
     delete(schema.usage_records)
@@ -107,12 +110,19 @@ class UsageLedger:
             pass
 
     def add(self, records: Sequence[UsageRecord]) -> int:
-        """Adds the records that the ledger does not have yet, in one transaction. Returns their number."""
+        """Adds the records that the ledger does not have yet, in one transaction. Returns their number. Records of keys
+        whose usage was erased are dropped.
+        """
         # Sorted, because concurrent transactions that lock rows in different orders could wait for each other.
         rows = {record.request_id: record for record in sorted(records, key=lambda one: one.request_id)}
         if not rows:
             return 0
         with self._database.transaction() as connection:
+            key_ids = sorted({record.account for record in rows.values()})
+            erased = set(connection.execute(_ERASED_KEYS, {"key_ids": key_ids}).scalars())
+            rows = {name: record for name, record in rows.items() if record.account not in erased}
+            if not rows:
+                return 0
             make_insert = _INSERT[connection.dialect.name]
             statement = make_insert(schema.usage_records).on_conflict_do_nothing().returning(_r.request_id)
             new = connection.execute(statement, [_record_row(one) for one in rows.values()]).scalars().all()
@@ -148,7 +158,14 @@ class UsageLedger:
         return [_read_row(row, asked.group_by) for row in self._database.read(query)]
 
     def erase(self, tenant: str) -> int:
-        """Deletes all records and sums of a tenant. Returns the number of records."""
+        """Deletes all records and sums of a tenant, for ever: `add` drops what its keys have used and arrives later.
+        Returns the number of records.
+        """
+        with self._database.transaction(_RETENTION, even_if_full=True) as connection:
+            make_insert = _INSERT[connection.dialect.name]
+            keys = select(schema.api_keys.c.key_id).where(schema.api_keys.c.tenant == tenant)
+            marked = make_insert(schema.erased_keys).from_select(["key_id"], keys)
+            connection.execute(marked.on_conflict_do_nothing())
         num_erased, after = 0, ""
         while True:
             with self._database.transaction(_RETENTION, even_if_full=True) as connection:

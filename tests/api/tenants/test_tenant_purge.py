@@ -56,8 +56,8 @@ def upload(platform: Platform, key: str, name: str, seed: int) -> str:
     return str(answer.json()["digest"]).removeprefix("sha256:")
 
 
-def record_of(tenant: str, request_id: str) -> UsageRecord:
-    return UsageRecord(request_id, tenant, "key", None, 1_790_000_000.0, RequestUsage(1, 0, 1, 0, 0.0))
+def record_of(tenant: str, request_id: str, key_id: str = "key") -> UsageRecord:
+    return UsageRecord(request_id, tenant, key_id, None, 1_790_000_000.0, RequestUsage(1, 0, 1, 0, 0.0))
 
 
 def rows_with(database: Database, tenant: str) -> set[str]:
@@ -163,7 +163,7 @@ def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
 
 def test_every_table_of_tenants_is_purged_or_outlives_them() -> None:
     """A table of keys or tenants without the column `tenant` would keep its rows."""
-    shared = {"platform", "adapter_reservations"}
+    shared = {"platform", "adapter_reservations", "erased_keys"}
     purged = {table.name for table in tenant_rows._OWN}
     kept = {table.name for table in tenant_rows._KEPT}
     assert purged | kept | shared | {"tenants"} == set(schema.metadata.tables)
@@ -214,6 +214,26 @@ def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: S
     assert complete(again).status_code == 404
     push(again)
     assert complete(again).raise_for_status().json()["choices"] == before
+
+
+def test_erased_usage_does_not_come_back_with_what_journals_still_have(
+    database_place: str, tmp_path: Path
+) -> None:
+    with closing(Database(database_place)) as database:
+        keys, ledger = open_key_store(database, tmp_path), UsageLedger(database)
+        store = TenantStore(database, keys)
+        for tenant in ("erased", "kept"):
+            store.create_tenant(tenant)
+        (_, gone), (_, other) = keys.create_key("erased"), keys.create_key("kept")
+        store.begin_purge("erased")
+        ledger.erase("erased")
+        store.finish_purge("erased", {})
+        late = [record_of("erased", "r1", gone.key_id), record_of("kept", "r2", other.key_id)]
+        assert ledger.add(late) == 1 and ledger.add(late[:1]) == 0
+        assert rows_with(database, "erased") == {"audit_log", "changes"}
+        store.create_tenant("erased")
+        _, again = keys.create_key("erased")
+        assert ledger.add([record_of("erased", "r3", again.key_id)]) == 1, "a new tenant of that name"
 
 
 # Purges in a child that is killed after each number of SQL statements, until a child survives. A child that is forked
