@@ -66,6 +66,12 @@ class UsageJournal:
         self._thread = threading.Thread(target=self._run, name="usage-journal", daemon=True)
         self._thread.start()
 
+    @property
+    def has_records(self) -> bool:
+        """Whether the open segment has records."""
+        segment = self._open
+        return segment is not None and segment.num_written > 0
+
     def check(self) -> None:
         """Raises UsageJournalFull while a new request could not be billed."""
         if self._refusal is not None:

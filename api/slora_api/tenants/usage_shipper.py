@@ -72,9 +72,10 @@ class UsageShipper:
             self._ship_closed()
             # The open segment is closed only while the database can be written. An outage would otherwise leave
             # thousands of files, and a full disk has no room for another segment.
-            self._ledger.check()
-            self._journal.rotate().result()
-            self._ship_closed()
+            if self._journal.has_records:
+                self._ledger.check()
+                self._journal.rotate().result()
+                self._ship_closed()
             self._current_at = started_at
             self._delete_old()
         except (StoreUnavailable, OSError) as error:

@@ -85,6 +85,9 @@ def audit(what, arguments):
 
 sys.addaudithook(audit)
 from slora_api.cli.main import main
+from slora_api.tenants.usage_shipper import UsageShipper
+
+UsageShipper.ship = lambda shipper: None  # it takes steps of its own at any moment
 raise SystemExit(main())
 """
 COMMAND = (sys.executable, "-P", "-c", MORTAL)
