@@ -154,6 +154,9 @@ class RemoteEngine:
                     self._receive(message)
             except (BrokenFrame, ConnectionError) as error:
                 _log.error("the connection to the engine failed: %s", error)
+            except asyncio.CancelledError:
+                self._unreported.clear()  # this process ends, so the engine records these requests
+                raise
             finally:
                 self._disconnect()
                 writer.close()

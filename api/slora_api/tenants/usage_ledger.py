@@ -9,7 +9,7 @@ Every call blocks, so an event loop should make it on a thread.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Select, Table, bindparam, delete, func, select, tuple_, union_all
@@ -32,6 +32,16 @@ _RETENTION = "usage retention"
 _DELETED_AT_ONCE = 2000
 
 _r, _b = schema.usage_records.c, schema.usage_buckets.c
+# A renaming waits for these locks, and this query for a renaming.
+_OWNERS = (
+    select(schema.api_keys.c.key_id, schema.api_keys.c.tenant)
+    .where(
+        schema.api_keys.c.key_id.in_(bindparam("key_ids", expanding=True)),
+        schema.api_keys.c.tenant.is_not(None),
+    )
+    .order_by(schema.api_keys.c.key_id)
+    .with_for_update(read=True)
+)
 # The dialects have classes of their own for INSERT ... ON CONFLICT.
 _INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,
@@ -112,15 +122,23 @@ class UsageLedger:
     def add(self, records: Sequence[UsageRecord]) -> int:
         """Adds the records that the ledger does not have yet, in one transaction. Returns their number. Records of keys
         whose usage was erased are dropped.
+
+        The tenant of a record is the one that has the key now, because the tenant may have been renamed since. If the
+        key does not exist any more, it is the tenant of the record.
         """
         # Sorted, because concurrent transactions that lock rows in different orders could wait for each other.
         rows = {record.request_id: record for record in sorted(records, key=lambda one: one.request_id)}
         if not rows:
             return 0
         with self._database.transaction() as connection:
-            key_ids = sorted({record.account for record in rows.values()})
-            erased = set(connection.execute(_ERASED_KEYS, {"key_ids": key_ids}).scalars())
-            rows = {name: record for name, record in rows.items() if record.account not in erased}
+            key_ids = {"key_ids": sorted({record.account for record in rows.values()})}
+            erased = set(connection.execute(_ERASED_KEYS, key_ids).scalars())
+            owners = {key_id: tenant for key_id, tenant in connection.execute(_OWNERS, key_ids)}
+            rows = {
+                name: replace(record, tenant=owners.get(record.account, record.tenant))
+                for name, record in rows.items()
+                if record.account not in erased
+            }
             if not rows:
                 return 0
             make_insert = _INSERT[connection.dialect.name]

@@ -95,3 +95,15 @@ def test_a_rename_moves_every_row_on_both_databases(database_place: str, tmp_pat
         assert old.orphaned == (AdapterVersion("old", "1" * 64),) and old.moved_pin
         with pytest.raises(NotFound):
             store.rename("old", "newer")
+
+
+def test_usage_that_was_recorded_under_the_old_name_counts_for_the_new_one(
+    platform: Platform, admin: httpx.Client
+) -> None:
+    key_id = platform.key("before").split("_")[1]
+    record = record_of("before", "late", key_id)
+    admin.patch("/admin/tenants/before", json={"name": "after"}).raise_for_status()
+    with closing(Database(platform.directory / "slora.db")) as database:
+        UsageLedger(database).add([record])
+        assert UsageLedger(database).used_tokens("after", key_id, 0) > 0
+        assert UsageLedger(database).used_tokens("before", None, 0) == 0

@@ -204,6 +204,9 @@ def test_the_usage_of_a_client_that_died_is_recorded_by_the_engine(run: Run, sta
 
         await wait_until(are_recorded)
         assert records.keys() == {"ended", "running"}
+        assert "running" not in log.usage, (
+            "the engine alone records what a process did not learn before its end"
+        )
         assert records["ended"].usage == log.usage["ended"]
         assert [records[name].account for name in ("ended", "running")] == ["key 1", "key 2"]
         assert 1 <= records["running"].usage.generated_tokens < 500
