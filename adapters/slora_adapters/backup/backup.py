@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy.engine import Connection
@@ -23,6 +24,7 @@ from slora_adapters.backup.manifest import (
     Manifest,
     StoredFile,
     hash_file,
+    read_manifest,
     verify_files,
 )
 from slora_adapters.database.database import Database
@@ -36,18 +38,28 @@ from slora_adapters.store.store import Store
 __all__ = ["make_backup"]
 
 
-def make_backup(database: Database, store: Store, secrets: Mapping[str, Path], target: Path) -> Manifest:
+def make_backup(
+    database: Database,
+    store: Store,
+    secrets: Mapping[str, Path],
+    target: Path,
+    previous: Path | None = None,
+) -> Manifest:
     """Makes the directory `target`. secrets: files by their name in the backup; one that does not exist is left out.
 
-    Raises StoreUnfit if the target exists, or if the store lacks a blob. Raises StoreUnavailable and OSError. A backup
-    that fails leaves nothing behind; one that is killed leaves a directory `<target>.partial-<id>`.
+    previous: an earlier backup on the same file system. Blobs that it has are hard links to its files.
+
+    Raises StoreUnfit if the target exists, if the previous backup is damaged, or if the store lacks a blob. Raises
+    StoreUnavailable and OSError. A backup that fails leaves nothing behind; one that is killed leaves a directory
+    `<target>.partial-<id>`.
     """
     if target.exists():
         raise StoreUnfit(f"{str(target)!r} exists already: name a directory that does not exist")
+    old = None if previous is None else _OldBackup(previous, read_manifest(previous))
     work = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     work.mkdir(parents=True, mode=0o700)
     try:
-        manifest = _Backup(database, store, work).fill(secrets)
+        manifest = _Backup(database, store, work, old).fill(secrets)
         verify_files(work, manifest)
         manifest.write(work)
         _sync_tree(work)
@@ -59,10 +71,27 @@ def make_backup(database: Database, store: Store, secrets: Mapping[str, Path], t
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
+class _OldBackup:
+    directory: Path
+    manifest: Manifest
+
+    def link_blob(self, digest: str, work: Path) -> Mapping[str, StoredFile]:
+        """Links the files of a blob into `work`, and returns them by name. Empty if this backup lacks the blob."""
+        folder = _blob_folder(digest)
+        found = {name: file for name, file in self.manifest.files.items() if name.startswith(f"{folder}/")}
+        if found:
+            (work / folder).mkdir(parents=True)
+        for name in found:
+            os.link(self.directory / name, work / name)
+        return found
+
+
 class _Backup:
     """One backup in progress, in the directory `work`."""
 
-    def __init__(self, database: Database, store: Store, work: Path) -> None:
+    def __init__(self, database: Database, store: Store, work: Path, old: _OldBackup | None) -> None:
+        self._old = old
         self._database = database
         self._storage = RegistryStorage(database)
         self._store = store
@@ -106,6 +135,9 @@ class _Backup:
             if time.monotonic() - renewed_at > RESERVATION_S / 4:
                 self._storage.renew_held(self._holder, time.time())
                 renewed_at = time.monotonic()
+            if self._old is not None and (linked := self._old.link_blob(digest, self._work)):
+                self._files.update(linked)
+                continue
             hashes: dict[str, hashlib._Hash] = {}
             sizes: dict[str, int] = {}
 
@@ -126,9 +158,12 @@ class _Backup:
                     f"the store lacks the weights {digest}, which the database refers to: push that adapter again, or "
                     "delete its version"
                 ) from error
-            folder = f"{ADAPTERS}/blobs/{digest[:2]}/{digest}"
             for member, found in hashes.items():
-                self._files[f"{folder}/{member}"] = StoredFile(sizes[member], found.hexdigest())
+                self._files[f"{_blob_folder(digest)}/{member}"] = StoredFile(sizes[member], found.hexdigest())
+
+
+def _blob_folder(digest: str) -> str:
+    return f"{ADAPTERS}/blobs/{digest[:2]}/{digest}"
 
 
 def _sync_tree(root: Path) -> None:

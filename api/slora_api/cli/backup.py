@@ -38,7 +38,11 @@ def backup(arguments: argparse.Namespace) -> None:
             # Otherwise the backup would revive keys whose revocation the database does not have yet.
             KeyStore(database, Pepper.from_file(data.pepper), journal).write_pending_revocations()
             manifest = make_backup(
-                database, store, {path.name: path for path in (data.pepper, data.admin_key)}, target
+                database,
+                store,
+                {path.name: path for path in (data.pepper, data.admin_key)},
+                target,
+                Path(arguments.previous).resolve() if arguments.previous else None,
             )
     except (SloraError, OSError, ValueError) as error:
         raise CommandFailed(f"no backup was made: {error}") from error

@@ -153,6 +153,11 @@ def _add_backup(commands: _Commands) -> None:
     backup.epilog = "The directory contains the pepper of all API keys. Keep it as safe as the servers."
     backup.add_argument("directory", metavar="DIR", help="the backup; it must not exist")
     backup.add_argument(
+        "--previous",
+        metavar="BACKUP",
+        help="an earlier backup; weights that it has are linked instead of copied",
+    )
+    backup.add_argument(
         "--data-dir", metavar="DIR", help="data directory of a server (SLORA_DATA_DIR; default data)"
     )
     backup.add_argument("--database", metavar="URL", help="as in slora serve (SLORA_DATABASE)")
@@ -315,7 +320,10 @@ def _add_isolation(audit: _Commands) -> None:
 
 
 def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 2026-11-23T14:00") from None
 
 
 def _add_quotas(commands: _Commands) -> None:

@@ -153,6 +153,32 @@ def test_a_tenant_that_is_being_purged_does_not_stop_a_backup(site: Site, tmp_pa
     assert read_manifest(site.back_up(tmp_path / "backup")).digests == ()
 
 
+def test_weights_of_an_earlier_backup_are_linked_and_verified(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, copied = site.back_up(tmp_path / "first"), []
+    site.push("new", f"{9:064x}")
+    real = FileStore.copy
+
+    def copy(store: FileStore, digest: str, *arguments: object) -> None:
+        copied.append(digest)
+        real(store, digest, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileStore, "copy", copy)
+    second = tmp_path / "second"
+    make_backup(site.database, site.store, {"pepper": site.pepper}, second, first)
+    assert copied == [f"{9:064x}"]
+    own = next(second.glob(f"adapters/blobs/*/{DIGESTS[0]}/weights"))
+    assert own.samefile(next(first.glob(f"adapters/blobs/*/{DIGESTS[0]}/weights")))
+    shutil.rmtree(first)
+    restore_backup(second, tmp_path / "data")
+    assert set(FileStore(tmp_path / "data" / "adapters").digests()) == {*DIGESTS, f"{9:064x}"}
+    damage_weights(second)
+    with pytest.raises(StoreUnfit, match="is damaged"):
+        make_backup(site.database, site.store, {}, tmp_path / "third", second)
+    assert not list(tmp_path.glob("third*"))
+
+
 # -- what is refused, which does not depend on the database ------------------------------------------------------------
 
 

@@ -1,0 +1,71 @@
+"""`slora tenant` and `slora audit log` against a server, from creation to purge."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from slora_api.cli.main import main
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+PROMPT = {"model": "base", "prompt": "hello"}
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+@pytest.fixture
+def slora(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a subcommand that succeeds, and returns its output."""
+    monkeypatch.setenv("SLORA_URL", platform.url)
+    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
+
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_life_of_a_tenant(platform: Platform, slora: Callable[..., str]) -> None:
+    slora("tenant", "create", "acme", "--weight", "2")
+    key = platform.services.key_store.create_key("acme")[1].secret
+    assert "`slora tenant resume acme` serves it again" in slora("tenant", "suspend", "acme")
+    assert "suspended" in slora("tenant", "list")
+    assert post(platform, key, "/v1/completions", PROMPT).status_code == 403
+    assert slora("tenant", "resume", "acme") == "tenant acme is active\n"
+    assert slora("tenant", "rename", "acme", "acme-corp") == "tenant acme is now acme-corp\n"
+    assert post(platform, key, "/v1/completions", PROMPT).status_code == 200
+    told = slora("tenant", "purge", "acme-corp", "--confirm", "acme-corp", "--ledger", "keep")
+    assert "purged tenant acme-corp: 1 keys, 0 adapters" in told and "usage kept" in told
+    assert post(platform, key, "/v1/completions", PROMPT).status_code == 401
+    log = slora("audit", "log", "--action", "tenant")
+    rows = [line.split() for line in log.splitlines()]
+    assert [row[4] for row in rows[1:]] == [
+        *(
+            "tenant.purged",
+            "tenant.purge",
+            "tenant.rename",
+            "tenant.resume",
+            "tenant.suspend",
+            "tenant.create",
+        )
+    ]
+    assert all(row[2:4] == ["bootstrap", "127.0.0.1"] for row in rows[1:])
+    (renamed,) = json.loads(slora("audit", "log", "--action", "tenant.rename", "--json"))
+    assert renamed["details"] == {"name": ["acme", "acme-corp"]}
+    assert slora("audit", "log", "--since", "2099-01-01", "--json") == "[]\n"
+    assert len(json.loads(slora("audit", "log", "--limit", "2", "--json"))) == 2
+
+
+def test_a_purge_needs_the_name_twice(slora: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    slora("tenant", "create", "careful")
+    assert main(["tenant", "purge", "careful", "--confirm", "carefree", "--ledger", "keep"]) == 1
+    assert "`confirm` is 'carefree'; repeat the name of the tenant" in capsys.readouterr().err
+    assert "careful" in slora("tenant", "list")
