@@ -20,7 +20,7 @@ from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.usage_recorder import OpenRequest, UsageRecorder
-from slora_api.tenants.quota_meter import RequestMeter
+from slora_api.tenants.quota_meter import RequestMeter, Spending
 
 __all__ = ["Generator"]
 
@@ -95,12 +95,11 @@ class Generator:
         async with meter.hold(prompt_tokens, answer_tokens, len(answers) * width, width_param) as spending:
             with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
                 sent: list[OpenRequest] = []
-                streams = [self._stream(answer, sent) for answer in answers]
+                streams = [self._stream(answer, sent, spending) for answer in answers]
                 seen_first = False
                 last: CompletionDelta | None = None
                 async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
                     async for delta in deltas:
-                        spending.generated_tokens += len(delta.token_ids)
                         if not seen_first:
                             seen_first = True
                             self.metrics.first_token(time.perf_counter() - started_at)
@@ -115,9 +114,11 @@ class Generator:
                 if last is not None:
                     yield last
 
-    async def _stream(self, answer: Answer, sent: list[OpenRequest]) -> AsyncGenerator[CompletionDelta, None]:
-        """Streams one answer. sent: gets the request when it is sent to the engine."""
-        sent.append(self.usage.open(answer))
+    async def _stream(
+        self, answer: Answer, sent: list[OpenRequest], spending: Spending
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Streams one answer. sent, spending: get the request when it is sent to the engine."""
+        sent.append(self.usage.open(answer, spending.open()))
         async with aclosing(stream_completion(self.client, answer)) as deltas:
             async for delta in deltas:
                 yield delta

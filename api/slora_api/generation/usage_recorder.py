@@ -24,9 +24,12 @@ __all__ = ["OpenRequest", "UsageRecorder"]
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request whose usage may be unknown yet. written: the write to the journal, if there is a record."""
+    """A request whose usage may be unknown yet. on_report: called with the usage. written: the write to the journal, if
+    there is a record.
+    """
 
     answer: Answer
+    on_report: Callable[[RequestUsage], None]
     reported: asyncio.Event = field(default_factory=asyncio.Event)
     written: "Future[None] | None" = None
 
@@ -52,9 +55,14 @@ class UsageRecorder:
         """Raises UsageJournalFull while a new request could not be recorded."""
         self._journal.check()
 
-    def open(self, answer: Answer) -> OpenRequest:
-        """Call it immediately before the request is sent to the engine. Pass the result to `wait`."""
-        opened = self._open[answer.request.request_id] = OpenRequest(answer)
+    def open(
+        self, answer: Answer, on_report: Callable[[RequestUsage], None] = lambda usage: None
+    ) -> OpenRequest:
+        """Call it immediately before the request is sent to the engine. Pass the result to `wait`.
+
+        on_report: called once with what the request has used, possibly after its stream was closed.
+        """
+        opened = self._open[answer.request.request_id] = OpenRequest(answer, on_report)
         return opened
 
     async def wait(self, opened: Sequence[OpenRequest]) -> None:
@@ -74,6 +82,8 @@ class UsageRecorder:
             assert found is not None
             opened.written = self._record(opened.answer, found, is_complete=usage is not None)
         if opened is not None:
+            assert found is not None
+            opened.on_report(found)
             opened.reported.set()
 
     def _record(self, answer: Answer, usage: RequestUsage, *, is_complete: bool) -> "Future[None]":

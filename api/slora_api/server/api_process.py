@@ -129,6 +129,11 @@ async def open_services(
     ledger = UsageLedger(database)
     quota_store = QuotaStore(database, default_quota(settings), host_changes.is_behind)
     counters = open_counters(data, settings.quota_redis)
+    if is_main and database.path is None and not settings.quota_redis:
+        logger.warning(
+            "quotas are counted on this host alone: if several hosts share the database, give all of them the same "
+            "--quota-redis (SLORA_QUOTA_REDIS)"
+        )
     stack.push_async_callback(counters.close)
     quotas = QuotaMeter(quota_store, counters, ledger, limiter.wait_s, counted.quota_refused)
     adapter_quota = AdapterQuota(quota_store, counted.quota_refused)

@@ -1,12 +1,13 @@
 """Charges requests to the quotas of their tenant and their key.
 
-A request reserves its prompt and the longest answers that it may get before it is admitted. When it ends, the
-reservation is replaced by what it used:
+A request reserves its prompt and the longest answers that it may get before it is admitted. When the engine has
+reported what the request used, that replaces the reservation. So quotas and the usage ledger count the same tokens:
 
 | how the request ends | requests | tokens |
 |---|---|---|
-| answered, or ended by its client or its deadline | 1 | prompt and generated tokens |
-| refused, or failed in the engine | 0 | 0 |
+| answered, or ended by its client or its deadline | 1 | computed prompt tokens and generated tokens |
+| failed after a part was computed | 1 | the same |
+| refused, or failed before anything was computed | 0 | 0 |
 
 A long prompt is charged as a request before it is tokenized, and that charge stays. So a client cannot have long
 prompts tokenized without end for requests that its quota then refuses.
@@ -22,12 +23,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Protocol
 
 from slora.errors import DeadlineMissed
+from slora.request import RequestUsage
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
 from slora_api.tenants.quota_counters import (
@@ -152,12 +153,35 @@ class QuotaMeter:
         await self.counters.seed(subject, *used)
 
 
-@dataclass(slots=True)
 class Spending:
-    """What a request in progress has used. generated_tokens grows with its answers."""
+    """What one request uses, as the engine reports it. settle: called with the used tokens when the request has ended
+    and every part of it is reported.
+    """
 
-    prompt_tokens: int
-    generated_tokens: int = 0
+    def __init__(self, settle: Callable[[int], None]) -> None:
+        self.tokens = 0
+        self._settle = settle
+        self._num_open = 0
+        self._has_ended = False
+
+    def open(self) -> Callable[[RequestUsage], None]:
+        """Adds an engine request. Call the result with its usage."""
+        self._num_open += 1
+        return self._report
+
+    def end(self) -> None:
+        """The request has ended for its client. The engine may still have to report."""
+        self._has_ended = True
+        self._settle_if_known()
+
+    def _report(self, usage: RequestUsage) -> None:
+        self.tokens += usage.prompt_tokens + usage.generated_tokens
+        self._num_open -= 1
+        self._settle_if_known()
+
+    def _settle_if_known(self) -> None:
+        if self._has_ended and not self._num_open:
+            self._settle(self.tokens)
 
 
 class RequestMeter:
@@ -195,7 +219,7 @@ class RequestMeter:
         Entering raises RateLimited, BudgetExhausted, TenantBusy, BadRequest or StoreUnavailable.
         """
         charge = Charge(prompt_tokens + answer_tokens, num_answers, 0 if self._is_counted else 1)
-        return _Hold(self, charge, Spending(prompt_tokens), param)
+        return _Hold(self, charge, param)
 
     async def headers(self) -> dict[str, str]:
         """Returns the headers `x-ratelimit-*`. Of two limits, they show the one with less left."""
@@ -289,12 +313,13 @@ class RequestMeter:
 class _Hold:
     """The context of `RequestMeter.hold`."""
 
-    def __init__(self, meter: RequestMeter, charge: Charge, spending: Spending, param: str) -> None:
+    def __init__(self, meter: RequestMeter, charge: Charge, param: str) -> None:
         self._meter = meter
         self._charge = charge
-        self._spending = spending
         self._param = param
         self._reservation: Reservation | None = None
+        self._spending = Spending(self._settle)
+        self._is_served = True
 
     async def __aenter__(self) -> Spending:
         self._reservation = await self._meter.reserve(self._charge, self._param)
@@ -303,10 +328,12 @@ class _Hold:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_served = kind is None or issubclass(kind, _ENDED_BY_CLIENT)
+        self._spending.end()
+
+    def _settle(self, used_tokens: int) -> None:
         assert self._reservation is not None
-        is_served = kind is None or issubclass(kind, _ENDED_BY_CLIENT)
-        used = self._spending.prompt_tokens + self._spending.generated_tokens if is_served else 0
-        self._meter.settle(self._reservation, used, counts=is_served)
+        self._meter.settle(self._reservation, used_tokens, counts=self._is_served or used_tokens > 0)
 
 
 def format_duration(ms: int) -> str:

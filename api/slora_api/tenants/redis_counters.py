@@ -82,7 +82,7 @@ class RedisCounters:
         self._clock_ms = clock_ms
         self._lease_ms = int(lease_s * 1000)
         self._script = client.register_script(_SCRIPT)
-        self._is_away = False
+        self.is_away = False
         # The open reservations of this process.
         self._open: set[_Handle] = set()
         self._settling: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class RedisCounters:
     async def reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
     ) -> Reservation | Refusal | NotSeeded:
-        if self._is_away:
+        if self.is_away:
             return await self._host.reserve(subjects, charge)
         handle = _Handle(subjects[0].tenant, uuid.uuid4().hex)
         limits = [limit for subject in subjects for limit in _limits(subject)]
@@ -123,7 +123,7 @@ class RedisCounters:
         task.add_done_callback(self._settling.discard)
 
     async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
-        if not self._is_away:
+        if not self.is_away:
             try:
                 return _uses((await self._run("read", subjects))[2])
             except redis.RedisError as error:
@@ -131,7 +131,7 @@ class RedisCounters:
         return await self._host.read(subjects)
 
     async def seed(self, subject: Subject, tokens_today: int, tokens_this_month: int) -> None:
-        if not self._is_away:
+        if not self.is_away:
             try:
                 await self._run("seed", (subject,), (tokens_today, tokens_this_month))
                 return
@@ -143,7 +143,7 @@ class RedisCounters:
         sweeping = asyncio.create_task(self._host.run())
         try:
             while True:
-                await asyncio.sleep(_PAUSE_S if self._is_away else _RENEW_S)
+                await asyncio.sleep(_PAUSE_S if self.is_away else _RENEW_S)
                 await self._renew()
         finally:
             sweeping.cancel()
@@ -177,9 +177,9 @@ class RedisCounters:
         except redis.RedisError as error:
             self._leave(error)
             return
-        if self._is_away:
+        if self.is_away:
             logger.warning("the Redis of quotas answers again, so limits hold for all hosts together")
-            self._is_away = False
+            self.is_away = False
 
     async def _run(self, operation: str, subjects: tuple[Subject, ...], values: Iterable[Any] = ()) -> Any:
         space = f"slora:quota:{{{subjects[0].tenant}}}:"
@@ -191,12 +191,12 @@ class RedisCounters:
         )
 
     def _leave(self, error: redis.RedisError) -> None:
-        if not self._is_away:
+        if not self.is_away:
             logger.error(
                 "the Redis of quotas does not answer, so until it does, limits hold for each host by itself: %s",
                 error,
             )
-        self._is_away = True
+        self.is_away = True
 
 
 def _limits(subject: Subject) -> Iterable[int | str]:

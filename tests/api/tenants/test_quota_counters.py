@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,9 +17,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.quota import Quota
 from slora_api.tenants.quota_counters import Charge, NotSeeded, QuotaCounters, Refusal, Reservation, Subject
+from slora_api.tenants.redis_counters import open_redis_counters
 from tests.api.tenants.quota_places import START_S, Clock, CountersPlace, counters_place
+from tests.redis_server import RedisServer
 
 TENANT = Quota(requests_per_minute=6, tokens_per_minute=100, concurrent_answers=5)
 KEY = Quota(requests_per_minute=4, tokens_per_minute=70, tokens_per_day=150, tokens_per_month=250)
@@ -175,9 +179,10 @@ class Counting(RuleBasedStateMachine):
             self.run(process.close())
 
 
-def test_counters_answer_as_a_model_that_adds_up_every_charge(place: CountersPlace) -> None:
+def test_counters_answer_as_a_model_that_adds_up_every_charge(place: CountersPlace, soak: bool) -> None:
     machine = type("CountingHere", (Counting,), {"place": place})
-    run_state_machine_as_test(machine)
+    sizes = settings(max_examples=300 if soak else 12, stateful_step_count=60)
+    run_state_machine_as_test(machine, settings=sizes)
 
 
 def use_of(place: CountersPlace, counters: QuotaCounters, subject: Subject) -> tuple[int, int, int]:
@@ -209,3 +214,54 @@ def test_seeding_never_lowers_what_the_counters_have(place: CountersPlace) -> No
     clock.now_ms = 60_000  # the next day
     assert isinstance(run(counters.reserve((subject,), Charge(100, 1))), Reservation)
     run(counters.close())
+
+
+def test_reservations_of_a_process_that_stops_renewing_its_lease_are_returned(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with counters_place("redis", tmp_path, request) as place:
+        clock, subject = Clock(), Subject("acme", "", Quota(tokens_per_minute=100))
+        dead, other = place(clock, 20.0), place(clock, 20.0)
+        reservation = place.runner.run(dead.reserve((subject,), Charge(80, 2)))
+        clock.now_ms += 19_999
+        assert use_of(place, other, subject) == (1, 80, 2)
+        clock.now_ms += 1
+        assert use_of(place, other, subject) == (1, 0, 0)
+
+        async def settle_late() -> None:
+            assert isinstance(reservation, Reservation)
+            dead.settle(reservation, 30)
+            await dead.close()
+
+        place.runner.run(settle_late())
+        assert use_of(place, other, subject) == (1, 0, 0)
+        place.runner.run(other.close())
+
+
+def test_a_host_counts_for_itself_while_redis_is_away(tmp_path: Path, redis_server: RedisServer) -> None:
+    subject = Subject("acme", "", Quota(requests_per_minute=2))
+
+    async def admitted(counters: QuotaCounters) -> bool:
+        made = await counters.reserve((subject,), Charge(1, 1))
+        if isinstance(made, Reservation):
+            counters.settle(made, 1)
+        return isinstance(made, Reservation)
+
+    async def run() -> None:
+        hosts = [open_redis_counters(redis_server.url, HostCounters(tmp_path / name)) for name in "ab"]
+        renewing = [asyncio.create_task(host.run()) for host in hosts]
+        assert [await admitted(host) for host in (*hosts, *hosts)] == [True, True, False, False]
+        redis_server.stop()
+        # Each host has its own two requests now.
+        assert [await admitted(host) for host in (*hosts, *hosts, *hosts)] == [True] * 4 + [False] * 2
+        redis_server.start()
+        while any(host.is_away for host in hosts):
+            await asyncio.sleep(0.05)
+        assert not await admitted(hosts[0]), "Redis still has the charges from before"
+        for task in renewing:
+            task.cancel()
+        await asyncio.gather(*renewing, return_exceptions=True)
+        for host in hosts:
+            await host.close()
+
+    asyncio.run(run())

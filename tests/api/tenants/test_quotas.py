@@ -196,14 +196,20 @@ def test_without_max_tokens_an_answer_fits_into_the_quota(platform: Platform, en
         assert engine.requests[-1].sampling.max_tokens == expected
 
 
-def test_a_failed_request_is_charged_for_nothing(platform: Platform, engine: ScriptedEngine) -> None:
+def test_a_failed_request_is_charged_for_what_was_computed(
+    platform: Platform, engine: ScriptedEngine
+) -> None:
     key = platform.key("acme")
     set_quota(platform, "tenants/acme", tokens_per_minute=100, requests_per_minute=10)
-    engine.answers = [[*deltas_of(b"okay")[:2], EngineUnavailable("it died")]]
+    engine.answers = [[EngineUnavailable("it died")]]
     assert complete(platform, key).status_code == 503
     assert complete(platform, key, temperature=-1).status_code == 400
     found = used(platform, "tenants/acme")
     assert found == dict.fromkeys(found, 0)
+    engine.answers = [[*deltas_of(b"okay")[:2], EngineUnavailable("it died")]]
+    assert complete(platform, key).status_code == 503
+    found = used(platform, "tenants/acme")
+    assert (found["requests_per_minute"], found["tokens_per_minute"]) == (1, 7)
 
 
 def test_a_client_that_hangs_up_is_charged_for_what_was_generated(
