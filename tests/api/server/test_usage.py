@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 from sqlalchemy import func, select
 
 from slora.usage_journal.journal import UsageJournal
@@ -28,7 +29,7 @@ from tests.api.server.test_server import upload
 from tests.postgresql_server import PostgresqlServer
 
 NAMES = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
-ENGINE = "slora.engine.process"
+ENGINE, WORKER = "slora.engine.process", "slora_api.server.api_process"
 
 
 @dataclass
@@ -155,25 +156,43 @@ def upload_both(server: Served, kit: Kit, tenant: str) -> str:
     return key
 
 
-def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(
-    mortal: Served, kit: Kit, *, soak: bool
+def wait_until_equal(
+    admin: httpx.Client, place: Path | str, engine_before: Sequence[float], ledger_before: Sequence[float]
 ) -> None:
+    """Waits until the ledger has grown by the same sums as the engine's own counters."""
+
+    def are_equal() -> bool | None:
+        computed = subtract(engine_usage(admin), engine_before)
+        assert all(computed[at] for at in (0, 2, 4))
+        return computed == subtract(ledger_usage(place), ledger_before) or None
+
+    wait_for(are_equal)
+
+
+def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(mortal: Served, kit: Kit) -> None:
     place = mortal.data_dir / "slora.db"
     key = upload_both(mortal, kit, "billed")
     time.sleep(3)  # the records of earlier tests reach the ledger
     with mortal.client(ADMIN_KEY) as admin:
-        engine_before, ledger_before = engine_usage(admin), ledger_usage(place)
+        before = engine_usage(admin), ledger_usage(place)
         load = Load(mortal.url, [key], leaves=0.3)
-        load.send(*((400, 100) if soak else (60, 20)))
+        load.send(60, 20)
         assert set(load.statuses) == {200}
+        wait_until_equal(admin, place, *before)
 
-        def are_equal() -> bool | None:
-            used = subtract(engine_usage(admin), engine_before)
-            return (
-                all(used[at] for at in (0, 2, 3, 4)) and used == subtract(ledger_usage(place), ledger_before)
-            ) or None
 
-        wait_for(are_equal)
+@pytest.mark.soak
+def test_the_ledger_equals_the_engines_counters_with_a_thousand_streams(kit: Kit, tmp_path: Path) -> None:
+    flags = ("--max-concurrent-requests", "1200", "--max-concurrent-per-tenant", "1200")
+    with serving(kit.base, tmp_path / "data", *flags, kernels="auto") as served:
+        served.wait_until_ready()
+        keys = [upload_both(served, kit, "acme"), *(served.make_key("acme") for _ in range(9))]
+        with served.client(ADMIN_KEY) as admin:
+            before = engine_usage(admin), ledger_usage(tmp_path / "data" / "slora.db")
+            load = Load(served.url, keys, leaves=0.05)
+            load.send(2000, 1000)
+            assert set(load.statuses) == {200}
+            wait_until_equal(admin, tmp_path / "data" / "slora.db", *before)
 
 
 def test_kills_under_load_lose_and_repeat_no_acknowledged_request(
@@ -198,9 +217,14 @@ def test_kills_under_load_lose_and_repeat_no_acknowledged_request(
             with load.in_background():
                 os.kill(served.process.pid, signal.SIGKILL)
                 served.process.wait()
-        with serving(kit.base, tmp_path / "data", *flags) as served:
+        with serving(kit.base, tmp_path / "data", *flags, "--api-workers", "2") as served:
             served.wait_until_ready()
             load.url = served.url
+            with served.client(ADMIN_KEY) as admin:
+                before = engine_usage(admin), ledger_usage(place)
+                with load.in_background():
+                    os.kill(served.child(WORKER).pid, signal.SIGKILL)
+                wait_until_equal(admin, place, *before)
             with load.in_background():
                 served.kill_everything()
     directory = tmp_path / "data" / "usage"
