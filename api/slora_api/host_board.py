@@ -93,6 +93,8 @@ class _Table:
         first = self._first_word
         self._words[first] = total
         row = self._rows.get(key)
+        if row is None and not count:
+            return
         if row is None:
             row = self._rows[key] = self._free_rows.pop() if self._free_rows else self._words[first + 1]
             assert row < self._num_keys, f"a table of {self._num_keys} keys is full"

@@ -50,11 +50,12 @@ class Outcome:
         return sum(number for status, number in self.attacked.failed.items() if status[0] in "05")
 
 
-def run_mixed(minutes: float, sources: Path = ROOT, seed: int = 0) -> Outcome:
+def run_mixed(minutes: float, sources: Path = ROOT, seed: int = 0, api_workers: int = 1) -> Outcome:
     """The attackers get `minutes`; the honest tenants are alone for a quarter of that before."""
+    flags = ("--api-workers", str(api_workers)) if api_workers > 1 else ()
     with (
         tempfile.TemporaryDirectory(prefix="slora-mixed-") as folder,
-        attacked_server(Path(folder), sources, Limits()) as target,
+        attacked_server(Path(folder), sources, Limits(flags)) as target,
     ):
         runs = [(one.title, one.plan(target)) for one in ATTACKS if one.in_mixture]
         keys = [target.key(f"honest{at}") for at in range(_NUM_HONEST)]
@@ -127,17 +128,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--api-workers", type=int, default=1, help="of the server")
     parser.add_argument("--out", type=Path, help="a JSON file for the row")
     parser.add_argument(
         "--sources", type=Path, default=ROOT, help="the checkout of the server (default: this one)"
     )
     parser.add_argument("--note", default="", help="kept with the row, for example what else ran")
     arguments = parser.parse_args()
-    outcome = run_mixed(arguments.minutes, arguments.sources.resolve(), arguments.seed)
+    outcome = run_mixed(arguments.minutes, arguments.sources.resolve(), arguments.seed, arguments.api_workers)
     row = row_of(outcome)
     print_table("mixed", [row])
     if arguments.out is not None:
-        options = {"minutes": arguments.minutes, "seed": arguments.seed, "note": arguments.note}
+        options = {
+            "minutes": arguments.minutes,
+            "seed": arguments.seed,
+            "api_workers": arguments.api_workers,
+            "note": arguments.note,
+        }
         write_json(arguments.out, {"mixed": [{**row, "sent": outcome.sent}]}, options)
 
 
