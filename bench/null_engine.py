@@ -1,7 +1,7 @@
 """The engine process with an engine that computes nothing: each step gives each request a token at once.
 
-It takes the place of `slora.engine.process`, and everything around the steps is the real thing. `--no-usage`: tell the
-API process of no usage, so that it records none.
+It takes the place of `slora.engine.process`; everything around the steps is the real thing. `--no-usage`: report that
+nothing was used, so that nothing is recorded.
 """
 
 import sys
@@ -57,9 +57,11 @@ class NullEngine(Engine):
 
     def _end(self, request_id: str) -> None:
         left, request = self._left.pop(request_id), self._asked.pop(request_id)
-        if self.tells_usage:
-            generated = request.sampling.max_tokens - left
-            self._ended.append((request_id, RequestUsage(len(request.prompt_token_ids), 0, generated)))
+        generated = request.sampling.max_tokens - left
+        used = (
+            RequestUsage(len(request.prompt_token_ids), 0, generated) if self.tells_usage else RequestUsage()
+        )
+        self._ended.append((request_id, used))
 
 
 if __name__ == "__main__":

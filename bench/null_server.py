@@ -4,7 +4,7 @@
     python -m bench.null_server bare
 
 real            the engine process is `bench.null_engine`; all else is as users run it
-without-usage   the same, but the engine tells of no usage
+without-usage   the same, but the engine reports that nothing was used
 without-ipc     the API process makes the tokens by itself, as they come from the engine
 bare            one Starlette route under uvicorn, which parses the body and streams chunks of the same size
 """
@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from bench.null_engine import NULL_TOKEN
 from slora.engine.client import RemoteEngine
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta
 from slora_api.cli.main import main
 from slora_api.server import serve
 from slora_api.server.supervisor import Child
@@ -46,7 +46,12 @@ class NullClient(RemoteEngine):
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:  # type: ignore[override]
         for left in reversed(range(request.sampling.max_tokens)):
             await asyncio.sleep(0)
+            if not left:
+                self._on_usage(request.request_id, RequestUsage())
             yield TokenDelta((NULL_TOKEN,), None if left else FinishReason.LENGTH)
+
+    def acknowledge_usage(self, request_id: str) -> None:
+        pass
 
 
 def serve_with_null_engine(kind: str, arguments: list[str]) -> int:

@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora_api import errors
+from slora_api.adapters.canary import CANARY_TENANT
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.publisher import Publisher
 from slora_api.cli.main import main
@@ -38,18 +40,17 @@ class CachingEngine(ScriptedEngine):
     scope: what two requests must have in common to share a prefix.
     """
 
+    answers: Sequence[Sequence[TokenDelta | Exception]] = ((TokenDelta((65,), FinishReason.LENGTH),),)
     scope: Callable[[EngineRequest], object] = tenant_and_weights
     seen: set[object] = field(default_factory=set)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        if request.tenant == "slora:canary":
-            async for delta in super().generate(request):
-                yield delta
-            return
         key = self.scope(request), tuple(request.prompt_token_ids)
-        num_cached = _BLOCK if key in self.seen else 0
+        num_cached = _BLOCK if key in self.seen and request.tenant != CANARY_TENANT else 0
         self.seen.add(key)
-        yield TokenDelta((65,), FinishReason.LENGTH, num_cached=num_cached)
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                yield replace(delta, num_cached=num_cached)
 
 
 @pytest.fixture
@@ -65,11 +66,11 @@ class Audit:
     patch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
 
-    def run(self, url: str) -> tuple[int, list[dict[str, Any]]]:
+    def run(self, url: str, *flags: str) -> tuple[int, list[dict[str, Any]]]:
         """Returns the exit code and the findings that are not as they must be."""
         self.patch.setenv("SLORA_URL", url)
         self.patch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-        code = main(["audit", "isolation", "--json"])
+        code = main(["audit", "isolation", "--json", *flags])
         shown = self.capsys.readouterr()
         assert shown.out, shown.err
         answer = json.loads(shown.out)
@@ -183,6 +184,12 @@ def test_an_error_that_quotes_a_key_is_noticed(
     monkeypatch.setattr(errors, "mask_keys", lambda text: text)
     _, wrong = audit.run(platform.url)
     assert "key as field `model`" in cells(wrong) and "key as path" in cells(wrong)
+
+
+def test_the_timing_test_has_an_arm_for_noise_and_one_for_power(platform: Platform, audit: Audit) -> None:
+    """With three samples an arm nothing can differ, so the arm that must differ tells that the test is too weak."""
+    _, wrong = audit.run(platform.url, "--timing", "--samples", "3")
+    assert cells(wrong) == ["power: own prompts against fresh ones"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
