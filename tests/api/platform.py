@@ -54,6 +54,7 @@ from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.quota import default_quota
 from slora_api.tenants.quota_meter import QuotaMeter
 from slora_api.tenants.quota_store import QuotaStore
@@ -193,6 +194,7 @@ def running_platform(
         tenant_store,
         AuditLog(database),
         key_store,
+        KeyUse(database),
         RunningRequests(key_store),
         ModelCatalog(base, adapters, engine, pinning),
         Publisher(

@@ -25,6 +25,7 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.quota_meter import QuotaMeter
 from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.running_requests import RunningRequests
@@ -53,6 +54,7 @@ class Services:
     tenant_store: TenantStore
     audit_log: AuditLog
     key_store: KeyStore
+    key_use: KeyUse
     running: RunningRequests
     catalog: ModelCatalog
     publisher: Publisher

@@ -69,6 +69,7 @@ from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.quota import default_quota
 from slora_api.tenants.quota_counters import QuotaCounters
 from slora_api.tenants.quota_meter import QuotaMeter
@@ -149,6 +150,7 @@ async def open_services(
         tenant_store,
         AuditLog(database),
         key_store,
+        KeyUse(database),
         RunningRequests(key_store),
         ModelCatalog(base, adapters, client, pinning),
         Publisher(
@@ -220,6 +222,7 @@ def background_work(
         client.run(on_hello),
         services.follower.run(),
         services.running.run(),
+        services.key_use.run(),
         services.quotas.run(),
         services.usage_shipper.run(),
         DiskWatch(services.reserve, services.key_store).run(),

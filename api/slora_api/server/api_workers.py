@@ -23,6 +23,9 @@ from slora_api.server.supervisor import Child, Supervisor
 __all__ = ["ApiWorkers", "WorkerConfig"]
 
 _MODULE = "slora_api.server.api_process"
+# Settings that may contain secrets. A worker gets them in its environment, because every user of the machine can read
+# its command line.
+_SECRET_SETTINGS = ("admin_key", "database", "store", "redis", "quota_redis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class ApiWorkers:
     ) -> None:
         assert board.descriptor is not None, "a board without other processes"
         given = {name: text for name, text in flags.items() if isinstance(text, str)}
+        secrets = {f"SLORA_{name.upper()}": given.pop(name) for name in _SECRET_SETTINGS if name in given}
         configs = [
             WorkerConfig(
                 number,
@@ -85,7 +89,7 @@ class ApiWorkers:
         self._on_restart = on_restart
         self._numbers = {_name(config.number): config.number for config in configs}
         # A stalled worker is no reason for the others to refuse requests, so its stall is only logged.
-        self._supervisor = Supervisor(_children(configs), restart_after_s, {}, self._clear)
+        self._supervisor = Supervisor(_children(configs, secrets), restart_after_s, {}, self._clear)
 
     async def run(self) -> None:
         await self._supervisor.run()
@@ -102,14 +106,14 @@ def _name(number: int) -> str:
     return f"API worker {number}"
 
 
-def _children(configs: Sequence[WorkerConfig]) -> list[Child]:
+def _children(configs: Sequence[WorkerConfig], secrets: Mapping[str, str]) -> list[Child]:
     # The whole environment, because a worker reads the settings as this process did.
     return [
         Child(
             _name(config.number),
             _MODULE,
             ["--config", config.to_json()],
-            dict(os.environ),
+            {**os.environ, **secrets},
             descriptors=(config.listener, config.board),
         )
         for config in configs

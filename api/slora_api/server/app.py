@@ -91,7 +91,7 @@ def make_app(services: Services, admin_key: AdminKey | None, board: HostBoard | 
     """
     settings = services.settings
     app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
-    app = AuthenticationMiddleware(app, services.key_store, services.running, admin_key)
+    app = AuthenticationMiddleware(app, services.key_store, services.key_use, services.running, admin_key)
     body_limits = BodyLimits(
         settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
     )

@@ -25,10 +25,12 @@ from starlette.types import Scope as AsgiScope
 
 from slora_adapters.database.audit_log import Actor, ActorKind, acting_as
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import Forbidden, TenantSuspended, Unauthorized, error_response
+from slora_api.errors import Forbidden, ServerBusy, TenantBusy, TenantSuspended, Unauthorized, error_response
+from slora_api.fair_slots import FairSlots
 from slora_api.tenants.admin_key import BOOTSTRAP_KEY, AdminKey
 from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.scopes import Scope
 from slora_api.tenants.tenant_status import TenantStatus
@@ -52,6 +54,10 @@ logger = logging.getLogger(__name__)
 # ready. The document of the API is the same for every server of a release.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
+# Keys that are looked up concurrently, and those of one client address that may wait. A lookup takes a millisecond.
+_LOOK_UP_SLOTS = 4
+_MAX_LOOK_UPS = 128
+
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
 
@@ -59,17 +65,28 @@ class AuthenticationMiddleware:
     """ASGI middleware: stores the caller in the request's state, or answers 401."""
 
     def __init__(
-        self, app: ASGIApp, key_store: KeyStore, running: RunningRequests, admin_key: AdminKey | None
+        self,
+        app: ASGIApp,
+        key_store: KeyStore,
+        key_use: KeyUse,
+        running: RunningRequests,
+        admin_key: AdminKey | None,
     ) -> None:
         self._app = app
         self._key_store = key_store
+        self._key_use = key_use
         self._running = running
+        self._look_ups = FairSlots(_LOOK_UP_SLOTS, _MAX_LOOK_UPS, "API keys")
         self._admin_key = admin_key
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PUBLIC_PATHS:
             try:
-                caller = await self._identify(Headers(scope=scope).get("authorization", ""))
+                header = Headers(scope=scope).get("authorization", "")
+                caller = await self._identify(header, _address(scope))
+            except ServerBusy as error:
+                await error_response(error)(scope, receive, send)
+                return
             except StoreUnavailable as error:
                 logger.warning("an API key cannot be checked: %s", error)
                 await error_response(error)(scope, receive, send)
@@ -78,6 +95,8 @@ class AuthenticationMiddleware:
                 await error_response(Unauthorized())(scope, receive, send)
                 return
             scope["state"]["caller"] = caller
+            if caller is not BOOTSTRAP_KEY:
+                self._key_use.note(caller)
             with acting_as(_actor(caller, scope)), self._track(caller, scope["state"]):
                 await self._app(scope, receive, send)
         else:
@@ -87,7 +106,7 @@ class AuthenticationMiddleware:
         """Requests of operators are short, and an operator may revoke the key of its own request."""
         return self._running.track(caller.key_id, state) if isinstance(caller, KeyRecord) else nullcontext()
 
-    async def _identify(self, header: str) -> Caller | None:
+    async def _identify(self, header: str, address: str) -> Caller | None:
         match = _BEARER.fullmatch(header.strip())
         if match is None:
             return None
@@ -95,14 +114,30 @@ class AuthenticationMiddleware:
             return BOOTSTRAP_KEY
         if self._key_store.is_lookup_local(match[1]):
             return self._key_store.authenticate(match[1])
-        return await asyncio.to_thread(self._key_store.authenticate, match[1])
+        return await self._look_up(match[1], address)
+
+    async def _look_up(self, secret: str, address: str) -> Caller | None:
+        """Looks a key up in the database. Clients at other addresses get their turn, however many unknown keys one
+        address sends. Raises ServerBusy.
+        """
+        try:
+            async with self._look_ups.hold(address):
+                return await asyncio.to_thread(self._key_store.authenticate, secret)
+        except TenantBusy:
+            raise ServerBusy(
+                f"{_MAX_LOOK_UPS} requests from your address wait until their API keys are looked up; try again "
+                "shortly."
+            ) from None
+
+
+def _address(scope: AsgiScope) -> str:
+    return scope["client"][0] if scope.get("client") else ""
 
 
 def _actor(caller: Caller, scope: AsgiScope) -> Actor:
     """Returns whom the audit log names for changes that this request makes."""
     kind = ActorKind.TENANT if isinstance(caller, KeyRecord) else ActorKind.OPERATOR
-    address = scope["client"][0] if scope.get("client") else ""
-    return Actor(kind, caller.key_id, address, scope["state"].get("request_id", ""))
+    return Actor(kind, caller.key_id, _address(scope), scope["state"].get("request_id", ""))
 
 
 class RequiredScope:

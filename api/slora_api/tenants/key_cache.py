@@ -4,6 +4,7 @@ A key stays until the cache is full, or until it is dropped because the key or i
 dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
@@ -13,6 +14,9 @@ __all__ = ["KeyCache"]
 
 # An entry takes about one kilobyte.
 _MAX_KEYS = 100_000
+# Unknown ids, and how long each stays. A client that repeats a wrong key causes one lookup in that time. A key that is
+# created on another host may be refused for as long, if it was sent before it was created.
+_MAX_ABSENT, _ABSENT_S = 10_000, 1.0
 
 
 class _Owned(Protocol):
@@ -26,13 +30,21 @@ T = TypeVar("T", bound=_Owned)
 class KeyCache(Generic[T]):
     """A thread-safe LRU cache of what is known of a key, by key id.
 
-    is_behind: whether entries may lack a change of another process. `get` finds nothing then.
+    is_behind: whether entries may lack a change of another process. `get` finds nothing then. clock: monotonic seconds.
     """
 
-    def __init__(self, max_keys: int = _MAX_KEYS, is_behind: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        max_keys: int = _MAX_KEYS,
+        is_behind: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_keys = max_keys
         self._is_behind = is_behind
+        self._clock = clock
         self._keys: OrderedDict[str, T] = OrderedDict()
+        # Unknown id -> when it is forgotten.
+        self._absent: OrderedDict[str, float] = OrderedDict()
         self._num_drops = 0
         self._lock = Lock()
 
@@ -46,12 +58,26 @@ class KeyCache(Generic[T]):
                 self._keys.move_to_end(key_id)
             return found
 
+    def is_absent(self, key_id: str) -> bool:
+        """Whether a lookup a moment ago found no such key."""
+        if self._is_behind():
+            return False
+        with self._lock:
+            return self._absent.get(key_id, 0.0) > self._clock()
+
     def look_up(self, key_id: str, find: Callable[[], T | None]) -> T | None:
-        """Returns and caches the result of `find`. None is not cached, because clients may send arbitrary ids."""
+        """Returns and caches the result of `find`. None is cached for a moment only."""
         num_drops = self._num_drops
         found = find()
         with self._lock:
-            if found is not None and num_drops == self._num_drops:
+            if num_drops != self._num_drops:
+                return found
+            if found is None:
+                self._absent[key_id] = self._clock() + _ABSENT_S
+                self._absent.move_to_end(key_id)
+                if len(self._absent) > _MAX_ABSENT:
+                    self._absent.popitem(last=False)
+            else:
                 self._keys[key_id] = found
                 self._keys.move_to_end(key_id)
                 if len(self._keys) > self._max_keys:
@@ -62,6 +88,7 @@ class KeyCache(Generic[T]):
         with self._lock:
             self._num_drops += 1
             self._keys.pop(key_id, None)
+            self._absent.pop(key_id, None)
 
     def drop_tenant(self, tenant: str) -> None:
         """Drops all keys of a tenant."""
@@ -74,3 +101,4 @@ class KeyCache(Generic[T]):
         with self._lock:
             self._num_drops += 1
             self._keys.clear()
+            self._absent.clear()

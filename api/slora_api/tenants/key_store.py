@@ -18,15 +18,13 @@ Methods block on the database, so an event loop must call them on a thread; see 
 not depend on HTTP.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Select, bindparam, insert, literal, select, update
-from sqlalchemy.engine import Connection
+from sqlalchemy import Select, insert, select, update
 
 from slora.tenant_share import TenantShare
 from slora_adapters.database import schema
@@ -40,11 +38,23 @@ from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.key_record import BOOTSTRAP_KEY_ID, Caller, KeyRecord, OperatorKey
+from slora_api.tenants.key_rows import (
+    KEY_EXISTS,
+    KEYS_OF_TENANT,
+    ONE_KEY,
+    OPERATOR_KEYS,
+    TERMS,
+    VALID_KEY,
+    copy_quota,
+    describe_grant,
+    make_record,
+    make_row,
+)
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.scopes import TENANT_SCOPES, Scope, join_scopes, split_scopes
+from slora_api.tenants.scopes import TENANT_SCOPES, Scope
 from slora_api.tenants.tenant_status import TenantStatus
 
-__all__ = ["MAX_OVERLAP_S", "TERM_COLUMNS", "KeyStore"]
+__all__ = ["MAX_OVERLAP_S", "KeyStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,29 +70,14 @@ class _StoredKey:
     """A key that is not revoked, as it is cached. digest: see `Pepper`."""
 
     record: Caller
-    digest: bytes
+    digest: bytes = field(repr=False)
 
     @property
     def tenant(self) -> str | None:
         return self.record.tenant
 
 
-_t, _k = schema.tenants.c, schema.api_keys.c
-TERM_COLUMNS = (_t.status, _t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
-_TERMS = select(*TERM_COLUMNS).where(_t.name == bindparam("name"))
-_KEYS = (
-    select(
-        *(_k.key_id, _k.tenant, _k.name, _k.scopes, _k.adapter, _k.models, _k.created_at, _k.expires_at),
-        *(_k.last_used_at, _k.revoked_at, _k.replaced_by, *TERM_COLUMNS),
-    )
-    .join_from(schema.api_keys, schema.tenants, isouter=True)
-    .order_by(_k.created_at, _k.key_id)
-)
-_KEYS_OF_TENANT = _KEYS.where(_k.tenant == bindparam("tenant"))
-_OPERATOR_KEYS = _KEYS.where(_k.tenant.is_(None))
-_ONE_KEY = _KEYS.where(_k.key_id == bindparam("key_id"))
-_VALID_KEY = _ONE_KEY.add_columns(_k.digest).where(_k.revoked_at.is_(None))
-_KEY_EXISTS = select(_k.key_id).where(_k.key_id == bindparam("key_id"))
+_k = schema.api_keys.c
 
 
 class KeyStore:
@@ -194,16 +189,16 @@ class KeyStore:
         _check_in_database(key_id)
         key, now = make_key(), self._now()
         with self._database.transaction(CHANGES) as connection:
-            rows = connection.execute(_ONE_KEY, {"key_id": key_id}).fetchall()
+            rows = connection.execute(ONE_KEY, {"key_id": key_id}).fetchall()
             if not rows:
                 raise NotFound(f"There is no key `{key_id[:64]}`.")
-            old = _make_record(rows[0])
+            old = make_record(rows[0])
             self._check_rotatable(old)
             if expires_at is None and old.expires_at is not None:
                 expires_at = now + old.expires_at - old.created_at
             new = replace(old, key_id=key.key_id, created_at=now, expires_at=expires_at, last_used_at=None)
-            connection.execute(insert(schema.api_keys), self._row(new, key.secret))
-            _copy_quota(connection, key_id, new.key_id)
+            connection.execute(insert(schema.api_keys), make_row(new, self._pepper.digest(key.secret)))
+            copy_quota(connection, key_id, new.key_id)
             end = now + overlap_s if old.expires_at is None else min(now + overlap_s, old.expires_at)
             connection.execute(
                 update(schema.api_keys)
@@ -211,7 +206,7 @@ class KeyStore:
                 .values(expires_at=end, replaced_by=new.key_id)
             )
             publish(connection, Change(old.tenant or "", key_id=key_id))
-            details = {"replaced_by": new.key_id, "overlap_seconds": overlap_s, **_describe_grant(new)}
+            details = {"replaced_by": new.key_id, "overlap_seconds": overlap_s, **describe_grant(new)}
             record_change(connection, "key.rotate", old.tenant or "", key_id, details)
         self._cache.drop(key_id)
         return new, key
@@ -219,12 +214,12 @@ class KeyStore:
     def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
         """Lists the keys of a tenant, oldest first. Raises NotFound for an unknown tenant."""
         self._find_terms(tenant)
-        records = self._read_records(_KEYS_OF_TENANT, {"tenant": tenant})
+        records = self._read_records(KEYS_OF_TENANT, {"tenant": tenant})
         return [record for record in records if isinstance(record, KeyRecord)]
 
     def list_operator_keys(self) -> Sequence[OperatorKey]:
         """Lists the operators' keys, oldest first, without the bootstrap key."""
-        return [record for record in self._read_records(_OPERATOR_KEYS) if isinstance(record, OperatorKey)]
+        return [record for record in self._read_records(OPERATOR_KEYS) if isinstance(record, OperatorKey)]
 
     def revoke_key(self, key_id: str, *, keeps_operator: bool = False) -> None:
         """Revokes a key at once. Revoking it again is a no-op.
@@ -237,7 +232,7 @@ class KeyStore:
         applies on this host, and on others as soon as the database answers again.
         """
         _check_in_database(key_id)
-        if not self._database.read(_KEY_EXISTS, {"key_id": key_id}):
+        if not self._database.read(KEY_EXISTS, {"key_id": key_id}):
             raise NotFound(f"There is no key `{key_id[:64]}`.")
         if keeps_operator and self._valid_operator_keys() == {key_id}:
             raise KeyConflict(
@@ -303,7 +298,7 @@ class KeyStore:
         None. Raises StoreUnavailable if the key is not cached, or for too long, and the database does not answer.
         """
         key_id = read_key_id(secret)
-        found = None if key_id is None or key_id in self._journal else self._find_key(key_id)
+        found = None if key_id is None or self._is_in_journal(key_id) else self._find_key(key_id)
         matches = self._pepper.matches(secret, self._no_digest if found is None else found.digest)
         if found is None or not matches:
             return None
@@ -319,7 +314,7 @@ class KeyStore:
         """Returns why requests in progress with a key must end: KeyRevoked, TenantSuspended, or None if they may
         continue. Raises StoreUnavailable like `authenticate`.
         """
-        found = None if key_id in self._journal else self._find_key(key_id)
+        found = None if self._is_in_journal(key_id) else self._find_key(key_id)
         if found is None:
             return KeyRevoked()
         if isinstance(found.record, KeyRecord) and found.record.status is not TenantStatus.ACTIVE:
@@ -328,7 +323,9 @@ class KeyStore:
 
     def is_key_local(self, key_id: str) -> bool:
         """Returns whether `find_refusal` answers within microseconds, so that an event loop may call it."""
-        return key_id in self._journal or (self._is_current() and self._cache.get(key_id) is not None)
+        if key_id in self._journal or self._cache.is_absent(key_id):
+            return True
+        return self._is_current() and self._cache.get(key_id) is not None
 
     def apply_changes(self, changes: Changes) -> None:
         """Drops from the cache what has changed. changes: what was just read from the feed."""
@@ -345,13 +342,24 @@ class KeyStore:
         """Looks the keys of a tenant up again, because the tenant has changed."""
         self._cache.drop_tenant(tenant)
 
+    def _is_in_journal(self, key_id: str) -> bool:
+        """Another process may remove the entry, with the revocation in the database, before this one reads the feed. So
+        the key must not be in the cache any more.
+        """
+        if key_id not in self._journal:
+            return False
+        self._cache.drop(key_id)
+        return True
+
     def _find_key(self, key_id: str) -> _StoredKey | None:
+        if self._cache.is_absent(key_id):
+            return None
         found = self._cache.get(key_id) if self._is_current() else None
         return self._cache.look_up(key_id, lambda: self._read_key(key_id)) if found is None else found
 
     def _read_key(self, key_id: str) -> _StoredKey | None:
-        rows = self._database.read(_VALID_KEY, {"key_id": key_id})
-        return _StoredKey(_make_record(rows[0][:-1]), bytes(rows[0][-1])) if rows else None
+        rows = self._database.read(VALID_KEY, {"key_id": key_id})
+        return _StoredKey(make_record(rows[0][:-1]), bytes(rows[0][-1])) if rows else None
 
     def _is_current(self) -> bool:
         return self._clock() - self._current_at <= self._max_stale_s
@@ -375,7 +383,7 @@ class KeyStore:
         """Marks keys as revoked if only the journal has their revocation. The journal has no times, so the current time
         is used.
         """
-        records = [_make_record(row) for row in self._database.read(query, parameters)]
+        records = [make_record(row) for row in self._database.read(query, parameters)]
         pending = self._journal.pending()
         return [
             replace(record, revoked_at=record.revoked_at or self._now())
@@ -385,7 +393,7 @@ class KeyStore:
         ]
 
     def _find_terms(self, tenant: str) -> tuple[TenantShare, TenantStatus]:
-        rows = self._database.read(_TERMS, {"name": tenant})
+        rows = self._database.read(TERMS, {"name": tenant})
         if not rows:
             raise _no_tenant(tenant)
         status, *share = rows[0]
@@ -437,28 +445,14 @@ class KeyStore:
         if key.expires_at is not None and key.expires_at <= self._now():
             raise KeyConflict(f"Key `{key.key_id}` has expired, so it cannot be rotated; create a new key.")
 
-    def _row(self, record: Caller, secret: str) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "key_id": record.key_id,
-            "tenant": record.tenant,
-            "digest": self._pepper.digest(secret),
-            "created_at": record.created_at,
-            "name": record.name,
-            "scopes": join_scopes(record.scopes),
-            "expires_at": record.expires_at,
-        }
-        if isinstance(record, KeyRecord):
-            row["adapter"] = record.adapter
-            row["models"] = None if record.models is None else json.dumps(sorted(record.models.entries))
-        return row
-
     def _insert(self, action: str, record: Caller, secret: str) -> None:
         with self._database.transaction(CHANGES) as connection:
-            if record.tenant is not None and not connection.execute(_TERMS, {"name": record.tenant}).first():
+            if record.tenant is not None and not connection.execute(TERMS, {"name": record.tenant}).first():
                 raise _no_tenant(record.tenant)  # it was purged in the meantime
-            if connection.execute(_KEY_EXISTS, {"key_id": record.key_id}).first() is None:
-                connection.execute(insert(schema.api_keys), self._row(record, secret))
-                record_change(connection, action, record.tenant or "", record.key_id, _describe_grant(record))
+            if connection.execute(KEY_EXISTS, {"key_id": record.key_id}).first() is None:
+                connection.execute(insert(schema.api_keys), make_row(record, self._pepper.digest(secret)))
+                record_change(connection, action, record.tenant or "", record.key_id, describe_grant(record))
+        self._cache.drop(record.key_id)  # it may be cached as unknown
 
 
 def _no_tenant(tenant: str) -> NotFound:
@@ -488,58 +482,3 @@ def _check_name(name: str) -> None:
             f"`name` is {name[:140]!r}; the name of a key has at most {_MAX_NAME_CHARS} printable characters.",
             "name",
         )
-
-
-def _describe_grant(record: Caller) -> dict[str, Any]:
-    """Returns what the audit log says of a new key."""
-    found: dict[str, Any] = {"name": record.name, "scopes": sorted(record.scopes)}
-    found["expires_at"] = record.expires_at
-    if isinstance(record, KeyRecord):
-        found |= {
-            "adapter": record.adapter,
-            "models": None if record.models is None else sorted(record.models.entries),
-        }
-    return found
-
-
-def _copy_quota(connection: Connection, key_id: str, new_key_id: str) -> None:
-    quotas = schema.quotas.c
-    columns = [literal(new_key_id) if column is quotas.key_id else column for column in quotas]
-    of_key = select(*columns).where(quotas.key_id == key_id)
-    connection.execute(insert(schema.quotas).from_select([column.name for column in quotas], of_key))
-
-
-def _make_record(row: Sequence[Any]) -> Caller:
-    (
-        key_id,
-        tenant,
-        name,
-        scopes,
-        adapter,
-        models,
-        *times,
-        replaced_by,
-        status,
-        weight,
-        floor,
-        ceiling,
-        priority,
-    ) = row
-    created_at, expires_at, last_used_at, revoked_at = times
-    if tenant is None:
-        return OperatorKey(key_id, name, created_at, expires_at, last_used_at, revoked_at, replaced_by)
-    return KeyRecord(
-        key_id,
-        tenant,
-        name,
-        split_scopes(scopes),
-        adapter,
-        None if models is None else AllowList(frozenset(json.loads(models))),
-        created_at,
-        expires_at,
-        last_used_at,
-        revoked_at,
-        replaced_by,
-        TenantShare(weight, floor, ceiling, priority),
-        TenantStatus(status),
-    )

@@ -25,7 +25,8 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
-from slora_api.tenants.key_store import TERM_COLUMNS, KeyStore
+from slora_api.tenants.key_rows import TERM_COLUMNS
+from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.tenant_status import TenantStatus
 
 __all__ = ["ShareChanges", "Tenant", "TenantStore", "check_name"]

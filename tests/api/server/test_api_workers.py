@@ -99,8 +99,8 @@ def serve_two(kit: Kit, directory: Path) -> AbstractContextManager[Served]:
     shutil.copytree(kit.base, base)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    limit = ("--max-concurrent-per-tenant", str(MAX_PER_TENANT))
-    return serving(base, directory / "data", "--api-workers", "2", "--stall-seconds", "5", *limit)
+    flags = ("--max-concurrent-per-tenant", str(MAX_PER_TENANT), "--admin-key", ADMIN_KEY)
+    return serving(base, directory / "data", "--api-workers", "2", "--stall-seconds", "5", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,15 @@ def two(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve_two(kit, tmp_path_factory.mktemp("two")) as served:
         served.wait_until_ready()
         yield served
+
+
+def test_no_child_process_has_the_admin_key_on_its_command_line(two: Served) -> None:
+    """Every user of the machine can read command lines. The operator may have put the key on that of `slora serve`."""
+    children = psutil.Process(two.process.pid).children(recursive=True)
+    assert len(children) >= 4
+    assert not any(ADMIN_KEY in part for child in children for part in child.cmdline())
+    with two.client(ADMIN_KEY) as admin:
+        assert admin.get("/admin/keys").status_code == 200
 
 
 def read_metric(connection: Connection, name: str) -> float:

@@ -1,27 +1,40 @@
 """API keys: what is cached, what is refused, and what each kind of key may do."""
 
-from collections.abc import Iterator
+import asyncio
+import gc
+import logging
+import random
+import statistics
+import time
+import timeit
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import insert
 
 from slora.tenant_share import TenantShare
+from slora_adapters.database import schema
 from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
+from slora_api.errors import ServerBusy
 from slora_api.server.app import make_app
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.api_key import PEPPER_BYTES, Pepper, _checksum, make_key
+from slora_api.tenants.authentication import AuthenticationMiddleware
 from slora_api.tenants.key_cache import KeyCache
-from slora_api.tenants.key_record import KeyRecord
+from slora_api.tenants.key_record import Caller, KeyRecord
 from slora_api.tenants.key_store import KeyStore, _StoredKey
+from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.quota import NO_QUOTA
 from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.scopes import TENANT_SCOPES, Scope
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.api.live_server import live_server
@@ -339,3 +352,189 @@ def test_no_bootstrap_key_is_generated_while_an_operator_has_a_key(tmp_path: Pat
     made = open_admin_key("", tmp_path, pepper)
     assert made is not None and made.shown_once is not None
     assert open_admin_key("", tmp_path, pepper, is_needed=False) is not None
+
+
+def test_unknown_wrong_expired_and_revoked_keys_cost_the_same_work(
+    database_place: str, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """Each costs one comparison and no read of the database, so that the time does not tell which it was."""
+    clock = Clock()
+    clock.now = 1000.0
+    journal = RevocationJournal(tmp_path / "revocations")
+    with closing(Database(database_place)) as database, closing(journal):
+        pepper = Pepper(b"p" * PEPPER_BYTES)
+        store = KeyStore(database, pepper, journal, clock=lambda: 0.0, wall_clock=clock)
+        TenantStore(database, store).create_tenant("acme")
+        _, known = store.create_key("acme")
+        (_, expired), (_, revoked) = store.create_key("acme", expires_at=1010), store.create_key("acme")
+        body = f"slora_{known.key_id}_{'0' * 43}"
+        store.revoke_key(revoked.key_id)
+        secrets = {
+            "unknown": make_key().secret,
+            "wrong": f"{body}_{_checksum(body)}",
+            "expired": expired.secret,
+            "revoked": revoked.secret,
+        }
+        for secret in secrets.values():
+            store.authenticate(secret)  # the first time, each is looked up
+        clock.now = 1010.0
+        num_reads = num_comparisons = 0
+        read, matches = database.read, Pepper.matches
+
+        def count_reads(*arguments: Any) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return read(*arguments)
+
+        def count_comparisons(*arguments: Any) -> bool:
+            nonlocal num_comparisons
+            num_comparisons += 1
+            return matches(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(database, "read", count_reads)
+            patch.setattr(Pepper, "matches", count_comparisons)
+            for number, secret in enumerate(secrets.values(), start=1):
+                assert store.is_lookup_local(secret) and store.authenticate(secret) is None
+                assert (num_comparisons, num_reads) == (number, 0)
+        medians = {
+            kind: statistics.median(
+                timeit.repeat(lambda secret=secret: store.authenticate(secret), number=100)
+            )
+            for kind, secret in secrets.items()
+        }
+        figures = ", ".join(f"{kind} {seconds * 1e4:.1f}" for kind, seconds in medians.items())
+        report(f"refused keys, microseconds each: {figures}")
+
+
+def test_a_repeated_unknown_key_is_looked_up_once_a_second(tmp_path: Path) -> None:
+    clock, lookups = Clock(), []
+    cache = KeyCache[_StoredKey](clock=clock)
+    for clock.now in (0.0, 0.1, 0.9, 1.1):
+        if not cache.is_absent("k"):
+            cache.look_up("k", lambda: lookups.append(clock.now))  # type: ignore[func-returns-value]
+    assert lookups == [0.0, 1.1]
+    for number in range(20_000):
+        cache.look_up(str(number), lambda: None)
+    assert len(cache._absent) == 10_000
+
+
+def test_a_key_that_was_sent_before_it_was_created_is_accepted_at_once(
+    database_place: str, tmp_path: Path
+) -> None:
+    with closing(Database(database_place)) as database:
+        store = open_key_store(database, tmp_path)
+        TenantStore(database, store).create_tenant("acme")
+        secret = make_key().secret
+        assert store.authenticate(secret) is None
+        store.import_key("acme", None, secret)
+        assert store.authenticate(secret) is not None
+
+
+def test_a_flood_of_unknown_keys_does_not_keep_a_key_from_being_looked_up(
+    platform: Platform, report: Callable[[str], None]
+) -> None:
+    """The flood comes from one address, and the honest client has another one."""
+    key_store = platform.services.key_store
+    honest, read = platform.key("honest"), key_store._read_key
+    order: list[str] = []
+
+    def slow_read(key_id: str) -> Any:
+        time.sleep(0.002)
+        order.append(key_id)
+        return read(key_id)
+
+    async def run() -> tuple[int, Caller | None]:
+        guard = AuthenticationMiddleware(
+            platform.services.generator,  # type: ignore[arg-type]  # no request gets that far
+            key_store, platform.services.key_use, platform.services.running, None,
+        )  # fmt: skip
+        flood = [
+            asyncio.create_task(guard._identify(f"Bearer {make_key().secret}", "10.0.0.1"))
+            for _ in range(400)
+        ]
+        await asyncio.sleep(0)
+        found = await guard._identify(f"Bearer {honest}", "10.0.0.2")
+        answers = await asyncio.gather(*flood, return_exceptions=True)
+        return sum(isinstance(answer, ServerBusy) for answer in answers), found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_store, "_read_key", slow_read)
+        num_refused, found = asyncio.run(run())
+    assert isinstance(found, KeyRecord) and found.tenant == "honest"
+    assert num_refused > 200
+    assert order.index(found.key_id) < 16, "it did not wait behind the flood"
+
+
+def test_no_log_and_no_repr_has_a_secret(
+    platform: Platform, admin: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    admin.post("/admin/tenants", json={"name": "quiet"})
+    made = admin.post("/admin/tenants/quiet/keys").json()
+    rotated = admin.post(f"/admin/keys/{made['key_id']}/rotate").json()
+    operators = admin.post("/admin/keys", json={"name": "quiet"}).json()
+    secrets = [made["key"], rotated["key"], operators["key"], make_key().secret]
+    texts = []
+    for secret in secrets:
+        with platform.client(secret) as client:
+            for path in ("/v1/models", f"/v1/models/{secret}", f"/v1/adapters/{secret}", "/admin/keys"):
+                texts.append(client.get(path, headers={"x-request-id": "r"}).text)
+    key_store = platform.services.key_store
+    key_store.revoke_key(made["key_id"])
+    cached = [repr(key_store._cache.get(one["key_id"])) for one in (made, rotated, operators)]
+    admin_key = open_admin_key(ADMIN_KEY, platform.directory, key_store._pepper)
+    texts += [record.getMessage() for record in caplog.records if not record.name.startswith("http")]
+    texts += [*cached, repr(key_store), repr(admin_key), repr(key_store.list_keys("quiet"))]
+    for hidden in (ADMIN_KEY, *(secret.split("_")[2] for secret in secrets)):
+        assert not any(hidden in text for text in texts)
+    digest = key_store._pepper.digest(rotated["key"])
+    assert not any(repr(digest)[2:-1] in text for text in texts)
+
+
+def test_authentication_takes_microseconds(tmp_path: Path, soak: bool, report: Callable[[str], None]) -> None:
+    """With --soak, as many keys as a large platform has."""
+    num_tenants, num_keys = (1000 if soak else 50), 10
+    journal = RevocationJournal(tmp_path / "revocations")
+    with closing(Database(tmp_path / "slora.db")) as database, closing(journal):
+        pepper = Pepper(b"p" * PEPPER_BYTES)
+        store = KeyStore(database, pepper, journal)
+        keys = [(f"t{number}", make_key()) for number in range(num_tenants) for _ in range(num_keys)]
+        share = {"created_at": 1, "weight": 1, "min_pool_share": 0, "max_pool_share": 1, "priority": 0}
+        with database.transaction() as connection:
+            tenants = [{"name": f"t{number}", **share} for number in range(num_tenants)]
+            connection.execute(insert(schema.tenants), tenants)
+            rows = [
+                {
+                    "key_id": key.key_id,
+                    "tenant": tenant,
+                    "digest": pepper.digest(key.secret),
+                    "created_at": 1,
+                    "expires_at": 4_000_000_000,
+                }
+                for tenant, key in keys
+            ]
+            connection.execute(insert(schema.api_keys), rows)
+        guard = AuthenticationMiddleware(
+            None,  # type: ignore[arg-type]  # no request gets that far
+            store, KeyUse(database), RunningRequests(store), open_admin_key("x" * 32, tmp_path, pepper),
+        )  # fmt: skip
+        for _, key in keys:
+            assert store.authenticate(key.secret) is not None
+        random.Random(1).shuffle(keys)
+        gc.collect()
+        gc.freeze()  # as the server does
+        seconds = []
+        for tenant, key in keys:
+            header = f"Bearer {key.secret}"
+            started = time.perf_counter()
+            try:
+                guard._identify(header, "10.0.0.1").send(None)
+            except StopIteration as done:  # it never waits
+                seconds.append(time.perf_counter() - started)
+                assert done.value.tenant == tenant
+        gc.unfreeze()
+        assert len(seconds) == len(keys)
+        seconds.sort()
+        p50, p99 = (seconds[int(len(seconds) * part)] * 1e6 for part in (0.5, 0.99))
+        report(f"authentication, {len(keys)} keys cached: p50 {p50:.1f} us, p99 {p99:.1f} us")

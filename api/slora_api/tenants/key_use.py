@@ -1,0 +1,81 @@
+"""When each API key was last used. Operators see from it which keys can be revoked.
+
+A request only notes the time in memory. A task writes the noted times every few seconds, each key at most once a
+minute. While the database cannot be written, the times wait. The last ones of a killed process are lost.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import islice
+
+from sqlalchemy import bindparam, or_, update
+
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+from slora_adapters.errors import StoreUnavailable
+from slora_api.tenants.key_record import Caller
+
+__all__ = ["KeyUse"]
+
+_PERIOD_S = 10.0
+# How exact the times are.
+_GRAIN_S = 60
+# Times that may wait, as many as there are keys in the cache.
+_MAX_WAITING = 100_000
+# Keys in one transaction, which takes some milliseconds.
+_KEYS_AT_ONCE = 500
+
+_k = schema.api_keys.c
+_SET_LAST_USE = (
+    update(schema.api_keys)
+    .where(
+        _k.key_id == bindparam("of_key"),
+        or_(_k.last_used_at.is_(None), _k.last_used_at < bindparam("last_used_at")),
+    )
+    .values(last_used_at=bindparam("last_used_at"))
+)
+
+
+class KeyUse:
+    """Notes are made on one event loop. clock: Unix time."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+        self._waiting: dict[str, int] = {}
+        # When keys were noted that have been written within the last minute.
+        self._written: dict[str, int] = {}
+
+    def note(self, key: Caller) -> None:
+        """Notes that the key is used now."""
+        now = int(self._clock())
+        before = max(key.last_used_at or 0, self._written.get(key.key_id, 0))
+        if now - before >= _GRAIN_S and len(self._waiting) < _MAX_WAITING:
+            self._waiting[key.key_id] = now
+
+    async def run(self) -> None:
+        """Writes the noted times until cancelled."""
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            await self.write()
+
+    async def write(self) -> None:
+        """Writes all noted times, or as many as the database accepts."""
+        oldest = int(self._clock()) - _GRAIN_S
+        self._written = {key_id: at for key_id, at in self._written.items() if at > oldest}
+        while noted := dict(islice(self._waiting.items(), _KEYS_AT_ONCE)):
+            try:
+                await asyncio.to_thread(self._write, noted)
+            except StoreUnavailable:
+                return  # the tasks that depend on the database log this
+            self._written |= noted
+            for key_id, at in noted.items():
+                if self._waiting.get(key_id) == at:
+                    del self._waiting[key_id]
+
+    def _write(self, noted: dict[str, int]) -> None:
+        # Sorted, so that two processes that write the same keys lock them in one order.
+        rows = [{"of_key": key_id, "last_used_at": at} for key_id, at in sorted(noted.items())]
+        with self._database.transaction() as connection:
+            connection.execute(_SET_LAST_USE, rows)
