@@ -266,8 +266,8 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     assert "cli" in command(server, "tenant", "list", **operator).stdout.split()
     share = ("--weight", "2.5", "--max-pool-share", "0.5", "--priority", "-1")
     heading, line = command(server, "tenant", "set", "cli", *share, **operator).stdout.splitlines()
-    assert heading.split() == ["TENANT", "WEIGHT", "MIN", "POOL", "MAX", "POOL", "PRIORITY"]
-    assert line.split() == ["cli", "2.5", "0", "0.5", "-1"]
+    assert heading.split() == ["TENANT", "STATUS", "WEIGHT", "MIN", "POOL", "MAX", "POOL", "PRIORITY"]
+    assert line.split() == ["cli", "active", "2.5", "0", "0.5", "-1"]
     listed = json.loads(command(server, "tenant", "list", "--json", **operator).stdout)
     assert [one["weight"] for one in listed if one["name"] == "cli"] == [2.5]
     idle = command(server, "tenant", "set", "cli", **operator)
