@@ -1,3 +1,4 @@
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -125,9 +126,13 @@ def test_a_server_with_a_route_that_names_no_scope_does_not_start() -> None:
         check_routes(router.routes)
 
 
-def test_missing_malformed_unknown_and_revoked_keys_get_the_same_answer(platform: Platform) -> None:
-    valid = platform.key("closed")
-    platform.services.key_store.revoke_key(valid.split("_")[1])
+def test_missing_malformed_unknown_expired_and_revoked_keys_get_the_same_answer(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valid, key_store = platform.key("closed"), platform.services.key_store
+    expired = key_store.create_key("closed", expires_at=int(time.time()) + 3600)[1].secret
+    monkeypatch.setattr(key_store, "_wall_clock", lambda: time.time() + 7200)
+    key_store.revoke_key(valid.split("_")[1])
     unknown = platform.key("closed")[:-1] + "0"
     headers = [
         {},
@@ -135,6 +140,7 @@ def test_missing_malformed_unknown_and_revoked_keys_get_the_same_answer(platform
         {"Authorization": "Basic abc"},
         bearer("sk-x"),
         bearer(valid),
+        bearer(expired),
         bearer(unknown),
     ]
     answers = [ask(platform, "GET", "/v1/models", sent) for sent in headers]
