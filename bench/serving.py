@@ -23,6 +23,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from bench.adapter_depot import DTYPE, Deposit, Depot
 from bench.contender import ContenderProcess, slora_launch
 from bench.contenders.answering import Run
@@ -176,8 +178,9 @@ def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
             admin.patch(f"/admin/tenants/{_LIMITED}/quota", json=_QUOTA).raise_for_status()
         for number in range(rounds + 1):  # the first is a warm-up
             for layer in layers:
-                client = SseClient(servers[layer.kind].url)
-                run = asyncio.run(_measure_layer(client, keys[layer], layer.prompt, num_requests))
+                run = asyncio.run(
+                    _measure_layer(servers[layer.kind], keys[layer], layer.prompt, num_requests)
+                )
                 if number:
                     measured[layer.name].append(run)
     return {
@@ -189,6 +192,9 @@ def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
 
 @dataclass(frozen=True, slots=True)
 class _LayerRun:
+    """cpu_s: CPU time of the API process for one request. It hardly depends on what else the machine does."""
+
+    cpu_s: float
     requests_per_s: float
     chunks_per_s: float
     ttft_p50_s: float
@@ -196,27 +202,27 @@ class _LayerRun:
 
 def _layer_rows(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
     rows: list[Row] = []
-    before_s = before_ttft_ms = 0.0
+    before_ms = before_ttft_ms = 0.0
     for name, runs in measured.items():
-        per_s = statistics.median(run.requests_per_s for run in runs)
+        cpu_ms = 1e3 * statistics.median(run.cpu_s for run in runs)
         ttft_ms = 1e3 * statistics.median(run.ttft_p50_s for run in runs)
         rows.append(
             {
                 "layers": name,
-                "requests/s": per_s,
+                "API CPU ms": cpu_ms,
+                "added CPU ms": cpu_ms - before_ms if rows else None,
+                "requests/s": statistics.median(run.requests_per_s for run in runs),
                 "chunks/s": statistics.median(run.chunks_per_s for run in runs),
-                "ms a request": 1e3 / per_s,
-                "added ms": 1e3 / per_s - before_s if rows else None,
                 "TTFT p50 ms": ttft_ms,
                 "added TTFT ms": ttft_ms - before_ttft_ms if rows else None,
             }
         )
-        before_s, before_ttft_ms = 1e3 / per_s, ttft_ms
+        before_ms, before_ttft_ms = cpu_ms, ttft_ms
     return rows
 
 
 async def _measure_layer(
-    client: SseClient, key: str, prompt: str | tuple[int, ...], num_requests: int
+    server: Server, key: str, prompt: str | tuple[int, ...], num_requests: int
 ) -> _LayerRun:
     """A closed loop: each of the streams sends its next request when its answer has ended."""
     body = {"model": "model", "prompt": prompt, "max_tokens": _LAYER_TOKENS, "ignore_eos": True}
@@ -232,12 +238,15 @@ async def _measure_layer(
             ttfts.append(answer.chunks_at[0] - answer.sent_at)
             num_chunks += len(answer.chunks_at)
 
-    async with client:
+    process = psutil.Process(server.process.pid)
+    async with SseClient(server.url) as client:
         await client.connect(_STREAMS)
-        start = time.perf_counter()
+        before_s, start = sum(process.cpu_times()[:2]), time.perf_counter()
         await asyncio.gather(*(send(num_requests // _STREAMS) for _ in range(_STREAMS)))
-        seconds = time.perf_counter() - start
-    return _LayerRun(len(ttfts) / seconds, num_chunks / seconds, percentile(sorted(ttfts), 50))
+        seconds, cpu_s = time.perf_counter() - start, sum(process.cpu_times()[:2]) - before_s
+    return _LayerRun(
+        cpu_s / len(ttfts), len(ttfts) / seconds, num_chunks / seconds, percentile(sorted(ttfts), 50)
+    )
 
 
 @contextmanager
