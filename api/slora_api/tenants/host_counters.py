@@ -127,6 +127,8 @@ class HostCounters:
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
         assert isinstance(reservation.handle, int)
+        if self._map.closed:  # `close` has returned all reservations
+            return
         self._unsettled.append((reservation.handle, used_tokens, counts))
         self._settle_waiting()
 
@@ -151,13 +153,11 @@ class HostCounters:
 
     async def run(self) -> None:
         while True:
-            self._settle_waiting()
-            if not all(_is_alive(*process) for _, process in self._processes()):
-                await self._lock()
-                try:
-                    self._return_of_dead()
-                finally:
-                    self._unlock()
+            try:
+                self._settle_waiting()
+                await self._sweep()
+            except StoreUnavailable as error:
+                logger.warning("reservations of dead processes cannot be returned now: %s", error)
             await asyncio.sleep(_SWEEP_S)
 
     async def close(self) -> None:
@@ -247,6 +247,14 @@ class HostCounters:
         raise StoreUnavailable(
             f"the quota counters of this host have {self._max_reservations} open reservations, their limit"
         )
+
+    async def _sweep(self) -> None:
+        if not all(_is_alive(*process) for _, process in self._processes()):
+            await self._lock()
+            try:
+                self._return_of_dead()
+            finally:
+                self._unlock()
 
     def _return_of_dead(self) -> None:
         """Returns the reservations of dead processes. Must hold the lock, because another process may take the place of

@@ -104,6 +104,14 @@ local function store(account)
   redis.call('EXPIRE', account.key, 86400)
 end
 
+-- Adds to what `load` has read, so that it need not be read again.
+local function charge(account, window, number)
+  if number > 0 then
+    account[window][#account[window] + 1] = {second, number}
+    account[window .. '_sum'] = account[window .. '_sum'] + number
+  end
+end
+
 local function wait_ms(window, excess)
   for _, bucket in ipairs(window) do
     excess = excess - bucket[2]
@@ -170,7 +178,9 @@ if operation == 'reserve' then
       add(account.key, 't:' .. text(second), tokens)
       add(account.key, 'reserved_tokens', tokens)
       keys[position] = account.key
-      accounts[position] = load(account.key)
+      account.reserved_tokens = account.reserved_tokens + tokens
+      charge(account, 'r', requests)
+      charge(account, 't', tokens)
     end
     redis.call('HSET', KEYS[2], ARGV[4], cjson.encode({accounts = keys, second = second, day = day, month = month,
       requests = requests, tokens = tokens, answers = answers}))

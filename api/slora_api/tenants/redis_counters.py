@@ -18,7 +18,7 @@ The module needs the package redis, so only the composition root loads it.
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,25 @@ class RedisCounters:
         self._settling: set[asyncio.Task[None]] = set()
 
     async def reserve(
+        self, subjects: tuple[Subject, ...], charge: Charge
+    ) -> Reservation | Refusal | NotSeeded:
+        # A client may hang up meanwhile. The script then runs nevertheless, and its reservation has to be returned.
+        task = asyncio.create_task(self._reserve(subjects, charge))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._return_unwanted)
+            raise
+
+    def _return_unwanted(self, task: "asyncio.Task[Reservation | Refusal | NotSeeded]") -> None:
+        if (
+            not task.cancelled()
+            and task.exception() is None
+            and isinstance(made := task.result(), Reservation)
+        ):
+            self.settle(made, 0, counts=False)
+
+    async def _reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
     ) -> Reservation | Refusal | NotSeeded:
         if self.is_away:
@@ -170,7 +189,7 @@ class RedisCounters:
         for handle in self._open:
             by_tenant.setdefault(handle.tenant, []).append(handle.reservation_id)
         try:
-            await self._client.ping()
+            await _unless_cancelled(self._client.ping())
             for tenant, ids in by_tenant.items():
                 for start in range(0, len(ids), 1000):
                     await self._run("renew", (Subject(tenant, "", NO_QUOTA),), ids[start : start + 1000])
@@ -185,9 +204,11 @@ class RedisCounters:
         space = f"slora:quota:{{{subjects[0].tenant}}}:"
         accounts = [f"{space}{subject.key_id}" for subject in subjects]
         now = "" if self._clock_ms is None else self._clock_ms()
-        return await self._script(
-            keys=[f"{space}leases", f"{space}reservations", *accounts],
-            args=[operation, now, self._lease_ms, *values],
+        return await _unless_cancelled(
+            self._script(
+                keys=[f"{space}leases", f"{space}reservations", *accounts],
+                args=[operation, now, self._lease_ms, *values],
+            )
         )
 
     def _leave(self, error: redis.RedisError) -> None:
@@ -197,6 +218,13 @@ class RedisCounters:
                 error,
             )
         self.is_away = True
+
+
+async def _unless_cancelled(call: Coroutine[Any, Any, Any]) -> Any:
+    """Awaits a call of redis-py. A cancellation ends the wait, but not the call, because redis-py can lose a
+    cancellation, and the task would then never end.
+    """
+    return await asyncio.shield(asyncio.ensure_future(call))
 
 
 def _limits(subject: Subject) -> Iterable[int | str]:

@@ -9,12 +9,14 @@ The hammer's clock runs SPEED times as fast as time, so that a window of a minut
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -59,20 +61,31 @@ def open_counters(folder: Path, url: str) -> QuotaCounters:
     return RedisCounters(redis.asyncio.Redis.from_url(url), host, lambda: fast_ns() // 10**6, 1e6)
 
 
-async def reserve_again_and_again(counters: QuotaCounters, number: int, grants: list[list[int]]) -> None:
-    """grants: for each reservation the moments before and after it, in milliseconds, its used tokens, and the moment
-    before it was settled."""
+@dataclass
+class Granted:
+    """What one process got. grants: for each reservation the moments before and after it, in milliseconds, its used
+    tokens, and the moment before it was settled."""
+
+    grants: list[list[int]] = field(default_factory=list)
+    num_refused: int = 0
+
+
+async def reserve_again_and_again(
+    counters: QuotaCounters, number: int, granted: Granted, seconds: float
+) -> None:
     draw = random.Random(number)
-    while True:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
         subjects = (TENANT, KEYS[draw.randrange(len(KEYS))])
         before = fast_ns() // 10**6
         made = await counters.reserve(subjects, Charge(draw.randrange(1, 400), 1))
         after = fast_ns() // 10**6
         await asyncio.sleep(draw.random() * 0.004)
         if not isinstance(made, Reservation):
+            granted.num_refused += 1
             continue
         used = draw.randrange(made.charge.tokens + 1)
-        grants.append([before, after, used, fast_ns() // 10**6])
+        granted.grants.append([before, after, used, fast_ns() // 10**6])
         counters.settle(made, used)
 
 
@@ -80,21 +93,19 @@ def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
     def work(number: int) -> None:
         async def run() -> None:
             counters = open_counters(folder, url)
-            grants: list[list[int]] = []
-            try:
-                async with asyncio.timeout(float(seconds)):
-                    await reserve_again_and_again(counters, number, grants)
-            except TimeoutError:
-                pass
-            (folder / f"grants{number}.json").write_text(json.dumps(grants))
+            granted = Granted()
+            await reserve_again_and_again(counters, number, granted, float(seconds))
+            (folder / f"grants{number}.json").write_text(json.dumps(asdict(granted)))
             await counters.close()
 
         asyncio.run(run())
 
     children = [fork(lambda number=number: work(number)) for number in range(int(processes))]
     failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
-    grants = [json.loads(path.read_text()) for path in folder.glob("grants*.json")]
-    json.dump({"failed": len(failed), "grants": list(chain.from_iterable(grants))}, sys.stdout)
+    found = [json.loads(path.read_text()) for path in folder.glob("grants*.json")]
+    grants = list(chain.from_iterable(one["grants"] for one in found))
+    refused = sum(one["num_refused"] for one in found)
+    json.dump({"failed": len(failed), "grants": grants, "refused": refused}, sys.stdout)
 
 
 def kill(folder: Path, processes: str, kills: str) -> None:
@@ -103,7 +114,7 @@ def kill(folder: Path, processes: str, kills: str) -> None:
             counters = open_counters(folder, "")
             async with asyncio.TaskGroup() as group:
                 group.create_task(counters.run())
-                group.create_task(reserve_again_and_again(counters, os.getpid(), []))
+                group.create_task(reserve_again_and_again(counters, os.getpid(), Granted(), math.inf))
 
         asyncio.run(run())
 

@@ -17,10 +17,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from slora_api.data_dir import DataDir
+from slora_api.server.api_process import open_counters
 from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.quota import Quota
 from slora_api.tenants.quota_counters import Charge, NotSeeded, QuotaCounters, Refusal, Reservation, Subject
-from slora_api.tenants.redis_counters import open_redis_counters
+from slora_api.tenants.redis_counters import RedisCounters, open_redis_counters
 from tests.api.tenants.quota_places import START_S, Clock, CountersPlace, counters_place
 from tests.redis_server import RedisServer
 
@@ -263,5 +265,39 @@ def test_a_host_counts_for_itself_while_redis_is_away(tmp_path: Path, redis_serv
         await asyncio.gather(*renewing, return_exceptions=True)
         for host in hosts:
             await host.close()
+
+    asyncio.run(run())
+
+
+def test_only_a_redis_can_be_the_quota_redis(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"--quota-redis must be the URL of a Redis \(redis://, .*, not 'http://x'"
+    ):
+        open_counters(DataDir(tmp_path), "http://x")
+    assert isinstance(open_counters(DataDir(tmp_path), ""), HostCounters)
+    # It need not answer yet.
+    assert isinstance(open_counters(DataDir(tmp_path), "redis://127.0.0.1:1/0"), RedisCounters)
+
+
+def test_a_client_that_hangs_up_while_redis_is_asked_leaves_nothing_reserved(
+    tmp_path: Path, shared_redis: RedisServer
+) -> None:
+    subject = Subject("hung-up", "", Quota(tokens_per_minute=100))
+
+    async def run() -> None:
+        counters = open_redis_counters(shared_redis.url, HostCounters(tmp_path / "quotas"))
+        for turns in range(40):
+            task = asyncio.create_task(counters.reserve((subject,), Charge(80, 1)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            made, *_ = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(made, Reservation):
+                counters.settle(made, 0, counts=False)
+            while (await counters.read((subject,)))[0].answers:
+                await asyncio.sleep(0.001)
+        (use,) = await counters.read((subject,))
+        assert (use.requests, use.tokens, use.reserved_tokens) == (0, 0, 0)
+        await counters.close()
 
     asyncio.run(run())
