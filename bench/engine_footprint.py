@@ -1,7 +1,8 @@
 """The engine process as `slora serve` starts it, with its loader: how soon it serves, and what memory it takes.
 
-PSS is the process's own memory and its share of what it shares. It is read after a batch that fills the pool, so that
-all of the pool has been touched; the host cache is the loader's, and what of it the engine maps is taken off.
+PSS is the private memory of a process and its proportional part of shared memory. It is read after a batch that fills
+the pool, so that every page of the pool has been touched. The part of the loader's host cache that the engine maps is
+subtracted.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ _MIB = 1 << 20
 
 
 def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
-    """folder: an empty one for sockets and logs."""
+    """folder: an empty folder for sockets and logs."""
     shape = read_model_spec(model).shape(dtype)
     paths = {"socket": "engine.sock", "loader_socket": "loader.sock", "usage_directory": "usage"}
     loader = LoaderConfig(
@@ -65,7 +66,7 @@ def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
 
 
 def read_pss_bytes(process_id: int) -> tuple[int, int]:
-    """Of a process: all of it, and what of it is shared memory, which here is the loader's host cache."""
+    """Returns the PSS of a process, and the part of it that is shared memory, here the loader's host cache."""
     whole = shared = 0
     for line in Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -77,7 +78,7 @@ def read_pss_bytes(process_id: int) -> tuple[int, int]:
 
 
 async def _fill(socket: Path) -> float:
-    """When the engine was ready, on perf_counter's clock; it has answered a batch of 64 since."""
+    """Sends a batch of 64 and waits for its answers. Returns when the engine was ready, on `time.perf_counter`."""
     client = RemoteEngine(socket)
     running = asyncio.create_task(client.run())
     try:
@@ -102,7 +103,7 @@ async def _read(client: RemoteEngine, request: EngineRequest) -> None:
 
 @contextmanager
 def _child(module: str, config: str, threads: int, folder: Path) -> Iterator[int]:
-    """Ends when its standard input does."""
+    """Runs a module as a child process, which ends when its standard input closes. Yields its process id."""
     environment: dict[str, Any] = {
         **os.environ,
         "PYTHONPATH": SOURCES,

@@ -1,4 +1,4 @@
-"""A real `slora serve` on a depot's data, asked over HTTP: when the tokens of a stream come."""
+"""Runs `slora serve` on the data of a depot, and measures over HTTP when the tokens of a stream arrive."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, EOS, SLORA, Served, environment, running
 from tests.redis_server import RedisServer
 
-# One token: what is measured is not how long prompts take.
+# One token, because the prefill is not measured.
 PROMPT = "a"
-# The tokenizer's end token makes no text, nor does the one that the model's config names end a stream.
+# Bans the end token of the tokenizer, because it has no text and would therefore make no chunk.
 _NEVER = {str(EOS): -100}
 
 _POLL_S = 0.05
@@ -30,7 +30,10 @@ _PREWARM_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a part of the bench runs on. ring_bytes: of what the plainest programs read. flags: of `slora serve`."""
+    """The setup of a part of the bench.
+
+    ring_bytes: size of the data that the simplest programs read. flags: of `slora serve`.
+    """
 
     model: ModelSize = WIDE
     ring_bytes: int = RING_BYTES
@@ -39,7 +42,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a server. host_cache_bytes: of packed adapters."""
+    """The sizes of a server. host_cache_bytes: space for packed adapters."""
 
     pool_pages: int
     host_cache_bytes: int
@@ -63,7 +66,7 @@ class Platform:
         return self._served.url
 
     def key(self, tenant: str) -> str:
-        """Of a tenant that is made with it."""
+        """Returns the API key of a tenant. Creates both at the first call."""
         if tenant not in self._keys:
             self._keys[tenant] = self._served.make_key(tenant)
         return self._keys[tenant]
@@ -72,7 +75,7 @@ class Platform:
         return bearer(self.key(tenant))
 
     def first_token_s(self, deposit: Deposit) -> float:
-        """From the request until the first token of its stream; returns when the stream has ended."""
+        """Returns the time from a request until the first token of its stream. Reads the stream to its end."""
         headers, body = self.headers(deposit.version.tenant), completion(deposit.name, 2)
         start = time.perf_counter()
         seconds: float | None = None
@@ -85,7 +88,7 @@ class Platform:
         return seconds
 
     def prewarm(self, deposit: Deposit) -> None:
-        """Has an adapter brought to the pool, which must have room for it, and waits until it is there."""
+        """Loads an adapter into the pool, which must have room for it, and waits until it is loaded."""
         headers, path = self.headers(deposit.version.tenant), f"/v1/adapters/{deposit.name}/prewarm"
         deadline = time.monotonic() + _PREWARM_S
         while True:
@@ -97,7 +100,7 @@ class Platform:
             time.sleep(_POLL_S)
 
     def make_cold(self, deposits: Iterable[Deposit]) -> None:
-        """Deleted and registered again: they are in their stores, and neither on the host nor in the pool."""
+        """Deletes the adapters and registers them again. They are then only in their stores."""
         for deposit in deposits:
             headers = self.headers(deposit.version.tenant)
             response = self._client.delete(f"/v1/adapters/{deposit.name}", headers=headers)
@@ -105,20 +108,20 @@ class Platform:
             self._depot.register(deposit)
 
     def count_loads(self) -> int:
-        """Adapters that were copied into the pool."""
+        """Returns how many adapter loads into the pool the server has made."""
         text = self._client.get("/metrics").raise_for_status().text
         line = next(line for line in text.splitlines() if line.startswith("slora_adapter_loads_total"))
         return int(float(line.rpartition(" ")[2]))
 
     def last_first_token_s(self, deposits: Sequence[Deposit]) -> float:
-        """All are asked for at once, each by a request of its own: until the last one's first token."""
+        """Sends one request for each adapter at once. Returns the time until each of them has its first token."""
         for deposit in deposits:
             self.headers(deposit.version.tenant)
         return asyncio.run(self._ask_all(deposits))
 
     async def _ask_all(self, deposits: Sequence[Deposit]) -> float:
         async with self.open_client() as client:
-            # Connections are there before the clock starts.
+            # Open the connections before the clock starts.
             await asyncio.gather(*(client.get("/healthz") for _ in deposits))
             start = time.perf_counter()
             times = await asyncio.gather(*(self._first_token_at(client, deposit) for deposit in deposits))
@@ -136,7 +139,7 @@ class Platform:
     async def tokens_at(
         self, client: httpx.AsyncClient, deposit: Deposit, max_tokens: int
     ) -> AsyncIterator[float]:
-        """When each piece of a stream came, on `time.perf_counter`."""
+        """Yields the time at which each chunk of a stream arrived, on `time.perf_counter`."""
         headers, body = self.headers(deposit.version.tenant), completion(deposit.name, max_tokens)
         async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             _check(response, "" if response.is_success else (await response.aread()).decode())
@@ -161,7 +164,7 @@ def completion(model: str, max_tokens: int) -> dict[str, object]:
 
 @contextmanager
 def running_redis(folder: Path, *options: str) -> Iterator[RedisServer]:
-    """Without options, with the settings of a warm tier: nothing of it is kept."""
+    """Runs a Redis. Without options it has the settings of a warm tier, which persists nothing."""
     server = RedisServer(folder, *options)
     server.start()
     try:
@@ -172,7 +175,7 @@ def running_redis(folder: Path, *options: str) -> Iterator[RedisServer]:
 
 @contextmanager
 def live_platform(depot: Depot, sizes: Sizes, *flags: str, threads: int | None = None) -> Iterator[Platform]:
-    """Starts a server and waits until it is ready. threads: of the engine's arithmetic; None is one for each core."""
+    """Starts a server and waits until it is ready. threads: of the engine; None is one per core."""
     chosen = [
         "--port",
         "0",

@@ -1,7 +1,7 @@
 """The engine process with an engine that computes nothing: each step gives each request a token at once.
 
-It takes the place of `slora.engine.process`; everything around the steps is the real thing. `--no-usage`: report that
-nothing was used, so that nothing is recorded.
+It takes the place of `slora.engine.process`; everything around the steps is the real code. With `--no-usage`, it
+reports that nothing was used, so that nothing is recorded.
 """
 
 import sys
@@ -19,7 +19,7 @@ _NO_USAGE = "--no-usage"
 
 
 class NullEngine(Engine):
-    """Choices, stop strings and the like are not looked at."""
+    """Ignores all sampling parameters but max_tokens."""
 
     tells_usage = True
 

@@ -3,9 +3,9 @@
     python -m bench.null_server real|without-usage|without-ipc serve FLAGS
     python -m bench.null_server bare
 
-real            the engine process is `bench.null_engine`; all else is as users run it
+real            the engine process is `bench.null_engine`; all else is as in `slora serve`
 without-usage   the same, but the engine reports that nothing was used
-without-ipc     the API process makes the tokens by itself, as they come from the engine
+without-ipc     the API process makes the tokens itself, in the form that the engine sends
 bare            one Starlette route under uvicorn, which parses the body and streams chunks of the same size
 """
 
@@ -41,7 +41,7 @@ _CHUNK = {
 
 
 class NullClient(RemoteEngine):
-    """Answers in this process. The engine process only tells what it is."""
+    """Answers in this process. The engine process only sends its EngineInfo."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:  # type: ignore[override]
         for left in reversed(range(request.sampling.max_tokens)):

@@ -1,4 +1,4 @@
-"""An AdapterSource whose fetches take as long as they would from afar, on the real clock."""
+"""An AdapterSource whose fetches take as long as from a remote store, on the real clock."""
 
 import heapq
 import itertools
@@ -10,7 +10,7 @@ from slora_adapters.version import AdapterVersion
 
 
 class PacedSource:
-    """Passes on what `source` gives at once, later: a latency and then its bytes at a bandwidth, a few at a time."""
+    """Delays the fetches of `source`. Each takes a latency plus its bytes at a bandwidth; a few run at a time."""
 
     capacity_bytes: int | None = None
 

@@ -2,14 +2,15 @@
 
     python -m bench.serving [--parts trace http layers] [--quick] [--json FILE]
 
-trace   an open loop: requests are sent when S-LoRA's generator or a Zipf trace (`bench.traces`) has them, answered or
-        not. Each adapter is a tenant. Figures by the definitions of `vllm bench serve` (`bench.serving_metrics`).
-http    64 streams of the base model over HTTP beside the same requests in the engine alone, in turn. The engine has one
-        thread in both, so that the API process and the client have the other core.
+trace   an open loop: each request is sent at its time in the trace, even if earlier ones are unanswered. The traces
+        are S-LoRA's generator and a Zipf trace (`bench.traces`). Each adapter is a tenant. The figures
+        have the definitions of `vllm bench serve` (`bench.serving_metrics`).
+http    64 streams of the base model over HTTP, in turn with the same requests in the engine alone. The engine has one
+        thread in both cases, so that the API process and the client have the other core.
 layers  a closed loop to `slora serve` with an engine that computes nothing (`bench.null_engine`), from a bare Starlette
         route to the whole server: what the API, IPC, the usage journal, quotas and tokenizing cost.
 
-The client takes its part of the same cores, so absolute figures are of this machine and this client.
+The client shares the cores with the server, so absolute figures hold only for this machine and this client.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ MODEL = ModelSize(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, inte
 _SETUP = Setup(MODEL)
 _RANK = 8
 _STREAMS = 64
-# What the bar allows HTTP to cost.
+# HTTP must reach at least this fraction of the throughput of the engine alone.
 _LEAST_OF_ENGINE = 0.95
 _LIMITS = Limits(ttft_s=6.0, tpot_s=0.5)
 # A tenant with a quota that no run reaches.
@@ -59,7 +60,7 @@ _LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 256, 256, 32
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Of the trace. rate: requests a second."""
+    """The size of a trace. rate: requests per second."""
 
     num_adapters: int
     rate: float
@@ -141,7 +142,7 @@ def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A server, and what its requests have for a prompt. kind: of `bench.null_server`. tenant: who sends them."""
+    """A server and the requests for it. kind: of `bench.null_server`. tenant: the tenant that sends the requests."""
 
     name: str
     kind: str
@@ -150,7 +151,7 @@ class _Layer:
 
 
 def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
-    """Each layer is one more than in the row above, so the differences between rows are their costs."""
+    """Each row adds one layer to the row above, so the difference between the two is the cost of the layer."""
     rounds, num_requests = (1, _STREAMS) if quick else (3, _LAYER_REQUESTS)
     token_ids = tuple(prompts(1, _LAYER_PROMPT, EOS)[0])
     text = "".join(CHARACTERS[token_id] for token_id in token_ids)
@@ -224,7 +225,7 @@ def _layer_rows(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
 async def _measure_layer(
     server: Server, key: str, prompt: str | tuple[int, ...], num_requests: int
 ) -> _LayerRun:
-    """A closed loop: each of the streams sends its next request when its answer has ended."""
+    """Runs a closed loop: each stream sends its next request when the answer to the last one has ended."""
     body = {"model": "model", "prompt": prompt, "max_tokens": _LAYER_TOKENS, "ignore_eos": True}
     ttfts: list[float] = []
     num_chunks = 0
@@ -301,7 +302,7 @@ async def _replay(
 
 
 async def _stream_all(platform: Platform, asked: Sequence[list[int]], output_tokens: int) -> float:
-    """Returns tokens per second of all requests at once."""
+    """Sends all requests at once. Returns their tokens per second."""
     key = platform.key("bench")
     async with SseClient(platform.url) as client:
         await client.connect(len(asked))
@@ -316,7 +317,7 @@ async def _stream_all(platform: Platform, asked: Sequence[list[int]], output_tok
 
 
 def _room_for(depot: Depot, deposits: Sequence[Deposit], num_sequences: int, tokens: int) -> Sizes:
-    """Room for all adapters and for so many sequences, and a half more."""
+    """Returns sizes with room for all adapters and for `num_sequences` sequences, and half as much again."""
     adapters = sum(depot.pages(deposit.packed_bytes) for deposit in deposits)
     blocks = num_sequences * (tokens // 16 + 2)
     host_cache_bytes = max(16 << 20, 2 * sum(deposit.packed_bytes for deposit in deposits))
@@ -324,7 +325,7 @@ def _room_for(depot: Depot, deposits: Sequence[Deposit], num_sequences: int, tok
 
 
 def _shortened(trace: Trace, most_tokens: int) -> Trace:
-    """The same arrivals and adapters, with lengths that this machine can compute."""
+    """Returns the trace with the same arrivals and adapters, and with lengths that this machine can compute."""
     return [
         replace(
             request,

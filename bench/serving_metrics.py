@@ -20,7 +20,7 @@ __all__ = ["Limits", "Served", "jain_index", "serving_row", "tenant_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a request that counts as good."""
+    """The limits that a request must meet to count for the goodput."""
 
     ttft_s: float
     tpot_s: float
@@ -28,7 +28,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request of a run. due_at: when the trace has it, on `time.perf_counter`. is_cold: first of its adapter."""
+    """One request of a run.
+
+    due_at: its time in the trace, on `time.perf_counter`. is_cold: whether it is the first request of its adapter.
+    """
 
     tenant: int
     due_at: float
@@ -89,7 +92,7 @@ def serving_row(served: Sequence[Served], seconds: float, limits: Limits) -> Row
 
 
 def tenant_rows(served: Sequence[Served], most: int = 10) -> list[Row]:
-    """The tenants with the most requests."""
+    """Returns one row for each of the tenants with the most requests."""
     by_tenant: dict[int, list[Served]] = defaultdict(list)
     for one in served:
         by_tenant[one.tenant].append(one)

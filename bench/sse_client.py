@@ -33,7 +33,7 @@ class Answer:
 
 
 class SseClient:
-    """Any number of requests at a time, each on a connection of its own."""
+    """Sends any number of requests at a time, each on a connection of its own."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -88,7 +88,7 @@ class SseClient:
             if not line.startswith(b"data: "):
                 continue
             if line == b"data: [DONE]\n":
-                # The empty line of the event, the end of its chunk, and the last chunk.
+                # Read the empty line of the event, the end of its chunk, and the last chunk.
                 while line and line != b"0\r\n":
                     line = await reader.readline()
                 await reader.readline()

@@ -1,6 +1,6 @@
-"""An AdapterSource over virtual time: a fetch takes a latency and then its bytes at a bandwidth, a few at a time.
+"""An AdapterSource over virtual time: a fetch takes a latency plus its bytes at a bandwidth, and a few run at a time.
 
-The simulation moves `now`; what would have arrived by then is what `poll` returns.
+The simulation advances `now`, and `poll` returns the fetches that have arrived by then.
 """
 
 import heapq
@@ -23,7 +23,7 @@ class FetchCosts:
 
 
 class VirtualSource:
-    """Everything else about a host, its capacity included, is without limits here."""
+    """Apart from `costs`, the host has no limits; its capacity is unlimited, too."""
 
     def __init__(self, fleet: AdapterFleet, costs: FetchCosts) -> None:
         self.now = 0.0

@@ -32,7 +32,7 @@ def reserved_slots(num_slots: int) -> int:
 
 
 def slots_of_process(num_slots: int, num_reserved: int, num_processes: int) -> int:
-    """Divides the slots of a host among its API processes. Each has one slot beside its reserve at least.
+    """Divides the slots of a host among its API processes. Each gets at least one slot in addition to its reserve.
 
     Example: of 4 slots with a reserve of 2, each of two processes has 3, of which one tenant gets at most 1. So one
     tenant gets at most 2 of the host, as it does with one process.

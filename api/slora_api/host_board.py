@@ -74,7 +74,7 @@ class _Table:
         self._first_word = at // _WORD_BYTES
         self._hashes_at = at + 2 * _WORD_BYTES
         self._num_keys = num_keys
-        # Of the process that writes the table: the rows of keys, and rows that were used before.
+        # Used only by the process that writes the table: the row of each key, and rows that are free again.
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
 
@@ -85,7 +85,7 @@ class _Table:
     def count_of(self, key_hash: bytes) -> int:
         used = self._words[self._first_word + 1] * _WORD_BYTES
         at = self._memory.find(key_hash, self._hashes_at, self._hashes_at + used)
-        while at >= 0 and at % _WORD_BYTES:  # found across two hashes
+        while at >= 0 and at % _WORD_BYTES:  # the match spans two hashes
             at = self._memory.find(key_hash, at + 1, self._hashes_at + used)
         return 0 if at < 0 else self._words[at // _WORD_BYTES + self._num_keys]
 
@@ -175,7 +175,7 @@ class HostBoard:
         return Tally(tables.pop(self.process), tables)
 
     def clear(self, process: int) -> None:
-        """Gives back what a process held that has ended."""
+        """Clears the column of a process that has ended, which releases what it held."""
         start = self._column(process) + _WORD_BYTES * _Word.READY
         end = self._column(process + 1)
         self._memory[start:end] = bytes(end - start)

@@ -23,7 +23,7 @@ class HostChanges:
         self._board = board
         self._clock = clock
         self._applied = board.changes_elsewhere()
-        # What another process has committed and the follower has not read, and since when.
+        # Changes that other processes have committed and the follower has not read, and since when there are any.
         self._missing: tuple[int, ...] = ()
         self._missing_since = 0.0
 

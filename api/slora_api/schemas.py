@@ -365,7 +365,7 @@ class TenantChanges(BaseModel):
 
 
 class TenantPatch(TenantChanges):
-    """PATCH /admin/tenants/{tenant}: the changes of its share, or its new name alone."""
+    """PATCH /admin/tenants/{tenant}: changes the share, or renames the tenant. A new name must be sent alone."""
 
     name: _Name | None = None
 
@@ -417,7 +417,7 @@ class RotateKeyRequest(BaseModel):
     """POST /admin/keys/{key_id}/rotate.
 
     overlap_seconds: how long the old key stays valid; one day by default.
-    expires_at: of the new key, in Unix seconds. By default, it is valid as long as the old key was from its creation.
+    expires_at: of the new key, in Unix seconds. By default, it gets the lifetime of the old key.
     """
 
     model_config = _STRICT

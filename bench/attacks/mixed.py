@@ -51,7 +51,7 @@ class Outcome:
 
 
 def run_mixed(minutes: float, sources: Path = ROOT, seed: int = 0, api_workers: int = 1) -> Outcome:
-    """The attackers get `minutes`; the honest tenants are alone for a quarter of that before."""
+    """Runs the honest tenants alone for a quarter of `minutes`, and then with the attackers for `minutes`."""
     flags = ("--api-workers", str(api_workers)) if api_workers > 1 else ()
     with (
         tempfile.TemporaryDirectory(prefix="slora-mixed-") as folder,
@@ -65,7 +65,7 @@ def run_mixed(minutes: float, sources: Path = ROOT, seed: int = 0, api_workers: 
             with window() as alone:
                 time.sleep(15 * minutes)
             attackers = _Attackers(runs, seed)
-            # What the first attack of each kind sets up stays.
+            # The first attack of each kind allocates memory that stays, so it is not counted as growth.
             time.sleep(6 * minutes)
             before = memory.reset()
             with window() as attacked:

@@ -1,7 +1,7 @@
-"""An engine whose model and adapters are random numbers, made where they are used: nothing is written or read.
+"""An engine with a random model and random adapters, which are made in memory and never read from a file.
 
-Weights are made on the device; adapters lie packed on the host, pinned where there is a GPU, as the loader's would. Any
-number of them are copies of a few: each is loaded on its own, and what it takes is its bytes, not its numbers.
+Weights are made on the device. Adapters are packed on the host, in page-locked memory if there is a GPU, as the loader
+does it. All adapters are copies of a few. Each is loaded separately, and the time of a load depends only on its bytes.
 """
 
 import itertools
@@ -36,7 +36,7 @@ _STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """fields: as in config.json. pool_bytes: None takes what the device has left."""
+    """fields: as in config.json. pool_bytes: None takes the free memory of the device."""
 
     fields: Mapping[str, Any]
     device: str
@@ -62,7 +62,7 @@ class EngineSize:
         return lay_out_adapter(shape, [*ranks * shape.num_layers, 0, 0])
 
     def weight_bytes(self) -> int:
-        """Of what a decode step reads: all but the embedding, of which it reads single rows."""
+        """Size of the weights that a decode step reads: all but the embedding, of which it reads single rows."""
         shape = self.spec().shape(self.dtype)
         linears = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
         return shape.element_bytes * (linears + shape.hidden_size * shape.vocab_size)
@@ -91,14 +91,14 @@ TINY = EngineSize(
 def make_weights(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Decoder:
-    """A `slora.models.model.LoadModel`."""
+    """Makes a model with random weights. Implements `slora.models.model.LoadModel`."""
     assert spec.decoder is not None, "the bench's models are of our own decoder"
     return Decoder(spec.decoder, MadeWeights(dtype, device), max_model_len)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
 class RandomSource:
-    """An AdapterSource that has every adapter at hand."""
+    """An AdapterSource that has every adapter in memory."""
 
     shape: ModelShape
     dtype: str
@@ -119,7 +119,7 @@ class RandomSource:
             self._copies.append(PackedAdapter(self.layout, scales, buffer.numpy()))
 
     def version(self, number: int) -> AdapterVersion:
-        """Each is of a tenant of its own, as S-LoRA's are."""
+        """Returns the version of an adapter. Each adapter has a tenant of its own, as in S-LoRA's benchmark."""
         return AdapterVersion(f"tenant-{number}", f"{number:064x}")
 
     def request(self, version: AdapterVersion) -> None:
@@ -137,7 +137,7 @@ class RandomSource:
 
 
 class RandomEngine:
-    """rank: of all adapters, on the linears `adapted`. settings: EngineConfig's."""
+    """rank: of all adapters, which adapt the linears `adapted`. settings: further fields of EngineConfig."""
 
     def __init__(
         self, size: EngineSize, rank: int, adapted: Sequence[str] = ALL_LINEARS, **settings: Any
@@ -160,13 +160,13 @@ class RandomEngine:
         self._numbers = itertools.count()
 
     def make_request(self, prompt: list[int], adapter: int | None, output_tokens: int) -> EngineRequest:
-        """Greedy, of exactly so many tokens. adapter: by number; None is the base."""
+        """Makes a greedy request for exactly `output_tokens` tokens. adapter: its number; None is the base model."""
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         version = None if adapter is None else self.adapters.version(adapter)
         tenant = "base" if version is None else version.tenant
         return EngineRequest(str(next(self._numbers)), tenant, prompt, version, params)
 
     def drop_all(self) -> None:
-        """Ends what runs or waits."""
+        """Aborts all requests."""
         for number in range(next(self._numbers)):
             self.engine.abort(str(number))

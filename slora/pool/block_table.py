@@ -23,8 +23,8 @@ class BlockTable:
 
     Entries [0, num_freed) were freed. The sequence has one reference to each page in [num_freed, num_pages).
 
-    page_seconds: the pages held, integrated over time. It is valid only while no page is held: until then, it lacks the
-        readings of the held pages.
+    page_seconds: the pages held, integrated over time. It is valid only while no page is held, because the
+        final reading of a page is added when the page is released.
     """
 
     __slots__ = ("_array", "block_tokens", "num_freed", "num_pages", "page_seconds")

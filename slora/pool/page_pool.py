@@ -17,8 +17,9 @@ The tenant that a page was allocated for owns it until it is freed or transferre
 to it.
 
 The pool also measures how long each page is held. The reading of a page is the time that it was held so far, divided by
-the number of its references at each moment. The difference of two readings is what one reference costs in between.
-Worked example: a page that has one reference for 3 s and then two for 4 s has a reading of 3 + 4 / 2 = 5 s.
+the number of its references at each moment. A reference is charged the difference between the readings at its end
+and at its start. Worked example: a page that has one reference for 3 s and then two for 4 s has a reading of
+3 + 4 / 2 = 5 s.
 
 This module does not depend on torch, adapters or sequences.
 """

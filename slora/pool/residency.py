@@ -219,10 +219,10 @@ class Residency:
         self._end_load(resident)
 
     def read(self, resident: Resident) -> float:
-        """The present reading of the adapter. The difference of two readings is what one of the sequences that run on
-        it costs in between.
+        """Returns `Resident.reading` as of now. Each sequence that runs on the adapter is charged the difference
+        between the readings at its end and at its start.
 
-        A load without a sequence costs no request anything.
+        Page-seconds of a load that no sequence waits for are charged to no request.
         """
         num_sequences = resident.num_users - resident.is_loading
         if num_sequences:

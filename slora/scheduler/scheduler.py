@@ -177,7 +177,7 @@ class Scheduler:
         return list(ended.values())
 
     def advance_clock(self, now: float) -> None:
-        """Sets the time up to which the following calls count page-seconds, in seconds on the clock of `schedule`."""
+        """Advances the clock that measures page-seconds. now: seconds on the clock of `schedule`."""
         self.paging.pool.now = max(self.paging.pool.now, now)
 
     def pop_usage(self) -> list[tuple[str, RequestUsage]]:

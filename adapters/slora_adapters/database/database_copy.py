@@ -23,7 +23,7 @@ _NAME_TABLES = (
 )
 # Tolerance for rounding errors in the sum of all floors, such as 0.7 + 0.2 + 0.1.
 _SUM_SLACK = 1e-9
-# They tell the processes of one database what happens now.
+# Not copied: these rows concern only the processes that use the source.
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
 # Rows of a large table in one statement.
 _ROWS_AT_ONCE = 2000
@@ -87,7 +87,7 @@ def copy_everything(source: Connection, target: Connection) -> None:
             target.execute(insert(table), [dict(row) for row in rows])
         number = table.autoincrement_column
         if target.dialect.name == "postgresql" and number is not None:
-            # The sequence does not follow rows that are inserted with their numbers.
+            # Inserting rows with explicit ids does not advance the sequence.
             sequence = func.pg_get_serial_sequence(table.name, number.name)
             last = select(func.max(number)).scalar_subquery()
             target.execute(select(func.setval(sequence, func.coalesce(last, 1))))

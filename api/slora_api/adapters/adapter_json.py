@@ -28,7 +28,8 @@ __all__ = [
 class AdapterObject(TypedDict):
     """A name or an alias, with the version that it serves.
 
-    bytes: size of the weights. stored_bytes: what the version counts against the tenant's quota by itself.
+    bytes: size of the weights. stored_bytes: size of the adapter's files, chat template and generation config. The
+    tenant's quota counts the files of versions with the same weights once.
     created: when the name was made. updated: when the version was made. Both are Unix times in seconds.
     """
 

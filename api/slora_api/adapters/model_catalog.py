@@ -101,7 +101,8 @@ class ModelCatalog:
     def read_allow_list(self, tenant: str, models: Sequence[str], adapter: str | None) -> AllowList:
         """Returns the allow-list of a new API key with this default adapter. Raises BadRequest naming the field.
 
-        Without a default adapter, `default` means the base model, which need not be permitted.
+        Without a default adapter, `default` selects the base model. The list is accepted even if it lacks the
+        base model.
         """
         if not 1 <= len(models) <= MAX_MODELS:
             raise BadRequest(

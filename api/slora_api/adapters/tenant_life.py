@@ -89,7 +89,7 @@ class TenantLife:
         )
 
     async def _purge_engine(self, tenant: str) -> tuple[EnginePurge, int]:
-        """Returns what the engine dropped, and the bytes of a page. An engine that is away holds nothing."""
+        """Returns what the engine dropped, and the bytes of a page. An engine that is not connected counts as empty."""
         try:
             return await self._client.purge_tenant(tenant), self._client.info.full_page_bytes
         except EngineUnavailable:

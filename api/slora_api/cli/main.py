@@ -246,7 +246,7 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
 def _add_rotate(keys: _Commands) -> None:
     rotate = keys.add(
         "rotate",
-        "make a key that may do the same, and let the old one expire after an overlap",
+        "create a key with the same permissions and limits, and let the old one expire after an overlap",
         has_json=True,
     )
     rotate.add_argument("key_id", help="as in slora_KEYID_..._...")
@@ -254,7 +254,7 @@ def _add_rotate(keys: _Commands) -> None:
         "--overlap", type=_duration, metavar="TIME", dest="overlap_s",
         help="how long the old key stays valid, at most 30d (default 1d)",
     )  # fmt: skip
-    _add_expiry(rotate, "as long as the old key was from its creation")
+    _add_expiry(rotate, "the lifetime of the old key")
 
 
 def _add_expiry(create: argparse.ArgumentParser, default: str = "until it is revoked") -> None:
@@ -301,10 +301,10 @@ def _add_audit(commands: _Commands) -> None:
 def _add_isolation(audit: _Commands) -> None:
     isolation = audit.add(
         "isolation",
-        "try to see and use what belongs to another tenant of the running server, as two temporary tenants",
+        "create two temporary tenants on the running server, and check that neither can see or use what the other has",
         has_json=True,
     )
-    isolation.epilog = "The exit code is 0 only if every cell is as it must be."
+    isolation.epilog = "The exit code is 0 only if every check passes."
     isolation.add_argument(
         "--timing",
         action="store_true",

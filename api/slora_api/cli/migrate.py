@@ -56,7 +56,7 @@ def _copy_data_dir(directory: Path, target: Database) -> None:
         closing(Database(data.database)) as source,
         closing(RevocationJournal(data.revocations)) as journal,
     ):
-        # Leaves the check of the pepper in the source, and revocations that wait in the journal.
+        # Writes the check of the pepper and the pending revocations to the source, so that both are copied.
         KeyStore(source, Pepper.from_file(data.pepper), journal).write_pending_revocations()
         copied = copy_database(source, target)
     print(

@@ -117,7 +117,7 @@ class Generator:
     async def _stream(
         self, answer: Answer, sent: list[OpenRequest], spending: Spending
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Streams one answer. sent, spending: get the request when it is sent to the engine."""
+        """Streams one answer. The request is added to `sent` and `spending` when it is sent to the engine."""
         sent.append(self.usage.open(answer, spending.open()))
         async with aclosing(stream_completion(self.client, answer)) as deltas:
             async for delta in deltas:

@@ -116,7 +116,7 @@ def list_operator_keys(_operator: Operator, services: Wired) -> ListObject[KeyOb
 def rotate_key(
     key_id: str, _operator: Operator, services: Wired, body: RotateKeyRequest | None = None
 ) -> NewKey:
-    """Makes a key that may do the same. The old key expires at the end of the overlap."""
+    """Creates a key with the same permissions and limits. The old key expires at the end of the overlap."""
     wanted = body or RotateKeyRequest()
     record, key = services.key_store.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
     return {**_key_json(record), "key": key.secret}

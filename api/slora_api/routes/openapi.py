@@ -53,8 +53,8 @@ router = APIRouter(tags=["server"])
 
 
 def errors(*kinds: type[Exception]) -> _Responses:
-    """For `responses` of a route: the errors that it may answer beside those of its kind. `slora_api.errors` maps them
-    to statuses.
+    """Returns the `responses` of a route: the errors that only this route answers. The document adds the errors that
+    all routes of its kind share. `slora_api.errors` maps each error to its status.
     """
     answers: _Responses = {}
     _add_errors(answers, kinds, int)
@@ -62,17 +62,17 @@ def errors(*kinds: type[Exception]) -> _Responses:
 
 
 def json_body(model: type[BaseModel]) -> _Json:
-    """For `openapi_extra` of a route that parses its JSON body itself."""
+    """Returns the `openapi_extra` of a route that parses its JSON body itself."""
     return _body("application/json", model)
 
 
 def form_body(model: type[BaseModel]) -> _Json:
-    """For `openapi_extra` of a route that receives files."""
+    """Returns the `openapi_extra` of a route that receives files."""
     return _body("multipart/form-data", model)
 
 
 def event_stream(chunk: type) -> _Responses:
-    """For `responses` of a route that may answer with server-sent events. chunk: the JSON of one event."""
+    """Returns the `responses` of a route that may answer with server-sent events. chunk: the type of one event."""
     schema = {
         "type": "string",
         "description": "Server-sent events. The data of each is a JSON object, and `data: [DONE]` ends the stream. An "

@@ -30,7 +30,7 @@ _log = get_rate_limited_logger(__name__)
 # Accepting this many connections takes the event loop about 2 ms.
 _MAX_AT_ONCE = 16
 _RETRY_S = 1.0
-# How long a process with more connections than another leaves a new one to it.
+# How long a process with more connections waits, so that another process can accept a new one first.
 _YIELD_S = 0.002
 _LINGER_S = 1.0
 # Refused connections that stay open for `_LINGER_S`. Any further ones are closed at once.
@@ -77,7 +77,7 @@ class Acceptor:
                 return
 
     def _accept_after_yielding(self) -> None:
-        """Accepts a connection that no other process has accepted meanwhile, because they may be busy or stopped."""
+        """Accepts a connection if no other process has done so meanwhile: the others may be busy or stopped."""
         self._listen()
         self._accept_one()
 

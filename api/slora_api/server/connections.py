@@ -31,8 +31,8 @@ _log = get_rate_limited_logger(__name__)
 # A batch closes one in this many connections. It closes several at once, because the search for idle ones looks at all
 # connections: 5 ms for 4,096.
 _BATCHES = 64
-# Of two processes, the one with the fewer connections may have one in this many fewer. A small margin keeps processes
-# from waiting for one another when many clients connect at once.
+# A process waits for another one only if it has more connections than that one by over an eighth. Without this margin,
+# processes would wait for one another when many clients connect at once.
 _FAIR_MARGIN = 8
 # Home networks have a /64 of IPv6, so its addresses count as one client.
 _IPV6_PREFIX = 64

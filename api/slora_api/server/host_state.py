@@ -24,7 +24,7 @@ class HostState:
         self._board = board
 
     async def publish(self) -> None:
-        """The main process: writes each new state to the board, until cancelled."""
+        """Runs in the main process: writes each new state to the board, until cancelled."""
         written: dict[str, Any] = {}
         while True:
             state: dict[str, Any] = {
@@ -38,7 +38,7 @@ class HostState:
             await asyncio.sleep(_PERIOD_S)
 
     async def follow(self) -> None:
-        """A worker: takes over each new state, and reports whether this worker is ready, until cancelled."""
+        """Runs in a worker: applies each new state, and reports whether this worker is ready, until cancelled."""
         while True:
             if (state := self._board.read_state()) is not None:
                 self._readiness.stalls = state["stalls"]

@@ -17,7 +17,9 @@ MAX_MODELS = 100
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """entries: `name@latest` permits what the bare name in a request means; `name` permits the whole adapter."""
+    """entries: `name` permits an adapter with all its versions and aliases. `name@alias` permits that alias only; a
+    bare name in a request counts as `name@latest`.
+    """
 
     entries: frozenset[str]
 
@@ -27,7 +29,7 @@ class AllowList:
         return name in self.entries or f"{name}@{target or LATEST}" in self.entries
 
     def permits_whole(self, name: str) -> bool:
-        """Whether an adapter may be used with all its versions and aliases, and may be changed."""
+        """Whether all versions and aliases of an adapter are permitted."""
         return name in self.entries
 
     def names(self) -> list[str]:

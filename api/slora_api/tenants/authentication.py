@@ -135,7 +135,7 @@ def _address(scope: AsgiScope) -> str:
 
 
 def _actor(caller: Caller, scope: AsgiScope) -> Actor:
-    """Returns whom the audit log names for changes that this request makes."""
+    """Returns the actor that the audit log names for the changes of this request."""
     kind = ActorKind.TENANT if isinstance(caller, KeyRecord) else ActorKind.OPERATOR
     return Actor(kind, caller.key_id, _address(scope), scope["state"].get("request_id", ""))
 

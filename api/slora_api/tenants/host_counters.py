@@ -10,12 +10,12 @@ The layout, all numbers little-endian:
 
 A process changes the file under a file lock, which the kernel releases when the process dies. All writes of a change
 are first copied to the log, so the next holder of the lock can complete a change that a killed process left unfinished.
-Each process looks every second for reservations of processes that have died, and returns them.
+Once a second, each process looks for reservations of processes that have died, and settles them as unused.
 
 The counters need not survive a crash of the machine. A file of an earlier boot is replaced. A restart of the server
-keeps the file, so that it does not renew anybody's quota.
+keeps the file, so that it does not reset any quota.
 
-An idle account makes room for another one. The account of a subject that returns is then seeded again.
+An idle account may be replaced by a new one. If its subject sends a request later, the account is seeded again.
 """
 
 import asyncio
@@ -204,7 +204,7 @@ class HostCounters:
         return Reservation(charge, tuple(account.use(now) for account in accounts), handle)
 
     def _settle_waiting(self) -> None:
-        """Settles what waits, or tries again shortly if another process holds the lock."""
+        """Makes the waiting settlements. If another process holds the lock, retries shortly."""
         if not self._unsettled:
             return
         if not self._try_lock():
@@ -257,15 +257,15 @@ class HostCounters:
                 self._unlock()
 
     def _return_of_dead(self) -> None:
-        """Returns the reservations of dead processes. Must hold the lock, because another process may take the place of
-        a dead one at any time.
+        """Settles the reservations of dead processes. The caller holds the lock, because a new process may take the
+        entry of a dead one at any time.
         """
         for process_id, process in list(self._processes()):
             if not _is_alive(*process):
                 self._return_reservations(process_id)
 
     def _return_reservations(self, process_id: int) -> None:
-        """Returns all reservations of a process, and its entry among the processes."""
+        """Settles all reservations of a process as unused, and frees its entry in the file."""
         now = self._now()
         for handle in range(self._max_reservations):
             (owner,) = _NUMBER.unpack_from(self._map, self._reservation_offset(handle))
@@ -375,7 +375,7 @@ class HostCounters:
         _NUMBER.pack_into(shared, _LOG_LENGTH_AT, 0)
 
     def _complete_log(self) -> None:
-        """Makes the writes of a process that was killed while it made them."""
+        """Repeats the logged writes of a process that was killed in the middle of them."""
         (length,) = _NUMBER.unpack_from(self._map, _LOG_LENGTH_AT)
         at, writes = _LOG_AT, []
         for _ in range(length):
@@ -400,7 +400,7 @@ class HostCounters:
     # -- the lock ------------------------------------------------------------------------------------------------------
 
     async def _lock(self) -> None:
-        """Takes the lock without blocking the event loop, and settles what has waited for it."""
+        """Takes the lock without blocking the event loop, and makes the settlements that were waiting for it."""
         deadline: float | None = None
         while not any(self._try_lock() for _ in range(_LOCK_TRIES)):
             deadline = time.monotonic() + _LOCK_PATIENCE_S if deadline is None else deadline
@@ -505,7 +505,7 @@ def _boot_id() -> bytes:
 
 
 def _started_at(pid: int) -> int | None:
-    """Returns when a process started, in the kernel's ticks; None if it does not run. A process id is used again."""
+    """Returns when a process started, in the kernel's ticks; None if it does not run. The kernel reuses ids."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:

@@ -46,7 +46,9 @@ class KeyRecord:
             raise ModelNotFound(reference)
 
     def check_adapter(self, name: str) -> None:
-        """Raises ModelNotFound unless the key may use all of the adapter, and change it."""
+        """Raises ModelNotFound unless the key may use every version and alias of the adapter. Changing the adapter
+        requires this.
+        """
         if self.models is not None and not self.models.permits_whole(name):
             raise ModelNotFound(name)
 

@@ -110,7 +110,7 @@ class KeyStore:
         self._wall_clock = wall_clock
         self._cache = KeyCache[_StoredKey](is_behind=is_behind)
         self._current_at = clock()
-        # Who made the revocations that are not in the database yet.
+        # Key id -> the actor of a revocation that is not in the database yet.
         self._revokers: dict[str, Actor] = {}
         # An unknown key id is compared with this digest, so that it takes as long as a wrong secret.
         self._no_digest = pepper.digest("")
@@ -155,7 +155,7 @@ class KeyStore:
         return record, key
 
     def has_operator_key(self) -> bool:
-        """Whether any operator's key is valid, the bootstrap key aside."""
+        """Whether an operator's key other than the bootstrap key is valid."""
         return bool(self._valid_operator_keys())
 
     def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
@@ -172,10 +172,10 @@ class KeyStore:
         return record
 
     def rotate_key(self, key_id: str, overlap_s: int, expires_at: int | None = None) -> tuple[Caller, NewKey]:
-        """Makes a key that may do the same as `key_id` and has the same quota, whose counts begin anew. `key_id` then
-        expires after `overlap_s`. The second value contains the new secret.
+        """Creates a key with the same permissions and limits as `key_id`. What the old key has used is not counted for
+        the new one. `key_id` expires after `overlap_s`. The second value contains the new secret.
 
-        expires_at: of the new key. None makes it valid as long as the old key was from its creation.
+        expires_at: of the new key. With None, it gets the lifetime that the old key had when it was created.
 
         Raises NotFound, BadRequest, and KeyConflict for a key that is revoked, expired or rotated already.
         """
@@ -295,7 +295,7 @@ class KeyStore:
 
     def authenticate(self, secret: str) -> Caller | None:
         """Returns the record of the key `secret` if it is well-formed, known, and neither revoked nor expired, else
-        None. Raises StoreUnavailable if the key is not cached, or for too long, and the database does not answer.
+        None. Raises StoreUnavailable if the cache has no valid entry and the database does not answer.
         """
         key_id = read_key_id(secret)
         found = None if key_id is None or self._is_in_journal(key_id) else self._find_key(key_id)

@@ -38,13 +38,13 @@ _SET_LAST_USE = (
 
 
 class KeyUse:
-    """Notes are made on one event loop. clock: Unix time."""
+    """Call `note` on one event loop. clock: Unix time."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
         self._waiting: dict[str, int] = {}
-        # When keys were noted that have been written within the last minute.
+        # Key id -> the time that was written last, if that time is within the last minute.
         self._written: dict[str, int] = {}
 
     def note(self, key: Caller) -> None:

@@ -1,4 +1,4 @@
-"""The account of one tenant or key: its windows of a minute, its budgets and its answers in progress."""
+"""The account of one tenant or key: its sliding windows, its budgets and the number of its answers in progress."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ class Account:
         self.answers += charge.answers
 
     def settle(self, charge: Charge, charged_at: Moment, used_tokens: int, *, counts: bool) -> None:
-        """Undoes the unused part of a charge where it is still counted."""
+        """Refunds the unused part of a charge to each window and budget that still contains the charge."""
         unused = charge.tokens - used_tokens
         if self.second - charged_at.second < BUCKETS:
             bucket = charged_at.second % BUCKETS

@@ -6,8 +6,8 @@ did not use is refunded to the second, day and month in which it was reserved.
 Limits per minute use a sliding window of buckets of one second. A charge counts in its own second and in the next 60.
 So no 60 seconds ever contain more than the limit, and the moment when a request fits again is known exactly.
 
-Use of a day or month is lost when counters are lost or a new day begins. Accounts with a budget are therefore seeded
-from the durable history before their first reservation; see `NotSeeded`.
+Counters are not durable, and the account of an idle subject may be dropped. An account with a budget is therefore
+seeded from the durable history before its first reservation; see `NotSeeded`.
 """
 
 from dataclasses import dataclass
@@ -107,8 +107,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class NotSeeded:
-    """The reservation was not made, because the use of these subjects in this day or month is not known yet. The
-    caller passes it to `seed` and tries again.
+    """The reservation was not made, because the counters do not know yet what these subjects have used today and this
+    month. The caller calls `seed` for each subject, and retries.
     """
 
     subjects: tuple[Subject, ...]
@@ -117,15 +117,15 @@ class NotSeeded:
 class QuotaCounters(Protocol):
     """Counters that all processes with the same quotas share.
 
-    Runs on one event loop. A process that dies returns what it has reserved. Raises StoreUnavailable if the counters
-    cannot be reached.
+    Runs on one event loop. The reservations of a process that dies are refunded. Raises StoreUnavailable if the
+    counters cannot be reached.
     """
 
     async def reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
     ) -> Reservation | Refusal | NotSeeded:
-        """Reserves `charge` for all subjects, or for none. subjects: at most two. The charge fits into each limit
-        when nothing else is charged.
+        """Reserves `charge` for all subjects, or for none. subjects: at most two. The caller has checked that each
+        limit is large enough for the charge alone.
         """
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
@@ -135,10 +135,10 @@ class QuotaCounters(Protocol):
         """Returns what each subject uses now."""
 
     async def seed(self, subject: Subject, tokens_today: int, tokens_this_month: int) -> None:
-        """Tells what the durable history has. The counters keep the larger of this and their own count."""
+        """Sets the tokens that the durable history has. The counters keep the larger of these and their own numbers."""
 
     async def run(self) -> None:
-        """Keeps this process's reservations alive and returns those of dead processes, until cancelled."""
+        """Keeps this process's reservations alive and refunds those of dead processes, until cancelled."""
 
     async def close(self) -> None:
-        """Returns this process's open reservations."""
+        """Refunds this process's open reservations."""

@@ -9,11 +9,11 @@ reported what the request used, that replaces the reservation. So quotas and the
 | failed after a part was computed | 1 | the same |
 | refused, or failed before anything was computed | 0 | 0 |
 
-A long prompt is charged as a request before it is tokenized, and that charge stays. So a client cannot have long
-prompts tokenized without end for requests that its quota then refuses.
+A long prompt is charged as a request before it is tokenized, and that charge stays. Otherwise, a client could have
+any number of long prompts tokenized for requests that its quota then refuses.
 
-The use of a day and a month is read from the usage ledger where the counters do not have it, and compared with the
-ledger every `_COMPARE_S`, because only the ledger learns what a request of a killed process has used.
+An account that is not seeded gets its use of the day and the month from the usage ledger. Every `_COMPARE_S`, accounts
+are compared with the ledger, because only the ledger has the usage of requests whose API process was killed.
 
 This module does not depend on HTTP.
 """
@@ -52,7 +52,7 @@ _COMPARE_S = 30.0
 _MAX_TRIES = 4
 # An answer without max_tokens may take this part of the smallest limit of tokens, so that several requests fit into it.
 _DEFAULT_PART = 4
-# Who ends a request without a failure: its client, by hanging up, or by its deadline.
+# A request ends without a failure of the server if its client hangs up or its deadline cannot be met.
 _ENDED_BY_CLIENT = (asyncio.CancelledError, GeneratorExit, DeadlineMissed)
 _BUDGETS = ("tokens_per_day", "tokens_per_month")
 
@@ -191,7 +191,7 @@ class RequestMeter:
         self._quotas = quotas
         self._subjects = subjects
         self._is_counted = False
-        # The latest that the counters have told.
+        # The uses that the counters returned last.
         self._uses: tuple[Use, ...] | None = None
 
     def default_answer_tokens(self, prompt_tokens: int, num_answers: int) -> int | None:
@@ -265,7 +265,7 @@ class RequestMeter:
         raise error
 
     def _explain(self, refusal: Refusal, charge: Charge) -> tuple[Obstacle, ApiError]:
-        """Returns the obstacle that takes longest, and the error for the client."""
+        """Returns the obstacle that lasts longest, and the error for the client."""
         obstacle = max(refusal.obstacles, key=_severity)
         subject, name = obstacle.subject, obstacle.field
         use = refusal.uses[self._subjects.index(subject)]

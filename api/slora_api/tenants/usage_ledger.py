@@ -26,13 +26,13 @@ __all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "UsageFilter", "UsageLedger", "UsageRo
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
-# Of several processes that delete old rows, one works and the others wait.
+# A lock: of several processes that delete old rows, one works and the others wait.
 _RETENTION = "usage retention"
 # Rows deleted in one transaction, so that other writers wait for milliseconds only.
 _DELETED_AT_ONCE = 2000
 
 _r, _b = schema.usage_records.c, schema.usage_buckets.c
-# A renaming waits for these locks, and this query for a renaming.
+# The row locks make this query wait for a rename of a tenant, and a rename for the transaction of this query.
 _OWNERS = (
     select(schema.api_keys.c.key_id, schema.api_keys.c.tenant)
     .where(
@@ -54,7 +54,7 @@ _OLD_RECORDS = delete(schema.usage_records).where(
 _ERASED_KEYS = select(schema.erased_keys.c.key_id).where(
     schema.erased_keys.c.key_id.in_(bindparam("key_ids", expanding=True))
 )
-# Those of one tenant, in the order of the primary key.
+# Deletes a batch of one tenant's records, in the order of the primary key.
 _RECORDS_OF_TENANT = (
     delete(schema.usage_records)
     .where(
@@ -176,8 +176,8 @@ class UsageLedger:
         return [_read_row(row, asked.group_by) for row in self._database.read(query)]
 
     def erase(self, tenant: str) -> int:
-        """Deletes all records and sums of a tenant, for ever: `add` drops what its keys have used and arrives later.
-        Returns the number of records.
+        """Deletes all records and sums of a tenant. `add` drops records of its keys that arrive later. Returns the
+        number of deleted records.
         """
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:
             make_insert = _INSERT[connection.dialect.name]
@@ -196,8 +196,8 @@ class UsageLedger:
             num_erased, after = num_erased + len(gone), max(gone)
 
     def delete_old(self, before: float) -> bool:
-        """Deletes a number of records and of sums by minute and hour from before that day (UTC). Returns whether more
-        are left.
+        """Deletes a batch of records, and a batch of sums by minute and hour, from before that day (UTC). Returns
+        whether more may be left.
         """
         parameters = {"before": int(before // DAY_S) * DAY_S}
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:

@@ -1,8 +1,8 @@
 """Moves the records of the usage journal into the ledger, about once a second.
 
 A segment is deleted after its records are committed, so a crash in between only sends them again, and the ledger counts
-each request once. Each API process also ships the segments of processes that have died, of the engine too. While the
-database is away, the records stay in the journal.
+each request once. Each API process also ships the segments of processes that have died, the engine included. While the
+database does not answer, the records stay in the journal.
 
 The shipper also deletes records and sums that are older than the retention.
 """
@@ -46,7 +46,7 @@ class UsageShipper:
         self._retention_days = retention_days
         self._clock = clock
         self._delete_at = 0.0
-        # When the ledger last had all records of this process.
+        # When the ledger last contained all records of this process.
         self._current_at = clock()
         self._trouble = ""
 

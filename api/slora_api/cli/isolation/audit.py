@@ -30,7 +30,7 @@ def audit_isolation(
             for model in check(server.send("GET", "/v1/models", owner.key))["data"]
             if not model["parent"]
         )
-        # Fresh weights in each run: a server keeps nothing of an audit, but a store may be slow to forget.
+        # Fresh weights in each run, because the store may still have the blobs of an earlier run.
         seed = random.randrange(1 << 30)
         shared, second, fresh = (make_adapter(modules, seed + at) for at in range(3))
         owner.upload("audit-owned", shared)
@@ -39,7 +39,7 @@ def audit_isolation(
         yield from compare_lookups(other, "audit-owned")
         yield from compare_uploads(other, shared, fresh)
         yield from send_keys_in_odd_places(owner)
-        # The comparison of uploads has given the other tenant the shared adapter under this name.
+        # `compare_uploads` has already uploaded `shared` for the other tenant, as audit-known.
         other.upload("audit-second", second)
         yield from compare_prefixes(owner, other, ("audit-owned", "audit-known"), "audit-second", base)
         if num_timings:

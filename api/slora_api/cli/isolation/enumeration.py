@@ -90,7 +90,7 @@ def _visible(answer: httpx.Response) -> dict[str, Any]:
     body = answer.json()
     certificate = body["certificate"]
     shown = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
-    # Whether the server has tried the adapter out would tell that it had the weights before.
+    # A server that skips the canary for known weights would reveal that another tenant has them.
     return shown | {
         "certificate": sorted(certificate),
         "was_tried_out": certificate["logprob_change"] is not None,

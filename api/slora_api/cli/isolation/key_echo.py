@@ -75,6 +75,6 @@ def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
 
 
 def _quotes(text: str, key: str) -> bool:
-    """Whether the text has a part of the key's secret. A message may quote only the begin of a long value."""
+    """Whether the text has a part of the key's secret. A message may quote only the beginning of a long value."""
     secret = key.split("_")[2]
     return any(secret[at : at + _PART_CHARS] in text for at in range(len(secret) - _PART_CHARS + 1))

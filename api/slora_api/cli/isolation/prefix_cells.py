@@ -69,7 +69,7 @@ def compare_prefixes(
 
 
 def _count_reused(prompts: Prompts, first: _Sender, second: _Sender) -> int:
-    """Returns the tokens of a prompt that the second request found in the cache: of the first prompt with any."""
+    """Returns how many prompt tokens the second request found in the cache. Tries fresh prompts until one is a hit."""
     cached = 0
     for _ in range(_TRIES):
         prompt = prompts.draw()
