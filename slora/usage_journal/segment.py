@@ -85,8 +85,8 @@ class OpenSegment:
             os.close(self._descriptor)
 
     def leave(self) -> None:
-        """Releases the lock and keeps the unused space, as a kill does. A process that finds the disk full may take the
-        segment over.
+        """Releases the lock and keeps the unused space. A process that finds the disk full may then take the segment
+        over, as it may after a kill.
         """
         os.close(self._descriptor)
 

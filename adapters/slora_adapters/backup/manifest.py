@@ -81,7 +81,7 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
             raise StoreUnfit(f"the backup {str(directory)!r} is damaged: {error}") from error
         if found != manifest.files[name]:
             raise StoreUnfit(
-                f"the backup {str(directory)!r} is damaged: {name} has other content than when it was made"
+                f"the backup {str(directory)!r} is damaged: the content of {name} has changed since it was made"
             )
 
     with ThreadPoolExecutor(_NUM_THREADS) as threads:

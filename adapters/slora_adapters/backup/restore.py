@@ -69,7 +69,7 @@ def _check_directory(path: Path) -> None:
     if found or (path.exists() and not path.is_dir()):
         what = f"has {', '.join(found)}" if found else "is a file"
         raise StoreUnfit(
-            f"--data-dir {str(path)!r} {what}: a restore writes over nothing, so name a directory that does not exist"
+            f"--data-dir {str(path)!r} {what}: a restore overwrites nothing, so name a directory that does not exist"
         )
 
 
@@ -103,7 +103,7 @@ def _fill(database: Database, source: Database, before_commit: Callable[[], None
         for table in _DATA:
             if count := connection.execute(select(func.count()).select_from(table)).scalar_one():
                 raise StoreUnfit(
-                    f"--database {database.label} has {count} rows in the table {table.name}: a restore writes over "
+                    f"--database {database.label} has {count} rows in the table {table.name}: a restore overwrites "
                     "nothing, so name an empty database"
                 )
         copy_everything(snapshot.connection, connection)

@@ -28,7 +28,7 @@ _PROGRESS = 50
 
 @explained
 def audit(arguments: argparse.Namespace) -> None:
-    """Raises CommandFailed if a cell is not as it must be."""
+    """Raises CommandFailed if a check fails."""
 
     def show_progress(done: int) -> None:
         if done % _PROGRESS == 0:
@@ -48,7 +48,7 @@ def audit(arguments: argparse.Namespace) -> None:
     else:
         print_records(findings, _COLUMNS, as_json=False)
     if num_wrong:
-        raise CommandFailed(f"{num_wrong} of {len(findings)} cells are not as they must be")
+        raise CommandFailed(f"{num_wrong} of {len(findings)} checks failed")
 
 
 @contextmanager

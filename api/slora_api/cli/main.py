@@ -162,7 +162,7 @@ def _add_backup(commands: _Commands) -> None:
     )
     backup.add_argument("--database", metavar="URL", help="as in slora serve (SLORA_DATABASE)")
     backup.add_argument("--store", metavar="URL", help="as in slora serve (SLORA_STORE)")
-    restore = commands.add("restore", "make a data directory from a backup; nothing is written over")
+    restore = commands.add("restore", "make a data directory from a backup; it overwrites nothing")
     restore.add_argument("directory", metavar="BACKUP")
     restore.add_argument(
         "--data-dir",

@@ -406,7 +406,8 @@ class HostCounters:
             deadline = time.monotonic() + _LOCK_PATIENCE_S if deadline is None else deadline
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
-                    f"another process has held the lock of the quota counters for {_LOCK_PATIENCE_S:.0f} s"
+                    f"another process has held the lock of the quota counters for {_LOCK_PATIENCE_S:.0f} s: if this "
+                    "lasts, restart the server"
                 )
             await asyncio.sleep(_LOCK_PAUSE_S)
         if self._unsettled:

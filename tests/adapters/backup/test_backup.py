@@ -109,7 +109,7 @@ def test_a_backup_of_either_database_is_restored_into_the_other(
         assert AuditLog(target).read(AuditFilter(), 1)[0].entry_id > last
         again = contents(target)
         with pytest.raises(
-            StoreUnfit, match=r"has 1 rows in the table tenants: a restore writes over nothing"
+            StoreUnfit, match=r"has 1 rows in the table tenants: a restore overwrites nothing"
         ):
             restore_backup(backup, tmp_path / "again", target, other)
         assert contents(target) == again and not (tmp_path / "again").exists()
@@ -209,8 +209,8 @@ def change_format(backup: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_weights, "is damaged: adapters/blobs/.*/weights has other content"),
-        (damage_database, r"is damaged: slora\.db has other content"),
+        (damage_weights, "is damaged: the content of adapters/blobs/.*/weights has changed"),
+        (damage_database, r"is damaged: the content of slora\.db has changed"),
         (lambda backup: (backup / "secrets" / "pepper").unlink(), "is damaged: .*secrets/pepper"),
         (lambda backup: (backup / "manifest.json").unlink(), "is not a complete backup"),
         (change_format, "has format 2, but this release reads 1: use a newer release"),
@@ -229,7 +229,7 @@ def test_nothing_is_written_over(backup: Path, tmp_path: Path) -> None:
     used = tmp_path / "used"
     used.mkdir()
     (used / "slora.db").write_bytes(b"precious")
-    with pytest.raises(StoreUnfit, match=r"--data-dir .*used' has slora\.db: a restore writes over nothing"):
+    with pytest.raises(StoreUnfit, match=r"--data-dir .*used' has slora\.db: a restore overwrites nothing"):
         restore_backup(backup, used)
     assert (used / "slora.db").read_bytes() == b"precious" and len(list(used.iterdir())) == 1
     empty = tmp_path / "empty"

@@ -7,7 +7,7 @@ __all__ = ["Finding"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cell of the audit.
+    """One check of the audit, which the output calls a cell.
 
     expected: what an isolated server answers. seen: what this server answered.
     """
