@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from slora_api.server.connection_limits import ConnectionLimits
-from slora_api.server.http_server import HttpServer
-from slora_api.server.listener import open_listener
+from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.http.http_server import HttpServer
+from slora_api.http.listener import open_listener
 
 
 @contextmanager

@@ -98,7 +98,7 @@ api_keys = Table(
     Index("api_keys_of_tenant", "tenant", "created_at"),
 )
 
-# key_id: empty for the quota of the tenant. A column that is NULL sets no limit; see `slora_api.tenants.quota`.
+# key_id: empty for the quota of the tenant. A column that is NULL sets no limit; see `slora_api.quotas.quota`.
 quotas = Table(
     "quotas",
     metadata,

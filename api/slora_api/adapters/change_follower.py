@@ -22,8 +22,8 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.host_changes import HostChanges
+from slora_api.quotas.quota_store import QuotaStore
 from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.quota_store import QuotaStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 

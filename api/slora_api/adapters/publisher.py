@@ -46,7 +46,7 @@ from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.errors import BadRequest
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.sse import unless_disconnected
-from slora_api.tenants.adapter_quota import AdapterQuota
+from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["Publisher"]

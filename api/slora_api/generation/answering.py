@@ -17,8 +17,8 @@ from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
 from slora_api.generation.sse import EventStream, unless_disconnected
+from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import GenerationFields
-from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["answer_request"]
 

@@ -20,7 +20,7 @@ from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.usage_recorder import OpenRequest, UsageRecorder
-from slora_api.tenants.quota_meter import RequestMeter, Spending
+from slora_api.quotas.quota_meter import RequestMeter, Spending
 
 __all__ = ["Generator"]
 

@@ -24,9 +24,9 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
-from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["Prompt", "PromptMaker"]
 

@@ -27,6 +27,7 @@ from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.sse import unless_disconnected
+from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import errors, event_stream, json_body
@@ -34,7 +35,6 @@ from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import InferenceKey
 from slora_api.tenants.key_record import KeyRecord
-from slora_api.tenants.quota_meter import RequestMeter
 
 __all__ = ["router"]
 

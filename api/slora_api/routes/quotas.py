@@ -9,12 +9,12 @@ from typing_extensions import TypedDict
 from slora_adapters.errors import DiskFull
 from slora_api.errors import NotFound, QuotaExceeded
 from slora_api.listing import ListObject
+from slora_api.quotas.adapter_quota import check_stored
+from slora_api.quotas.quota_counters import Subject
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import QuotaChanges
-from slora_api.tenants.adapter_quota import check_stored
 from slora_api.tenants.authentication import Operator, UsageReader
-from slora_api.tenants.quota_counters import Subject
 
 __all__ = ["router"]
 

@@ -22,12 +22,12 @@ from slora_api.fair_slots import FairSlots
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.quotas.quota_meter import QuotaMeter
+from slora_api.quotas.quota_store import QuotaStore
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.key_use import KeyUse
-from slora_api.tenants.quota_meter import QuotaMeter
-from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_report import UsageReport

@@ -52,28 +52,28 @@ from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.host_board import HostBoard
 from slora_api.host_changes import HostChanges
+from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.http.http_server import HttpServer
+from slora_api.quotas.adapter_quota import AdapterQuota
+from slora_api.quotas.host_counters import HostCounters
+from slora_api.quotas.quota import default_quota
+from slora_api.quotas.quota_counters import QuotaCounters
+from slora_api.quotas.quota_meter import QuotaMeter
+from slora_api.quotas.quota_store import QuotaStore
 from slora_api.routes.services import Services
 from slora_api.server.api_workers import WorkerConfig
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import store_url
-from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
 from slora_api.server.disk_watch import DiskWatch
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import HttpFront, run_until_stopped
-from slora_api.server.http_server import HttpServer
 from slora_api.settings import Settings, read_settings
-from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
-from slora_api.tenants.host_counters import HostCounters
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.key_use import KeyUse
-from slora_api.tenants.quota import default_quota
-from slora_api.tenants.quota_counters import QuotaCounters
-from slora_api.tenants.quota_meter import QuotaMeter
-from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import TenantStore
@@ -199,7 +199,7 @@ def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
     if urlsplit(redis_url).scheme not in REDIS_SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
         raise ValueError(f"--quota-redis must be the URL of a Redis ({schemes}), not {redis_url!r}")
-    module = load_optional("slora_api.tenants.redis_counters", "redis", "--quota-redis")
+    module = load_optional("slora_api.quotas.redis_counters", "redis", "--quota-redis")
     return cast(QuotaCounters, module.open_redis_counters(redis_url, host))
 
 

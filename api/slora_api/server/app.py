@@ -15,6 +15,8 @@ from starlette.types import ASGIApp
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.errors import error_response
 from slora_api.host_board import HostBoard
+from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
+from slora_api.http.request_scope import RequestScopeMiddleware
 from slora_api.routes import (
     adapters,
     admin,
@@ -30,8 +32,6 @@ from slora_api.routes import (
     vllm_adapters,
 )
 from slora_api.routes.services import Services
-from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
-from slora_api.server.request_scope import RequestScopeMiddleware
 from slora_api.tenants.admin_key import AdminKey
 from slora_api.tenants.authentication import AuthenticationMiddleware, check_routes, is_operator
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slora_api.generation.request_limiter import RequestLimiter
-from slora_api.server.http_server import HttpServer
+from slora_api.http.http_server import HttpServer
 
 __all__ = ["Front", "HttpFront", "run_until_stopped"]
 

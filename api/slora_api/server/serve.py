@@ -24,6 +24,8 @@ from slora_adapters.errors import DiskFull
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.host_board import BoardSize, HostBoard
+from slora_api.http.http_server import HttpServer
+from slora_api.http.listener import open_listener
 from slora_api.routes.services import Services
 from slora_api.server.api_process import background_work, connection_limits, open_services
 from slora_api.server.api_workers import ApiWorkers
@@ -39,8 +41,6 @@ from slora_api.server.demo import (
 )
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import Front, HttpFront, run_until_stopped
-from slora_api.server.http_server import HttpServer
-from slora_api.server.listener import open_listener
 from slora_api.server.metrics_files import open_metrics_files
 from slora_api.server.sockets import open_sockets
 from slora_api.server.supervisor import Supervisor

@@ -11,7 +11,7 @@ from slora_adapters.store.store_url import load_optional
         "slora_adapters.registry.redis_registry",
         "slora_adapters.store.object_store",
         "slora_adapters.store.redis_store",
-        "slora_api.tenants.redis_counters",
+        "slora_api.quotas.redis_counters",
     ],
 )
 def test_a_module_with_an_optional_package_is_loaded_by_name(module: str) -> None:

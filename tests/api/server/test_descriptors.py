@@ -10,8 +10,8 @@ import pytest
 
 from slora_api.server.descriptors import fit_connections
 from tests.api.conftest import Kit
+from tests.api.http.test_acceptor import connect
 from tests.api.served import SLORA, serving
-from tests.api.server.test_acceptor import connect
 
 SCRIPT = (
     "import resource; from slora_api.server.descriptors import raise_descriptor_limit;"

@@ -22,6 +22,8 @@ from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import ServerBusy
+from slora_api.quotas.quota import NO_QUOTA
+from slora_api.quotas.quota_store import QuotaStore
 from slora_api.server.app import make_app
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.allow_list import AllowList
@@ -31,8 +33,6 @@ from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.key_record import Caller, KeyRecord
 from slora_api.tenants.key_store import KeyStore, _StoredKey
 from slora_api.tenants.key_use import KeyUse
-from slora_api.tenants.quota import NO_QUOTA
-from slora_api.tenants.quota_store import QuotaStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.scopes import TENANT_SCOPES, Scope

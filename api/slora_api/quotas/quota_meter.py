@@ -31,7 +31,7 @@ from slora.errors import DeadlineMissed
 from slora.request import RequestUsage
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
-from slora_api.tenants.quota_counters import (
+from slora_api.quotas.quota_counters import (
     Charge,
     Obstacle,
     QuotaCounters,
@@ -40,7 +40,7 @@ from slora_api.tenants.quota_counters import (
     Subject,
     Use,
 )
-from slora_api.tenants.quota_store import QuotaStore
+from slora_api.quotas.quota_store import QuotaStore
 
 __all__ = ["QuotaMeter", "RequestMeter", "Spending", "UsageHistory"]
 

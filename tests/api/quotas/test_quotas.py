@@ -11,7 +11,7 @@ import pytest
 from slora.errors import EngineUnavailable
 from slora.request import FinishReason
 from slora_api.cli.main import main
-from slora_api.tenants.quota_meter import format_duration
+from slora_api.quotas.quota_meter import format_duration
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

@@ -27,9 +27,9 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from slora_api.tenants.host_counters import HostCounters
-from slora_api.tenants.quota import NO_QUOTA
-from slora_api.tenants.quota_counters import (
+from slora_api.quotas.host_counters import HostCounters
+from slora_api.quotas.quota import NO_QUOTA
+from slora_api.quotas.quota_counters import (
     Charge,
     NotSeeded,
     Obstacle,

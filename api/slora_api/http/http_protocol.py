@@ -25,10 +25,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from slora_api.errors import ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
-from slora_api.server.connection_limits import ConnectionLimits
-from slora_api.server.connections import Connections
-from slora_api.server.min_rate_timeout import MinRateTimeout
-from slora_api.server.rate_limited_log import get_rate_limited_logger
+from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.http.connections import Connections
+from slora_api.http.min_rate_timeout import MinRateTimeout
+from slora_api.http.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["HttpProtocol", "encode_answer"]
 

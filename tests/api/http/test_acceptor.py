@@ -16,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from slora_api.host_board import BoardSize, HostBoard
-from slora_api.server.acceptor import Acceptor
-from slora_api.server.connection_limits import ConnectionLimits
-from slora_api.server.connections import Connections
-from slora_api.server.http_protocol import HttpProtocol
-from slora_api.server.rate_limited_log import RateLimitFilter
+from slora_api.http.acceptor import Acceptor
+from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.http.connections import Connections
+from slora_api.http.http_protocol import HttpProtocol
+from slora_api.http.rate_limited_log import RateLimitFilter
 from tests.api.live_server import live_server
 
 
@@ -103,8 +103,8 @@ def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from a bug: each failure was retried 2,048 times per second, with a traceback for each."""
-    monkeypatch.setattr("slora_api.server.acceptor._RETRY_S", 0.05)
-    monkeypatch.setattr("slora_api.server.acceptor._log.filters", [RateLimitFilter()])
+    monkeypatch.setattr("slora_api.http.acceptor._RETRY_S", 0.05)
+    monkeypatch.setattr("slora_api.http.acceptor._log.filters", [RateLimitFilter()])
 
     def make_protocol() -> HttpProtocol:
         raise AssertionError("no connection was accepted")

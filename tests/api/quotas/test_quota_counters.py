@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 )
 
 from slora_api.data_dir import DataDir
+from slora_api.quotas.host_counters import HostCounters
+from slora_api.quotas.quota import Quota
+from slora_api.quotas.quota_counters import Charge, NotSeeded, QuotaCounters, Refusal, Reservation, Subject
+from slora_api.quotas.redis_counters import RedisCounters, open_redis_counters
 from slora_api.server.api_process import open_counters
-from slora_api.tenants.host_counters import HostCounters
-from slora_api.tenants.quota import Quota
-from slora_api.tenants.quota_counters import Charge, NotSeeded, QuotaCounters, Refusal, Reservation, Subject
-from slora_api.tenants.redis_counters import RedisCounters, open_redis_counters
-from tests.api.tenants.quota_places import START_S, Clock, CountersPlace, counters_place
+from tests.api.quotas.quota_places import START_S, Clock, CountersPlace, counters_place
 from tests.redis_server import RedisServer
 
 TENANT = Quota(requests_per_minute=6, tokens_per_minute=100, concurrent_answers=5)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from slora_api.tenants.host_counters import HostCounters
-from slora_api.tenants.quota_counters import QuotaCounters
-from slora_api.tenants.redis_counters import RedisCounters
+from slora_api.quotas.host_counters import HostCounters
+from slora_api.quotas.quota_counters import QuotaCounters
+from slora_api.quotas.redis_counters import RedisCounters
 
 # 30 January 2026, 23:59:00 UTC: a day ends a minute later, and a month a day later.
 START_S = 1_769_817_540

@@ -27,8 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
 from slora_api.generation.permit_pool import PermitPool
 from slora_api.host_board import HostBoard
+from slora_api.http.min_rate_timeout import MinRateTimeout
 from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
-from slora_api.server.min_rate_timeout import MinRateTimeout
 from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["BodyLimitMiddleware", "BodyLimits"]

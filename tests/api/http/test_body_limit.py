@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
+from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
 from tests.api.live_server import live_server
 from tests.api.platform import post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

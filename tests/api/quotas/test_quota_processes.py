@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.tenants.quota_hammer import QUOTA
+from tests.api.quotas.quota_hammer import QUOTA
 from tests.redis_server import RedisServer
 
 _PROGRAM = Path(__file__).with_name("quota_hammer.py")

@@ -13,7 +13,7 @@ seeded from the durable history before its first reservation; see `NotSeeded`.
 from dataclasses import dataclass
 from typing import Protocol
 
-from slora_api.tenants.quota import Quota
+from slora_api.quotas.quota import Quota
 
 __all__ = [
     "BUCKETS",

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from slora_api.server.connection_limits import ConnectionLimits
-from slora_api.server.connections import Connections
+from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.http.connections import Connections
 
 
 @dataclass(eq=False)

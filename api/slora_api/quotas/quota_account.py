@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slora_api.tenants.quota import Quota
-from slora_api.tenants.quota_counters import BUCKETS, Charge, Use
+from slora_api.quotas.quota import Quota
+from slora_api.quotas.quota_counters import BUCKETS, Charge, Use
 
 __all__ = ["Account", "Moment"]
 

@@ -32,8 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slora_adapters.errors import StoreUnavailable
-from slora_api.tenants.quota_account import Account, Moment
-from slora_api.tenants.quota_counters import (
+from slora_api.quotas.quota_account import Account, Moment
+from slora_api.quotas.quota_counters import (
     BUCKETS,
     Charge,
     NotSeeded,

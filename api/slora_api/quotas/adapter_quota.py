@@ -6,7 +6,7 @@ from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.adapter_record import ExtrasSummary
 from slora_adapters.registry.registry import StorageUsage
 from slora_api.errors import QuotaExceeded
-from slora_api.tenants.quota_store import QuotaStore
+from slora_api.quotas.quota_store import QuotaStore
 
 __all__ = ["AdapterQuota", "check_stored"]
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import redis.asyncio
 
-from slora_api.tenants.host_counters import HostCounters
-from slora_api.tenants.quota import Quota
-from slora_api.tenants.quota_counters import Charge, QuotaCounters, Reservation, Subject
-from slora_api.tenants.redis_counters import RedisCounters
+from slora_api.quotas.host_counters import HostCounters
+from slora_api.quotas.quota import Quota
+from slora_api.quotas.quota_counters import Charge, QuotaCounters, Reservation, Subject
+from slora_api.quotas.redis_counters import RedisCounters
 
 SPEED = 60
 QUOTA = Quota(requests_per_minute=300, tokens_per_minute=20_000, concurrent_answers=12)
