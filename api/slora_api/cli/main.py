@@ -168,7 +168,7 @@ def _add_backup(commands: _Commands) -> None:
         "--data-dir",
         required=True,
         metavar="DIR",
-        help="the data directory to make; it must not exist, or be empty",
+        help="the data directory to make; if it exists, it must be empty",
     )
     restore.add_argument(
         "--database", metavar="URL", help="an empty PostgreSQL database for tenants, keys and names"

@@ -63,7 +63,10 @@ class RevocationJournal:
             try:
                 with self._writing() as entries:
                     if len(entries) >= MAX_ENTRIES:
-                        raise OSError(f"the journal of revocations is full: it has {MAX_ENTRIES} entries")
+                        raise OSError(
+                            f"the journal of revocations is full: it has {MAX_ENTRIES} entries; make the "
+                            "database writable, which empties it"
+                        )
                     if key_id not in entries:
                         self._write((*entries, key_id))
                     return True
