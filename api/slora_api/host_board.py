@@ -170,7 +170,9 @@ class HostBoard:
             os.close(self.descriptor)
 
     def tally(self, name: TallyName) -> Tally:
-        """Call it once for each name: this process has one table for it."""
+        """Returns the tally of this name. Call it once for each name, because all tallies of a name would share one
+        table.
+        """
         tables = [self._table(process, name) for process in range(self.size.num_processes)]
         return Tally(tables.pop(self.process), tables)
 
@@ -212,7 +214,7 @@ class HostBoard:
             self._words[self._word(self.process, _Word.CHANGES)] += 1
 
     def changes_elsewhere(self) -> tuple[int, ...]:
-        """Returns the number of changes of each other process."""
+        """Returns how many changes each of the other processes has committed."""
         return tuple(self._read_others(_Word.CHANGES))
 
     def set_ready(self, *, is_ready: bool) -> None:

@@ -12,7 +12,8 @@ from slora_api.host_board import HostBoard
 
 __all__ = ["HostChanges"]
 
-# Caches are used again after this time even if the feed could not be read, because the database may be unavailable.
+# The longest time for which the caches are bypassed. Then they are used again even if the feed could not be read,
+# because the database may be unavailable.
 _MAX_BEHIND_S = 1.0
 
 
@@ -32,7 +33,7 @@ class HostChanges:
         self._board.count_change()
 
     def read(self) -> tuple[int, ...]:
-        """Returns what the other processes have committed so far. Pass it to `apply` after reading the feed."""
+        """Returns how many changes each other process has committed. Pass them to `apply` after reading the feed."""
         return self._board.changes_elsewhere()
 
     def apply(self, committed: tuple[int, ...]) -> None:

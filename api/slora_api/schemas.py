@@ -365,7 +365,7 @@ class TenantChanges(BaseModel):
 
 
 class TenantPatch(TenantChanges):
-    """PATCH /admin/tenants/{tenant}: changes the share, or renames the tenant. A new name must be sent alone."""
+    """PATCH /admin/tenants/{tenant}: changes the share, or renames the tenant. One request cannot do both."""
 
     name: _Name | None = None
 

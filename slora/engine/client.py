@@ -41,7 +41,7 @@ _MAX_FRAME_BUFFER = 1 << 20
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
 
 
-# Receives the id of a request that has ended and its usage. None: the engine died before it told the usage.
+# Receives the id of a request that has ended and its usage. None: the engine died before it reported the usage.
 UsageListener = Callable[[str, RequestUsage | None], None]
 
 
@@ -117,7 +117,7 @@ class RemoteEngine:
         self._on_hello: Callable[[], None] = lambda: None
         self._versions: set[AdapterVersion] = set()
         self._on_usage: UsageListener = lambda request_id, usage: None
-        # The requests whose usage the engine has not told yet. A dict keeps their order.
+        # The requests whose usage the engine has not reported yet. A dict keeps their order.
         self._unreported: dict[str, None] = {}
         self._recorded: list[str] = []
 

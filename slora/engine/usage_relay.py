@@ -47,7 +47,9 @@ class UsageRelay:
         )
 
     def end(self, request_id: str, usage: RequestUsage) -> None:
-        """Takes the usage of a request that has ended. It has no record if no one is billed or nothing was used."""
+        """Adds the usage of a request that has ended. Makes no record if the request has no account to bill or used
+        nothing.
+        """
         record = self._unfinished.pop(request_id, None)
         if record is None or not record.account or usage == RequestUsage():
             return
@@ -65,7 +67,9 @@ class UsageRelay:
         self._unacknowledged.pop(request_id, None)
 
     def abandon(self) -> None:
-        """The API process is gone: the engine records what it has not acknowledged, and what is unfinished later."""
+        """The API process is gone. The engine records the unacknowledged usage now, and that of unfinished requests
+        when they end.
+        """
         self._is_abandoned = True
         records, self._unacknowledged = list(self._unacknowledged.values()), {}
         self._record(records)

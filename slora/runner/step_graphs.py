@@ -32,8 +32,8 @@ Work = Callable[[], Tensor]
 
 # Padding rows cost little in a decode step, because all rows share the read of the weights.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Padded tokens and sequences of steps with prefill chunks. Of more tokens, a GPU takes longer than the host takes to
-# launch their kernels.
+# Padded tokens and sequences of steps with prefill chunks. With more tokens, the GPU takes longer to run the kernels
+# than the host takes to launch them.
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
 _SEQUENCES = (16, 64)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
@@ -102,7 +102,7 @@ class StepGraphs:
         """The shape of a step that can be replayed.
 
         None if the step has too many tokens or tiles, if an adapter changes the embedding, or if logits of prompt
-        tokens are wanted: the graphs contain neither. None also for a new shape if there are as many graphs as may be.
+        tokens are wanted: the graphs contain neither. None also for a new shape once there are `_MAX_GRAPHS` graphs.
         """
         shape = self._shape_of(batch)
         return shape if shape in self._replays or len(self._replays) < _MAX_GRAPHS else None

@@ -3,8 +3,8 @@
 An entry is written in the transaction of its change, so there is no change without an entry and no entry without a
 change. That transaction holds the lock CHANGES, so the ids of entries are in commit order. Entries hold no secrets.
 
-Who makes a change is known only where it begins, for example at an HTTP request. `acting_as` states it there for all
-code that runs within. Without it, the server itself is the actor.
+Only the code that begins a change, such as the handling of an HTTP request, knows the actor. `acting_as` sets the actor
+there for all code that runs within. Without `acting_as`, the actor is the server itself.
 """
 
 import getpass
@@ -97,7 +97,7 @@ _ENTRIES = select(
 
 @contextmanager
 def acting_as(actor: Actor) -> Iterator[None]:
-    """States who makes the changes of the block, also in the tasks and threads that asyncio starts from it."""
+    """Sets the actor of all changes in the block, also in the tasks and threads that asyncio starts from it."""
     token = _actor.set(actor)
     try:
         yield

@@ -1,7 +1,7 @@
 """The feed of changes, which every process that shares the database reads.
 
 A change is published in the transaction that makes it. That transaction holds the lock CHANGES, so the ids of changes
-are in commit order: a reader that has seen an id has seen, or can no longer miss, every smaller id.
+are in commit order: a reader that has seen an id never misses a change with a smaller one.
 
 A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
 while the feed contains that change. The answer to an invalid cursor has `resync` set. A cursor becomes invalid if its
@@ -47,8 +47,8 @@ _LAST = select(_COLUMNS.change_id, _COLUMNS.nonce).order_by(_COLUMNS.change_id.d
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of one name of a tenant: of its versions, aliases or pins. Without a name, a change of the tenant
-    itself: of one of its keys, or of its share if `key_id` is empty, too.
+    """A change of the versions, aliases or pins of one of a tenant's names. If `name` is empty, the key `key_id` has
+    changed. If `key_id` is empty, too, the tenant itself has changed, for example its share.
 
     orphaned: versions that no name of the tenant has any more. moved_pin: whether the pins that engines apply changed.
     purged: whether the tenant and everything that it had were deleted.

@@ -42,8 +42,8 @@ from slora_adapters.errors import DiskFull, StoreUnavailable, StoreUnfit
 __all__ = ["CHANGES", "Database", "Snapshot", "blob_lock"]
 
 CHANGES = "changes"
-# After a failed connection, calls fail for this long without a try of their own. Each of them would block a thread
-# until the connection times out.
+# After a failed connection, calls fail for this long without trying to connect. Each try would block a thread until it
+# times out.
 _PAUSE_S = 1.0
 
 
@@ -93,7 +93,8 @@ class Database:
         # Only one transaction of this process waits for CHANGES in the database, so that waiting ones need no
         # connection.
         self._changing = Lock()
-        # The error of the last connection to PostgreSQL, or empty. While it lasts, one call at a time tries again.
+        # The error of the last connection to PostgreSQL; empty if it succeeded. While there is an error, only one call
+        # at a time tries to connect.
         self._last_error = ""
         self._retry_at = 0.0
         self._retrying = Lock()

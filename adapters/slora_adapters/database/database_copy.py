@@ -42,8 +42,8 @@ def copy_database(source: Database, target: Database) -> Copied:
     """Copies what the target does not have yet, in one transaction. Tenants and keys of the target stay as they are. So
     the call may be repeated, and several sources may be copied. No server may use the source in the meantime.
 
-    Raises StoreUnfit, and changes nothing, if the keys of both were made with different peppers, if both have names, or
-    if the floors of all tenants would exceed the whole pool.
+    Raises StoreUnfit, and changes nothing, if the API keys of the two databases were made with different peppers, if
+    both databases have adapter names, or if the floors of all tenants would exceed the whole pool.
     """
     ((registry, pepper_check),) = source.read(select(schema.platform.c.id, schema.platform.c.pepper_check))
     with target.transaction(CHANGES) as connection:
@@ -128,8 +128,8 @@ def _copy_missing(source: Database, connection: Connection, table: Table) -> int
 
 
 def _copy_usage(source: Database, connection: Connection, table: Table) -> None:
-    """Copies the rows whose primary key the target does not have, a part at a time: there may be millions. Sums of two
-    sources have different keys, because they are by API key.
+    """Copies the rows whose primary key the target does not have, a part at a time: there may be millions. The sums of
+    two sources have different primary keys, because each sum belongs to one API key.
     """
     key = tuple(table.primary_key.columns)
     first: Select[Any] = table.select().order_by(*key).limit(_ROWS_AT_ONCE)

@@ -95,7 +95,9 @@ def upgrade(connection: Connection, label: str) -> None:
 
 
 def _is_about_schema(error: exc.DBAPIError) -> bool:
-    """Whether a table or column is missing or exists already. On SQLite, this is the code of all errors in SQL."""
+    """Whether the error says that a table or column is missing or exists already. SQLite has the same error code for
+    these and for invalid SQL, so all of them count.
+    """
     code = getattr(error.orig, "sqlite_errorcode", None)
     return isinstance(error, exc.ProgrammingError) if code is None else code == sqlite3.SQLITE_ERROR
 

@@ -241,7 +241,7 @@ usage_records = Table(
     sqlite_with_rowid=False,
 )
 
-# Sums of the rows of `usage_records`, written in the same transaction. width: seconds of a bucket.
+# Sums of the rows of `usage_records`, written in the same transaction. width: the length of a bucket in seconds.
 usage_buckets = Table(
     "usage_buckets",
     metadata,

@@ -14,7 +14,7 @@ __all__ = ["delete_tenant_rows", "rename_tenant_rows"]
 # What outlives a tenant: who did what, what every process is told, and what the tenant has used.
 _LEDGER = (schema.usage_records, schema.usage_buckets)
 _KEPT = (schema.audit_log, schema.changes, *_LEDGER)
-# A table stands before the tables that it refers to.
+# Each table comes before the tables that its foreign keys refer to, so rows can be deleted in this order.
 _OWN = tuple(
     table
     for table in reversed(schema.metadata.sorted_tables)
@@ -33,7 +33,7 @@ def delete_tenant_rows(connection: Connection, tenant: str) -> dict[str, int]:
 
 
 def rename_tenant_rows(connection: Connection, tenant: str, name: str) -> None:
-    """Gives the tenant and its rows, its usage included, a name that no tenant has."""
+    """Renames the tenant in all of its rows, its usage included. No tenant has the name `name` yet."""
     own = schema.tenants.c.name == tenant
     row = connection.execute(select(schema.tenants).where(own)).mappings().one()
     connection.execute(insert(schema.tenants), {**row, "name": name})

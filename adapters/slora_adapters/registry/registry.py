@@ -199,7 +199,9 @@ class Registry:
         return self._storage.named(versions)
 
     def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
-        """Returns the reference `name@number` of each of the given versions that has one. Of several, the newest."""
+        """Returns a reference `name@number` for each of the given versions that still has a name. A version with
+        several references gets the newest one.
+        """
         return self._storage.find_names(versions)
 
     # -- adding and deleting versions -------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class RegistryStorage:
         return {one for one in versions if self._database.read(_NAMED, _version(one))}
 
     def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
-        """Returns the reference `name@number` of each of the given versions that has one. Of several, the newest."""
+        """See `Registry.find_names`."""
         keys = sorted((one.tenant, one.digest) for one in versions)
         found = {}
         for at in range(0, len(keys), _NAMES_AT_ONCE):
@@ -308,7 +308,9 @@ def _release(connection: Connection, reservation: str, now: float) -> None:
 
 
 def _keep(connection: Connection, action: str, before: NamedAdapter, after: NamedAdapter) -> Change:
-    """Writes the changes of a name. If there are any, also publishes and records them."""
+    """Writes what has changed in a name, publishes the change, and records it in the audit log. Does nothing if `after`
+    equals `before`.
+    """
     if after == before:
         return Change(after.tenant, after.name)
     save_name(connection, before, after)

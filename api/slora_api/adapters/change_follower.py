@@ -2,9 +2,8 @@
 
 Any process that shares the database can change adapters, keys and tenants. This task reads the feed five times a
 second, and at once after a change by another process of the same host. Reading it also invalidates the caches of names
-and keys. The engine removes versions that no name has any more. When
-a pin has moved, the engine receives all pins again. If the feed cannot tell which changes were missed, every version
-that the engine may hold is looked up.
+and keys. The engine removes versions that no name has any more. When a pin has moved, the engine receives all pins
+again. If the feed cannot tell which changes were missed, every version that the engine may hold is looked up.
 
 While the database does not answer, requests are served with the cached entries. The feed delivers the missed changes
 afterwards.

@@ -45,8 +45,8 @@ def allocate_files(directory: Path, num_processes: int) -> None:
 
 
 def share_metrics(directory: Path, process: int) -> None:
-    """Keeps all metrics that this process creates from now on in its files in `directory`. They continue the counts of
-    an earlier process with the same number.
+    """Makes this process store its metrics in files of its own in `directory`. Call it before any metric is created.
+    The metrics continue the counts of an earlier process with the same number.
     """
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(
         directory

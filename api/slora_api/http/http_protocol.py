@@ -141,7 +141,7 @@ class HttpProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._quiet_at = self.loop.time()
-        # The application does not need the part of the body that it has not read by now.
+        # If the client is still sending the body, the application has answered without it and does not need the rest.
         drops_body = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
         if drops_body:

@@ -40,7 +40,7 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                # Clients could choose the address that the audit log shows.
+                # With proxy headers, clients could choose the address that the audit log shows.
                 proxy_headers=False,
                 timeout_keep_alive=math.ceil(limits.idle_s),
                 timeout_graceful_shutdown=math.ceil(drain_s),

@@ -204,7 +204,7 @@ class HostCounters:
         return Reservation(charge, tuple(account.use(now) for account in accounts), handle)
 
     def _settle_waiting(self) -> None:
-        """Makes the waiting settlements. If another process holds the lock, retries shortly."""
+        """Applies the settlements that wait for the lock. If another process holds it, tries again after a pause."""
         if not self._unsettled:
             return
         if not self._try_lock():
@@ -245,7 +245,8 @@ class HostCounters:
                 self._next_reservation = handle + 1
                 return handle
         raise StoreUnavailable(
-            f"the quota counters of this host have {self._max_reservations} open reservations, their limit"
+            f"the quota counters of this host have {self._max_reservations} open reservations, their limit: "
+            "retry when some requests have ended"
         )
 
     async def _sweep(self) -> None:
@@ -400,7 +401,7 @@ class HostCounters:
     # -- the lock ------------------------------------------------------------------------------------------------------
 
     async def _lock(self) -> None:
-        """Takes the lock without blocking the event loop, and makes the settlements that were waiting for it."""
+        """Takes the lock without blocking the event loop, and applies the settlements that were waiting for it."""
         deadline: float | None = None
         while not any(self._try_lock() for _ in range(_LOCK_TRIES)):
             deadline = time.monotonic() + _LOCK_PATIENCE_S if deadline is None else deadline
@@ -476,7 +477,7 @@ def _open(path: Path, num_bytes: int) -> int | None:
 
 
 def _create(path: Path, num_bytes: int, header: bytes) -> int:
-    """Makes the file with all of its space, so that no write to the map can fail on a full disk."""
+    """Creates the file and allocates all of its space, so that no write to the map can fail on a full disk."""
     draft = path.with_suffix(".new")
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -492,7 +493,7 @@ def _create(path: Path, num_bytes: int, header: bytes) -> int:
 
 @contextmanager
 def _locked_directory(directory: Path) -> Iterator[None]:
-    """Keeps other processes from making the file at the same time."""
+    """Keeps other processes from creating the file at the same time."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

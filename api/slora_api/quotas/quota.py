@@ -66,7 +66,7 @@ class Quota:
 
     @property
     def least_tokens(self) -> int | None:
-        """The smallest limit of tokens; None if there is none."""
+        """The smallest token limit; None if there is none."""
         limits = (self.tokens_per_minute, self.tokens_per_day, self.tokens_per_month)
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -84,7 +84,7 @@ class Quota:
         return replace(self, **changes)
 
     def or_default(self, default: "Quota") -> "Quota":
-        """Returns the quota with the fields of `default` where it sets no limit."""
+        """Returns the quota with each missing limit taken from `default`."""
         missing = {
             one.name: getattr(default, one.name) for one in fields(self) if getattr(self, one.name) is None
         }

@@ -170,7 +170,7 @@ class Spending:
         return self._report
 
     def end(self) -> None:
-        """The request has ended for its client. The engine may still have to report."""
+        """Marks the request as ended for its client. The engine may still report usage."""
         self._has_ended = True
         self._settle_if_known()
 
@@ -354,7 +354,7 @@ def _owner(subject: Subject) -> str:
 
 
 def _severity(obstacle: Obstacle) -> tuple[int, int]:
-    """Orders obstacles by how long they take: budgets last longest, and answers in progress end soonest."""
+    """Sorts obstacles by how long they last: budgets the longest, and the limit of answers in progress the shortest."""
     if obstacle.field in _BUDGETS:
         return 2, _BUDGETS.index(obstacle.field)
     return (0, 0) if obstacle.field == "concurrent_answers" else (1, obstacle.wait_ms or 0)

@@ -60,7 +60,7 @@ class _Handle:
 
 
 def open_redis_counters(url: str, host: HostCounters) -> "RedisCounters":
-    """Returns counters in the Redis at `url`, which need not answer yet. host: counts while it does not."""
+    """Returns counters in the Redis at `url`, which need not answer yet. host: used while Redis does not answer."""
     client = redis.asyncio.Redis.from_url(
         url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
     )
@@ -68,7 +68,7 @@ def open_redis_counters(url: str, host: HostCounters) -> "RedisCounters":
 
 
 class RedisCounters:
-    """Implements `QuotaCounters`. clock_ms: Unix time in milliseconds, in place of that of Redis."""
+    """Implements `QuotaCounters`. clock_ms: Unix time in milliseconds; None uses the clock of Redis."""
 
     def __init__(
         self,

@@ -34,7 +34,9 @@ class QuotaLimits(TypedDict):
 
 
 class QuotaUse(TypedDict):
-    """What is used of each limit, with what requests in progress have reserved. A key stores nothing itself."""
+    """How much of each limit is used, including what requests in progress have reserved. adapter_versions,
+    stored_bytes: 0 for a key, because adapters belong to its tenant.
+    """
 
     requests_per_minute: int
     tokens_per_minute: int

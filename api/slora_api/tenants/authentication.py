@@ -103,7 +103,9 @@ class AuthenticationMiddleware:
             await self._app(scope, receive, send)
 
     def _track(self, caller: Caller, state: dict[str, Any]) -> AbstractContextManager[None]:
-        """Requests of operators are short, and an operator may revoke the key of its own request."""
+        """Tracks a tenant's request, so that it ends if its key is revoked or its tenant is suspended. Requests of
+        operators are not tracked: they are short, and an operator may revoke the key of its own request.
+        """
         return self._running.track(caller.key_id, state) if isinstance(caller, KeyRecord) else nullcontext()
 
     async def _identify(self, header: str, address: str) -> Caller | None:

@@ -339,12 +339,12 @@ class KeyStore:
         self._current_at = self._clock()
 
     def drop_tenant(self, tenant: str) -> None:
-        """Looks the keys of a tenant up again, because the tenant has changed."""
+        """Drops the cached keys of a tenant that has changed. Their next requests read them from the database."""
         self._cache.drop_tenant(tenant)
 
     def _is_in_journal(self, key_id: str) -> bool:
-        """Another process may remove the entry, with the revocation in the database, before this one reads the feed. So
-        the key must not be in the cache any more.
+        """Whether the journal revokes the key. If so, the key is also dropped from the cache: another process may write
+        the revocation to the database and remove the entry before this process reads the feed.
         """
         if key_id not in self._journal:
             return False

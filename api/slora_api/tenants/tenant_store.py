@@ -161,8 +161,8 @@ class TenantStore:
         return tenant
 
     def suspend(self, name: str) -> Tenant:
-        """Refuses the tenant's requests and pushes from now on, in every process within a second. Its pins end until it
-        is resumed. Suspending it again is a no-op. Raises NotFound and PurgeBegun.
+        """Refuses the tenant's requests and pushes from now on, in every process within a second. Its pins have no
+        effect until it is resumed. Suspending it again is a no-op. Raises NotFound and PurgeBegun.
         """
         return self._set_status("tenant.suspend", name, TenantStatus.SUSPENDED)
 

@@ -246,7 +246,9 @@ def _version(row: UsageRow, asked: UsageFilter) -> AdapterVersion:
 
 
 def _read_groups(group_by: Sequence[str], *, is_operator: bool) -> tuple[str, ...]:
-    """Returns the ledger's columns. Versions of adapters belong to tenants, so sums by model are also by tenant."""
+    """Returns the ledger's columns for the names in `group_by`. For an operator, sums by model are also by tenant,
+    because a version of an adapter belongs to one tenant.
+    """
     known = {name: column for name, column in _GROUPS.items() if is_operator or name != "tenant"}
     columns = set()
     for name in (part.strip() for text in group_by for part in text.split(",")):

@@ -52,7 +52,7 @@ class UsageShipper:
 
     @property
     def lag_s(self) -> float:
-        """How long the ledger may lack records of this process."""
+        """Seconds since the ledger last contained all records of this process."""
         return max(0.0, self._clock() - self._current_at)
 
     def measure_journal(self) -> int:

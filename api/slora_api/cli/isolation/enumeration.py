@@ -13,7 +13,7 @@ from slora_api.cli.isolation.random_adapter import RandomAdapter
 __all__ = ["compare_lookups", "compare_uploads"]
 
 _PROBE = "enumeration"
-# Requests for an adapter, whose name replaces NAME.
+# Requests for an adapter. The adapter's name replaces NAME.
 _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/v1/models/NAME", None),
     ("GET", "/v1/adapters/NAME", None),

@@ -16,7 +16,9 @@ _PART_CHARS = 8
 
 
 def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
-    """The key is valid, so an echo is a secret in a log, a browser's history or an error report."""
+    """Yields the findings. The key is valid, so an answer that quotes it would carry a secret into a log, a browser's
+    history or an error report.
+    """
     key, server = tenant.key, tenant.server
 
     def send(method: str, path: str, *, with_key: bool = True, **sent: Any) -> httpx.Response:

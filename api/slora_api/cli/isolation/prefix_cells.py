@@ -1,6 +1,6 @@
 """Whether a request reuses the computed prefix of an earlier request, for each pair of tenants and adapters.
 
-Both sides count: a prefix of the same tenant and adapter must be reused, or the other cells would prove nothing.
+A prefix of the same tenant and adapter must be reused, or the other cells would prove nothing.
 """
 
 import random

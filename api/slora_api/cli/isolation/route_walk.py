@@ -40,7 +40,7 @@ class _Operation(NamedTuple):
         return self.path in _PUBLIC
 
     def url(self) -> str:
-        """The path with a name that does not exist for each parameter."""
+        """The path, with each parameter replaced by a name that does not exist."""
         return re.sub(r"\{.*?\}", "audit-nothing", self.path)
 
 
@@ -73,7 +73,7 @@ def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Findin
 
 
 def walk_suspended(server: AuditedServer, tenant: AuditedTenant) -> Finding:
-    """Suspends the tenant."""
+    """Suspends the tenant, and checks that its key is refused. The tenant stays suspended."""
     server.manage("POST", f"/admin/tenants/{tenant.name}/suspend")
     operations = _operations(check(server.send("GET", "/openapi.json")))
     called = [one for one in operations if not one.is_public and _ADMIN not in one.scopes]

@@ -33,7 +33,9 @@ def compare_times(
     num_samples: int,
     show_progress: Callable[[int], None],
 ) -> Iterator[Finding]:
-    """num_samples: of each arm. base: name of the base model. show_progress: called with the number of rounds done."""
+    """num_samples: the number of samples in each arm. base: name of the base model. show_progress: called with the
+    number of rounds done.
+    """
     prompts = Prompts(owner.server, owner.key)
     arms: dict[str, list[float]] = {"other tenant's": [], "own": [], "fresh": [], "also fresh": []}
     order = random.Random(0)
@@ -75,7 +77,7 @@ def _judge(cell: str, sample: Sequence[float], fresh: Sequence[float], *, differ
 
 
 def _time(tenant: AuditedTenant, model: str, prompt: str) -> float:
-    """Seconds until the whole answer, which has one token."""
+    """Returns the seconds until the whole answer has arrived. It has one token."""
     began = time.perf_counter()
     check(tenant.server.complete(tenant.key, model, prompt))
     return time.perf_counter() - began

@@ -70,7 +70,7 @@ def _set_aside(connection: sa.Connection) -> list[str]:
         op.execute(f"DROP INDEX {index}")
     for table in old:
         op.rename_table(table, f"old_{table}")
-    # Release 0.1 refuses a file with another layout version, and tells to run the newer release.
+    # Release 0.1 refuses a file with another layout version, and tells the operator to run the newer release.
     op.execute("PRAGMA user_version = 2")
     return old
 
