@@ -7,6 +7,7 @@ process that dies before the end of the transaction changes nothing.
 A database that a newer release, another product or a release before 0.1 has written is refused.
 """
 
+import logging
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from slora_adapters.database import schema
 from slora_adapters.errors import StoreUnavailable
 
 __all__ = ["SCHEMA", "VERSION_TABLE", "is_current", "upgrade"]
+
+logger = logging.getLogger(__name__)
 
 # The lock of a migration.
 SCHEMA = "schema"
@@ -71,8 +74,11 @@ def upgrade(connection: Connection, label: str) -> None:
         return connection.execute(statement).fetchall()
 
     scripts = _scripts()
-    if _find_state(read, connection.dialect.name, label) == scripts.get_current_head():
+    before, head = _find_state(read, connection.dialect.name, label), scripts.get_current_head()
+    if before == head:
         return  # another process was faster
+    # Alembic logs a line for each revision, although an operator needs only the one below.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     if connection.dialect.name == "postgresql":
         connection.execute(text("SET LOCAL statement_timeout = 0"))
     context = MigrationContext.configure(
@@ -92,6 +98,7 @@ def upgrade(connection: Connection, label: str) -> None:
             f"database {label} cannot be migrated, because its tables are not those of the release that it names "
             f"({' '.join(str(error.orig).split())}): restore a complete copy of the database"
         ) from error
+    logger.info("database %s has schema %s now (before: %s)", label, head, before or "none")
 
 
 def _is_about_schema(error: exc.DBAPIError) -> bool:
