@@ -19,7 +19,9 @@ OF_A_SERVER = (
     "load_stream",
     "loading",
     "many_adapters",
+    "null_server",
     "ping_redis",
+    "serving",
     "tier_rates",
 )
 

@@ -96,6 +96,7 @@ class Generator:
             with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
                 sent: list[OpenRequest] = []
                 streams = [self._stream(answer, sent, spending) for answer in answers]
+                num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
                 seen_first = False
                 last: CompletionDelta | None = None
                 async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
@@ -104,10 +105,11 @@ class Generator:
                             seen_first = True
                             self.metrics.first_token(time.perf_counter() - started_at)
                         if delta.finish_reason is not None:
+                            num_unfinished -= 1
                             self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
                         if last is not None:
                             yield last
-                        last = delta if all(answer.is_over for answer in answers) else None
+                        last = None if num_unfinished else delta
                         if last is None:
                             yield delta
                 await self.usage.wait(sent)

@@ -109,13 +109,17 @@ def test_a_failure_of_the_base_model_in_the_canary_is_a_server_error(platform: P
 def test_an_upload_is_not_listed_or_charged_during_its_canary(platform: Platform) -> None:
     seen: list[EngineRequest] = []
 
+    key = platform.key("tries")
+    record = platform.services.key_store.authenticate(key)
+    assert record is not None
+
     def look(request: EngineRequest) -> Trial:
-        assert platform.services.catalog.list_adapters("tries")["data"] == []
+        assert platform.services.catalog.list_adapters(record)["data"] == []
         seen.append(request)
         return trial_of(request)
 
     platform.engine.canary = look
-    answer = platform.upload(platform.key("tries"), "new")
+    answer = platform.upload(key, "new")
     assert answer.status_code == 201 and answer.json()["certificate"]["logprob_change"] == 1.0
     assert {request.tenant for request in seen} == {CANARY_TENANT} and platform.engine.requests == []
     digest = answer.json()["digest"].removeprefix("sha256:")

@@ -17,6 +17,8 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.change_follower import ChangeFollower
+from slora_api.quotas.quota import NO_QUOTA
+from slora_api.quotas.quota_store import QuotaStore
 from tests.api.platform import open_key_store
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
@@ -73,9 +75,10 @@ def follow(
     moved: list[None] = []
     assert database.path is not None
     key_store = open_key_store(database, database.path.parent)
+    quota_store = QuotaStore(database, NO_QUOTA)
 
     async def main() -> None:
-        follower = ChangeFollower(registry, key_store, engine, lambda: moved.append(None))
+        follower = ChangeFollower(registry, key_store, quota_store, engine, lambda: moved.append(None))
         running = asyncio.create_task(follower.run())
         async with asyncio.timeout(30):
             while not moved:  # the follower has started

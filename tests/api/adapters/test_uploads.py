@@ -131,7 +131,7 @@ def test_a_tenant_may_not_exceed_its_version_quota(tmp_path: Path) -> None:
             error = third.json()["error"]
             assert (third.status_code, error["type"]) == (409, "conflict_error")
             assert error["code"] == "quota_exceeded" and third.headers["x-should-retry"] == "false"
-            assert "has 2 adapter versions, and the limit is 2 (max_versions_per_tenant)" in error["message"]
+            assert "has 2 adapter versions, and the limit is 2 (adapter_versions)" in error["message"]
         assert kept_files(platform) == before
         # Pushing the newest version again makes no new version. Another tenant gets its own version.
         assert platform.upload(key, "a", other).status_code == 201
@@ -161,7 +161,7 @@ def test_a_tenant_may_not_exceed_its_storage_quota(tmp_path: Path) -> None:
             error = platform.upload(key, name, members[2]).json()["error"]
             assert error["code"] == "quota_exceeded"
             assert f"would take {3 * size} bytes, including chat templates" in error["message"]
-            assert f"The limit is {2 * size} (max_adapter_bytes_per_tenant)" in error["message"]
+            assert f"The limit is {2 * size} (stored_bytes)" in error["message"]
         with platform.client(key) as client:
             client.delete("/v1/adapters/a@1")
         assert platform.upload(key, "a", members[2]).status_code == 201
