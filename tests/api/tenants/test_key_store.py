@@ -49,12 +49,6 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
-
-
 def make_record(key_id: str) -> KeyRecord:
     return KeyRecord(key_id, "acme", "", TENANT_SCOPES, None, None, 1, None, None, None, None, TenantShare())
 

@@ -1,6 +1,5 @@
 """A renamed tenant keeps all that it has, and its old name means nothing any more."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,9 @@ from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
-from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import Platform, open_key_store, post
 from tests.api.served import wait_for
 from tests.api.tenants.test_tenant_purge import record_of, rows_with
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine([deltas_of(b"ok")])
-    with running_platform(tmp_path_factory.mktemp("data"), engine, follows=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
 
 
 def test_keys_adapters_and_pins_go_with_the_tenant(platform: Platform, admin: httpx.Client) -> None:

@@ -1,6 +1,5 @@
 """A suspended tenant is refused everywhere, and is served as before when it is resumed."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -14,24 +13,10 @@ from slora_api.tenants.key_record import KeyRecord
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import TenantStore
 from tests.adapters.hand_made import make_members
-from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import Platform, open_key_store, post
 from tests.api.served import wait_for
 
 PROMPT = {"model": "base", "prompt": "hello"}
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine([deltas_of(b"ok")])
-    with running_platform(tmp_path_factory.mktemp("data"), engine, follows=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
 
 
 def test_a_suspended_tenant_is_refused_from_the_next_request_until_it_is_resumed(

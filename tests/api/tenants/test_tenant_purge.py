@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,10 @@ from slora_adapters.version import AdapterVersion
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
-from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post
 from tests.api.served import Served, wait_for
 
 PROMPT = {"model": "base", "prompt": "hello"}
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine([deltas_of(b"ok")])
-    with running_platform(tmp_path_factory.mktemp("data"), engine, follows=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
 
 
 def purge(admin: httpx.Client, tenant: str, **body: Any) -> httpx.Response:

@@ -12,7 +12,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.database.database import Database
 from slora_api.errors import BadRequest, NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
-from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
+from tests.api.platform import Platform, open_tenant_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -29,12 +29,6 @@ def tenant_store(database_place: str, tmp_path: Path) -> Iterator[TenantStore]:
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
 
 
 def share_of(tenant: dict[str, Any]) -> dict[str, Any]:
