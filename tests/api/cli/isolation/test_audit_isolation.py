@@ -192,6 +192,15 @@ def test_the_timing_test_has_an_arm_for_noise_and_one_for_power(platform: Platfo
     assert cells(wrong) == ["power: own prompts against fresh ones"]
 
 
+@pytest.fixture
+def heeded_interrupts() -> Iterator[None]:
+    """Child processes do not ignore SIGINT, as they would if a shell runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_interrupts")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_audit_removes_its_tenants(platform: Platform, sent: signal.Signals) -> None:
     tenant_store = platform.services.tenant_store
