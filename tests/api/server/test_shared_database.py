@@ -171,6 +171,9 @@ def test_during_an_outage_cached_names_and_keys_are_answered_and_others_after_it
     postgresql_server.start()
     wait_for(servers.answers_as("unknown", "unknown@1"))
     assert post(servers.second, unseen, COMPLETIONS, BASE).status_code == 200
+    with servers.first.client(ADMIN_KEY) as admin:
+        # Each server notices by itself that the database answers again.
+        wait_for(lambda: admin.get("/admin/tenants").is_success or None)
     servers.upload("known", seed=1)
     wait_for(servers.answers_as("known", "known@2"))
     with servers.first.client(servers.key) as client:
