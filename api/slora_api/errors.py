@@ -143,6 +143,14 @@ class ModelNotFound(ApiError):
 class NotFound(ApiError):
     """A tenant, key or adapter that does not exist."""
 
+    @staticmethod
+    def of_tenant(name: str) -> "NotFound":
+        return NotFound(f"There is no tenant `{name[:128]}`.")
+
+    @staticmethod
+    def of_key(key_id: str) -> "NotFound":
+        return NotFound(f"There is no key `{key_id[:64]}`.")
+
 
 class Conflict(ApiError):
     """The name is taken. Sending the same request again cannot succeed."""
@@ -151,8 +159,8 @@ class Conflict(ApiError):
 class PurgeBegun(ApiError):
     def __init__(self, tenant: str) -> None:
         super().__init__(
-            f"The tenant `{tenant}` is being purged, so it can be neither suspended nor resumed. Repeat the purge if "
-            f"it was interrupted (POST /admin/tenants/{tenant}/purge)."
+            f"The tenant `{tenant}` is being purged, so it cannot be suspended, resumed or renamed. Repeat the purge "
+            f"if it was interrupted (POST /admin/tenants/{tenant}/purge)."
         )
 
 

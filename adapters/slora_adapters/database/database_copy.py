@@ -10,6 +10,7 @@ from sqlalchemy.engine import Connection
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
+from slora_adapters.database.tenant_rows import MAX_FLOORS
 from slora_adapters.errors import StoreUnfit
 
 __all__ = ["Copied", "copy_database", "copy_everything", "take_over_registry"]
@@ -21,8 +22,6 @@ _NAME_TABLES = (
     schema.adapter_aliases,
     schema.adapter_alias_targets,
 )
-# Tolerance for rounding errors in the sum of all floors, such as 0.7 + 0.2 + 0.1.
-_SUM_SLACK = 1e-9
 # Not copied: these rows concern only the processes that use the source.
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
 # Rows of a large table in one statement.
@@ -58,7 +57,7 @@ def copy_database(source: Database, target: Database) -> Copied:
         num_keys = _copy_missing(source, connection, schema.api_keys)
         _copy_missing(source, connection, schema.quotas)
         floors = connection.execute(select(func.sum(schema.tenants.c.min_pool_share))).scalar_one()
-        if (floors or 0) > 1 + _SUM_SLACK:
+        if (floors or 0) > MAX_FLOORS:
             raise StoreUnfit(
                 f"the min_pool_share of all tenants would add up to {floors:g}, but must not exceed 1: "
                 "lower some of them first"

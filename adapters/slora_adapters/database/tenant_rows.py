@@ -9,8 +9,10 @@ from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
 
-__all__ = ["delete_tenant_rows", "rename_tenant_rows"]
+__all__ = ["MAX_FLOORS", "delete_tenant_rows", "rename_tenant_rows"]
 
+# The largest sum of all tenants' `min_pool_share`: the whole pool, with room for rounding errors as in 0.7 + 0.2 + 0.1.
+MAX_FLOORS = 1 + 1e-9
 # What outlives a tenant: who did what, what every process is told, and what the tenant has used.
 _LEDGER = (schema.usage_records, schema.usage_buckets)
 _KEPT = (schema.audit_log, schema.changes, *_LEDGER)

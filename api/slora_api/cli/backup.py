@@ -1,7 +1,6 @@
 """`slora backup` and `slora restore`, which work on database and store themselves, with or without a server."""
 
 import argparse
-import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,6 +11,7 @@ from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database.audit_log import acting_as, command_actor
 from slora_adapters.database.database import Database
 from slora_adapters.store.store_url import open_store
+from slora_api.cli.local_setting import read_local_setting
 from slora_api.cli.remote import CommandFailed, explained
 from slora_api.data_dir import DataDir
 from slora_api.tenants.api_key import Pepper
@@ -23,8 +23,8 @@ __all__ = ["backup", "restore"]
 
 @explained
 def backup(arguments: argparse.Namespace) -> None:
-    data = DataDir(Path(_setting(arguments, "data_dir") or "data").resolve())
-    place = _setting(arguments, "database")
+    data = DataDir(Path(read_local_setting(arguments, "data_dir") or "data").resolve())
+    place = read_local_setting(arguments, "database")
     if not data.pepper.exists() or not (place or data.database.exists()):
         raise CommandFailed(f"{data.path} is not the data directory of a server: check --data-dir")
     target = Path(arguments.directory).resolve()
@@ -32,7 +32,7 @@ def backup(arguments: argparse.Namespace) -> None:
         with ExitStack() as stack, acting_as(command_actor()):
             database = stack.enter_context(closing(Database(place or data.database)))
             store = stack.enter_context(
-                closing(open_store(_setting(arguments, "store") or str(data.adapters)))
+                closing(open_store(read_local_setting(arguments, "store") or str(data.adapters)))
             )
             journal = stack.enter_context(closing(RevocationJournal(data.revocations)))
             # Otherwise the backup would revive keys whose revocation the database does not have yet.
@@ -69,8 +69,3 @@ def restore(arguments: argparse.Namespace) -> None:
     except (SloraError, OSError, ValueError) as error:
         raise CommandFailed(f"nothing was restored: {error}") from error
     print(f"restored {len(manifest.digests)} blobs and the database to {data_dir}")
-
-
-def _setting(arguments: argparse.Namespace, name: str) -> str:
-    """Returns a flag or the environment variable of the setting of the same name; empty if neither is set."""
-    return getattr(arguments, name) or os.environ.get(f"SLORA_{name.upper()}", "")

@@ -1,7 +1,6 @@
 """`slora migrate`: copies what release 0.1 kept in Redis, or in the file of a data directory, into the database."""
 
 import argparse
-import os
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from slora_adapters.database.audit_log import acting_as, command_actor
 from slora_adapters.database.database import Database
 from slora_adapters.database.database_copy import copy_database
 from slora_adapters.store.store_url import load_optional
+from slora_api.cli.local_setting import read_local_setting
 from slora_api.cli.remote import CommandFailed, explained
 from slora_api.data_dir import open_data_dir
 from slora_api.tenants.api_key import Pepper
@@ -21,8 +21,8 @@ __all__ = ["migrate"]
 
 @explained
 def migrate(arguments: argparse.Namespace) -> None:
-    registry = _read(arguments, "registry")
-    database, directory = _read(arguments, "database"), _read(arguments, "data_dir")
+    registry = read_local_setting(arguments, "registry")
+    database, directory = read_local_setting(arguments, "database"), read_local_setting(arguments, "data_dir")
     if not registry and not (database and directory):
         arguments.refuse(
             "give --registry to copy from Redis, or --data-dir and --database to copy from a file"
@@ -41,11 +41,6 @@ def migrate(arguments: argparse.Namespace) -> None:
                 _copy_registry(registry, target)
     except (SloraError, OSError, ValueError) as error:
         raise CommandFailed(str(error)) from error
-
-
-def _read(arguments: argparse.Namespace, name: str) -> str:
-    """Returns a flag or the environment variable of the setting of the same name; empty if neither is set."""
-    return getattr(arguments, name) or os.environ.get(f"SLORA_{name.upper()}", "")
 
 
 def _copy_data_dir(directory: Path, target: Database) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 from slora_api.cli.output import Columns, print_json, print_records
-from slora_api.cli.remote import CommandFailed, admin_client, check, explained
+from slora_api.cli.remote import CommandFailed, admin_client, check, explained, nothing_to_change
 
 __all__ = ["change", "show"]
 
@@ -46,8 +46,7 @@ def change(arguments: argparse.Namespace) -> None:
     given = {field: getattr(arguments, field) for field in arguments.fields}
     changes = {field: _read(field, text) for field, text in given.items() if text is not None}
     if not changes:
-        flags = ", ".join(f"--{field.replace('_', '-')}" for field in given)
-        raise CommandFailed(f"there is nothing to change; give at least one of {flags}")
+        raise nothing_to_change(given)
     with admin_client() as client:
         _print(check(client.patch(_path(arguments), json=changes)), as_json=arguments.json)
 

@@ -4,7 +4,7 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ __all__ = [
     "check",
     "error_code",
     "explained",
+    "nothing_to_change",
     "open_client",
     "tenant_client",
     "walk",
@@ -29,6 +30,12 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 class CommandFailed(Exception):
     """The command cannot do what the user asked. The message is shown to the user."""
+
+
+def nothing_to_change(fields: Iterable[str]) -> CommandFailed:
+    """fields: what the command can change, as named in the API."""
+    flags = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
+    return CommandFailed(f"there is nothing to change; give at least one of {flags}")
 
 
 def server_url() -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 from slora_api.cli.output import print_json, print_records
-from slora_api.cli.remote import CommandFailed, admin_client, check, explained
+from slora_api.cli.remote import admin_client, check, explained, nothing_to_change
 
 __all__ = ["change", "create", "purge", "rename", "resume", "show", "suspend"]
 
@@ -42,8 +42,7 @@ def create(arguments: argparse.Namespace) -> None:
 def change(arguments: argparse.Namespace) -> None:
     share = _share(arguments)
     if not share:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in _SHARE)
-        raise CommandFailed(f"there is nothing to change; give at least one of {flags}")
+        raise nothing_to_change(_SHARE)
     with admin_client() as client:
         tenant = check(client.patch(_path(arguments.name), json=share))
     print_records([tenant], _COLUMNS, as_json=arguments.json)

@@ -48,9 +48,8 @@ def share_metrics(directory: Path, process: int) -> None:
     """Makes this process store its metrics in files of its own in `directory`. Call it before any metric is created.
     The metrics continue the counts of an earlier process with the same number.
     """
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(
-        directory
-    )  # prometheus_client finds the files by this variable
+    # prometheus_client finds the files by this variable.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
 
 

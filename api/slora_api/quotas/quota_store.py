@@ -69,14 +69,14 @@ class QuotaStore:
     def find_tenant_quota(self, tenant: str) -> Quota:
         """Returns the limits that apply to a tenant. They are not cached. Raises NotFound."""
         if not self._database.read(_TENANT_EXISTS, {"tenant": tenant}):
-            raise _no_tenant(tenant)
+            raise NotFound.of_tenant(tenant)
         return self._read_quota(tenant, "").or_default(self._default)
 
     def find_key_subject(self, key_id: str) -> Subject:
         """Returns a key with its quota. It is not cached. Raises NotFound."""
         rows = self._database.read(_KEY_OWNER, {"key_id": key_id})
         if not rows or rows[0][0] is None:
-            raise NotFound(f"There is no key `{key_id[:64]}`.")
+            raise NotFound.of_key(key_id)
         tenant = str(rows[0][0])
         return Subject(tenant, key_id, self._read_quota(tenant, key_id))
 
@@ -97,13 +97,7 @@ class QuotaStore:
 
     def apply_changes(self, changes: Changes) -> None:
         """Drops from the cache what has changed. changes: what was just read from the feed."""
-        if changes.resync:
-            self._cache.clear()
-        for change in changes.changes:
-            if change.key_id:
-                self._cache.drop(change.key_id)
-            elif not change.name:
-                self._cache.drop_tenant(change.tenant)
+        self._cache.apply_changes(changes)
 
     def _read(self, tenant: str, key_id: str) -> KeyQuotas:
         rows = self._database.read(_QUOTAS_OF_KEY, {"tenant": tenant, "key_id": key_id})
@@ -124,7 +118,7 @@ class QuotaStore:
         names: dict[str, Any] = {"tenant": tenant, "key_id": key_id}
         with self._database.transaction(CHANGES) as connection:
             if connection.execute(_TENANT_EXISTS, {"tenant": tenant}).first() is None:
-                raise _no_tenant(tenant)
+                raise NotFound.of_tenant(tenant)
             row = connection.execute(_QUOTA, names).first()
             quota = (Quota(*row) if row else NO_QUOTA).changed(changes, of_key=bool(key_id))
             check()
@@ -137,7 +131,3 @@ class QuotaStore:
             self._cache.drop(key_id)
         else:
             self._cache.drop_tenant(tenant)
-
-
-def _no_tenant(tenant: str) -> NotFound:
-    return NotFound(f"There is no tenant `{tenant[:128]}`.")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
+from slora_adapters.database.change_feed import Changes
+
 __all__ = ["KeyCache"]
 
 # An entry takes about one kilobyte.
@@ -96,6 +98,16 @@ class KeyCache(Generic[T]):
             self._num_drops += 1
             for key_id in [key_id for key_id, one in self._keys.items() if one.tenant == tenant]:
                 del self._keys[key_id]
+
+    def apply_changes(self, changes: Changes) -> None:
+        """Drops the keys that have changed, and those of tenants that have changed."""
+        if changes.resync:
+            self.clear()
+        for change in changes.changes:
+            if change.key_id:
+                self.drop(change.key_id)
+            elif not change.name:
+                self.drop_tenant(change.tenant)
 
     def clear(self) -> None:
         with self._lock:

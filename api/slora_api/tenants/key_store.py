@@ -191,7 +191,7 @@ class KeyStore:
         with self._database.transaction(CHANGES) as connection:
             rows = connection.execute(ONE_KEY, {"key_id": key_id}).fetchall()
             if not rows:
-                raise NotFound(f"There is no key `{key_id[:64]}`.")
+                raise NotFound.of_key(key_id)
             old = make_record(rows[0])
             self._check_rotatable(old)
             if expires_at is None and old.expires_at is not None:
@@ -233,7 +233,7 @@ class KeyStore:
         """
         _check_in_database(key_id)
         if not self._database.read(KEY_EXISTS, {"key_id": key_id}):
-            raise NotFound(f"There is no key `{key_id[:64]}`.")
+            raise NotFound.of_key(key_id)
         if keeps_operator and self._valid_operator_keys() == {key_id}:
             raise KeyConflict(
                 f"Key `{key_id}` is the last valid key of an operator, and this server has no bootstrap key. Create "
@@ -329,13 +329,7 @@ class KeyStore:
 
     def apply_changes(self, changes: Changes) -> None:
         """Drops from the cache what has changed. changes: what was just read from the feed."""
-        if changes.resync:
-            self._cache.clear()
-        for change in changes.changes:
-            if change.key_id:
-                self._cache.drop(change.key_id)
-            elif not change.name:
-                self.drop_tenant(change.tenant)
+        self._cache.apply_changes(changes)
         self._current_at = self._clock()
 
     def drop_tenant(self, tenant: str) -> None:
@@ -395,7 +389,7 @@ class KeyStore:
     def _find_terms(self, tenant: str) -> tuple[TenantShare, TenantStatus]:
         rows = self._database.read(TERMS, {"name": tenant})
         if not rows:
-            raise _no_tenant(tenant)
+            raise NotFound.of_tenant(tenant)
         status, *share = rows[0]
         return TenantShare(*share), TenantStatus(status)
 
@@ -448,15 +442,11 @@ class KeyStore:
     def _insert(self, action: str, record: Caller, secret: str) -> None:
         with self._database.transaction(CHANGES) as connection:
             if record.tenant is not None and not connection.execute(TERMS, {"name": record.tenant}).first():
-                raise _no_tenant(record.tenant)  # it was purged in the meantime
+                raise NotFound.of_tenant(record.tenant)  # it was purged in the meantime
             if connection.execute(KEY_EXISTS, {"key_id": record.key_id}).first() is None:
                 connection.execute(insert(schema.api_keys), make_row(record, self._pepper.digest(secret)))
                 record_change(connection, action, record.tenant or "", record.key_id, describe_grant(record))
         self._cache.drop(record.key_id)  # it may be cached as unknown
-
-
-def _no_tenant(tenant: str) -> NotFound:
-    return NotFound(f"There is no tenant `{tenant[:128]}`.")
 
 
 def _check_reference(adapter: str) -> None:

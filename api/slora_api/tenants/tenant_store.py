@@ -22,7 +22,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
+from slora_adapters.database.tenant_rows import MAX_FLOORS, delete_tenant_rows, rename_tenant_rows
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
 from slora_api.tenants.key_rows import TERM_COLUMNS
@@ -47,8 +47,6 @@ def check_name(name: str, param: str) -> str:
 
 # A tenant with a larger weight would in effect have the engine alone; one with a smaller weight would never be served.
 _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
-# Tolerance for rounding errors in the sum of all tenants' `min_pool_share`, such as 0.7 + 0.2 + 0.1.
-_SUM_SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +202,8 @@ class TenantStore:
         """
         with self._database.transaction(CHANGES, even_if_full=True) as connection:
             tenant = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
-            if (
-                tenant.status is not TenantStatus.PURGING
-            ):  # another purge has ended, and the name is taken again
+            if tenant.status is not TenantStatus.PURGING:
+                # Another purge has ended, and the name is taken again.
                 raise NotFound(f"There is no purge of the tenant `{name}`.")
             counts = delete_tenant_rows(connection, name)
             publish(connection, Change(name, moved_pin=True, purged=True))
@@ -243,7 +240,7 @@ def _read_tenant(row: Sequence[Any]) -> Tenant:
 
 def _find_tenant(rows: Sequence[Sequence[Any]], name: str) -> Tenant:
     if not rows:
-        raise NotFound(f"There is no tenant `{name[:128]}`.")
+        raise NotFound.of_tenant(name)
     return _read_tenant(rows[0])
 
 
@@ -265,7 +262,7 @@ def _share_row(share: TenantShare) -> dict[str, float]:
 def _check_floors(connection: Connection, share: TenantShare) -> None:
     """Raises BadRequest if the floors of all tenants exceed the whole pool. share: the share that was just written."""
     floors = [floor for (floor,) in connection.execute(select(_t.min_pool_share))]
-    if (total := math.fsum(floors)) > 1 + _SUM_SLACK:
+    if (total := math.fsum(floors)) > MAX_FLOORS:
         left = max(0.0, 1 - (total - share.min_share))
         raise BadRequest(
             f"`min_pool_share` is {share.min_share:g}, but the shares of other tenants leave only "
