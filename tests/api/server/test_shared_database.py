@@ -48,6 +48,17 @@ class ServerPair:
         """The second server's response."""
         return post(self.second, self.key, COMPLETIONS, {"model": model, "prompt": "hi"})
 
+    def wait_until_followed(self) -> None:
+        """Returns when the second server has applied every change made so far: the feed is read in its order."""
+        with self.first.client(ADMIN_KEY) as admin:
+            admin.patch("/admin/tenants/acme", json={"weight": 7}).raise_for_status()
+
+        def has_new_share() -> bool | None:
+            post(self.second, self.key, COMPLETIONS, BASE)
+            return self.second.engine.requests[-1].share == TenantShare(7) or None
+
+        wait_for(has_new_share)
+
     def answers_as(self, model: str, label: str) -> Callable[[], bool | None]:
         return lambda: self.ask(model).headers.get("x-slora-adapter") == label or None
 
@@ -154,6 +165,8 @@ def test_during_an_outage_cached_names_and_keys_are_answered_and_others_after_it
     unseen = servers.first.key("acme")
     for name in ("known", "unknown"):
         servers.upload(name)
+    # A change that the server reads after its lookup would invalidate the cached name.
+    servers.wait_until_followed()
     assert servers.ask("known").status_code == 200
     postgresql_server.kill()
     refused = [
