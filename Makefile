@@ -43,7 +43,7 @@ format: $(TEST) ## puts the code in order
 	$(BIN)/ruff check --fix .
 
 soak: $(COMPILED) ## the same tests with large counts; up to an hour
-	$(BIN)/python -P -m pytest --soak
+	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
 	$(BIN)/python -m bench.offline --dtypes bfloat16 --shapes decode --batches 64 --adapters 0 1 8 32 --peers peft
