@@ -496,7 +496,9 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
     param = first.get("ctx", {}).get("param") or ".".join(location) or None
     if first["type"] == "extra_forbidden":
         return f"`{param}` is not a parameter that this server knows.", param, "unknown_parameter"
-    if first["type"] in ("unsupported_parameter", "invalid_value") and "param" in first.get("ctx", {}):
+    if first["type"] == "unsupported_parameter":
+        return f"`{param}` {first['msg']}", param, first["type"]
+    if first["type"] == "invalid_value" and "param" in first.get("ctx", {}):
         return first["msg"], param, first["type"]
     if first["type"] == "missing":
         return (

@@ -1,14 +1,14 @@
 """The JSON bodies and query numbers that this API accepts, and their conversion to the engine's types.
 
-No field is ignored silently. An unknown field is refused by name. A field of OpenAI's API that this server does not
-support is refused unless its value asks for the default behaviour, such as `tools: []`. `SamplingParams` and
-`slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as leaving the field
-out.
+No field is ignored silently. An unknown field is refused by name. A field of OpenAI's or vLLM's API that this server
+does not support is declared as `Unsupported`: it is refused unless its value asks for nothing, such as `tools: []`.
+`SamplingParams` and `slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as
+leaving the field out.
 
 This module does not depend on adapters, tokens or the engine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -18,15 +18,16 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
-from slora_adapters.abbreviation import abbreviate
 from slora_api.listing import MAX_LIMIT
 from slora_api.request_bounds import MAX_NAME_CHARS
+from slora_api.unsupported import Unsupported
 
 __all__ = [
     "AliasMove",
@@ -55,61 +56,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 # A version number has at most 18 digits, as in references.
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
-
-# Unsupported fields of the openai package -> the values that are accepted because they ask for nothing. null is always
-# accepted.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "default"),
-    "metadata": ({},),
-    "store": (False,),
-    "safety_identifier": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
-    "cache_salt": (),
-}
-_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
-_UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-
-
-def _equal(value: Any, allowed: Any) -> bool:
-    """Compares value and type, because 1 == True in Python: equality alone would accept `n: true`."""
-    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Returns the body without the unsupported fields.
-
-    unsupported: for each field, the values that are accepted because the field then has no effect. Any other value
-    except null raises PydanticCustomError.
-    """
-    if not isinstance(body, dict):
-        return body
-    for name, neutral in unsupported.items():
-        value = body.get(name)
-        if value is not None and not any(_equal(value, one) for one in neutral):
-            accepted = " or ".join([*(repr(one) for one in neutral), "null"])
-            # pydantic fills the placeholders in this order. The value comes last, because it may contain their names.
-            raise PydanticCustomError(
-                "unsupported_parameter",
-                "`{param}` is not supported by this server with the value {value}; omit it (accepted: {accepted}).",
-                {"param": name, "accepted": accepted, "value": abbreviate(value)},
-            )
-    return {name: value for name, value in body.items() if name not in unsupported}
 
 
 def _refuse_surrogates(value: str) -> None:
@@ -167,6 +113,17 @@ def _check_prompt(value: Any) -> Any:
     )
 
 
+def _read_content(value: Any, info: ValidationInfo) -> Any:
+    """Returns the text of a message. A message of the assistant may have none."""
+    if value is None:
+        if info.data.get("role") == "assistant":
+            return ""
+        raise PydanticCustomError(
+            "invalid_value", "is missing; only a message of the assistant may have none"
+        )
+    return _join_text_parts(value)
+
+
 def _join_text_parts(value: Any) -> Any:
     """Joins a list of text parts into one text. Any other kind of part is refused by name."""
     if not isinstance(value, list):
@@ -202,12 +159,22 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+# OpenAI's bounds.
+_Metadata = Annotated[
+    dict[
+        Annotated[_Text, Field(max_length=64)],
+        Annotated[_Text, Field(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
 class StreamOptions(BaseModel):
     """include_obfuscation: padding of chunks against traffic analysis, which this server does not support."""
 
     model_config = _STRICT
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
 class GenerationFields(BaseModel):
@@ -218,6 +185,7 @@ class GenerationFields(BaseModel):
     that cannot meet it is answered 503 `deadline_missed`.
     use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
     and a stream sends each answer in one piece.
+    safety_identifier, prompt_cache_key, metadata: for the client's own records. They have no effect.
     """
 
     model_config = _STRICT
@@ -247,8 +215,42 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_key: _Name | None = None
+    metadata: _Metadata | None = None
     priority: int | None = None
     deadline_ms: int | None = None
+    # OpenAI's fields.
+    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
+    store: Annotated[Any, Unsupported(False)] = None
+    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
+    prompt_cache_options: Annotated[Any, Unsupported({})] = None
+    prompt_cache_retention: Annotated[Any, Unsupported("in_memory", "in-memory")] = None
+    # vLLM's fields.
+    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
+    allowed_token_ids: Annotated[Any, Unsupported(instead="Use `logit_bias`.")] = None
+    bad_words: Annotated[Any, Unsupported([], instead="Use `logit_bias` to ban tokens.")] = None
+    logprob_token_ids: Annotated[Any, Unsupported(instead="Use `logprobs`.")] = None
+    logits_processors: Annotated[Any, Unsupported([])] = None
+    repetition_detection: Annotated[Any, Unsupported()] = None
+    thinking_token_budget: Annotated[Any, Unsupported(-1)] = None
+    watermarking: Annotated[Any, Unsupported(False)] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported(instead="Shorten the prompt.")] = None
+    truncation_side: Annotated[Any, Unsupported("left", "right")] = None
+    request_id: Annotated[Any, Unsupported(instead="Send the header X-Request-Id.")] = None
+    session_id: Annotated[Any, Unsupported(instead="Send the header X-Session-Id.")] = None
+    return_token_ids: Annotated[Any, Unsupported(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
+    return_token_offsets: Annotated[Any, Unsupported(False)] = None
+    return_mm_kwargs: Annotated[Any, Unsupported(True)] = None
+    routed_experts_prompt_start: Annotated[Any, Unsupported(0)] = None
+    stream_interval: Annotated[Any, Unsupported(1)] = None
+    cache_salt: Annotated[Any, Unsupported(instead="Each tenant has a prefix cache of its own.")] = None
+    kv_transfer_params: Annotated[Any, Unsupported({})] = None
+    ec_transfer_params: Annotated[Any, Unsupported({})] = None
+    vllm_xargs: Annotated[Any, Unsupported({})] = None
 
     @property
     def include_usage(self) -> bool:
@@ -280,11 +282,9 @@ class CompletionRequest(GenerationFields):
     prompt: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
     logprobs: int | None = None
     echo: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_honoured(cls, body: Any) -> Any:
-        return _drop_unsupported(body, {**_UNSUPPORTED, **_UNSUPPORTED_COMPLETION})
+    suffix: Annotated[Any, Unsupported("")] = None
+    prompt_embeds: Annotated[Any, Unsupported([])] = None
+    add_special_tokens: Annotated[Any, Unsupported(True)] = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -307,12 +307,29 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`."""
+    """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`.
+
+    content: only a message of the assistant may have none.
+    provider_specific_fields: what litellm keeps with an answer. It has no effect.
+
+    Clients send the messages of earlier answers back, with all fields of an answer.
+    """
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[_Text, BeforeValidator(_join_text_parts, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[
+        _Text, BeforeValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
+    ] = Field(None, validate_default=True)
     name: _Name | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    refusal: Annotated[Any, Unsupported("")] = None
+    annotations: Annotated[Any, Unsupported([])] = None
+    audio: Annotated[Any, Unsupported()] = None
+    tool_calls: Annotated[Any, Unsupported([])] = None
+    function_call: Annotated[Any, Unsupported()] = None
+    parsed: Annotated[Any, Unsupported()] = None
+    reasoning: Annotated[Any, Unsupported("")] = None
+    reasoning_content: Annotated[Any, Unsupported("")] = None
 
     def for_template(self) -> dict[str, str]:
         """Returns the message in the form that chat templates expect."""
@@ -328,15 +345,35 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_honoured(cls, body: Any) -> Any:
-        return _drop_unsupported(body, {**_UNSUPPORTED, **_UNSUPPORTED_CHAT})
+    # OpenAI's fields.
+    tools: Annotated[Any, Unsupported([])] = None
+    tool_choice: Annotated[Any, Unsupported("none")] = None
+    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    function_call: Annotated[Any, Unsupported("none")] = None
+    modalities: Annotated[Any, Unsupported(["text"])] = None
+    audio: Annotated[Any, Unsupported()] = None
+    moderation: Annotated[Any, Unsupported()] = None
+    prediction: Annotated[Any, Unsupported()] = None
+    reasoning_effort: Annotated[Any, Unsupported()] = None
+    verbosity: Annotated[Any, Unsupported("medium")] = None
+    web_search_options: Annotated[Any, Unsupported()] = None
+    # vLLM's fields.
+    include_reasoning: Annotated[Any, Unsupported(True)] = None
+    echo: Annotated[Any, Unsupported(False)] = None
+    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
+    continue_final_message: Annotated[Any, Unsupported(False)] = None
+    add_special_tokens: Annotated[Any, Unsupported(False)] = None
+    documents: Annotated[Any, Unsupported([])] = None
+    chat_template: Annotated[Any, Unsupported(instead="Upload the template with the adapter.")] = None
+    chat_template_kwargs: Annotated[Any, Unsupported({})] = None
+    media_io_kwargs: Annotated[Any, Unsupported({})] = None
+    mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
+    return_prompt_text: Annotated[Any, Unsupported(False)] = None
 
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
                 "invalid_value",
                 "`top_logprobs` is only allowed with `logprobs: true`.",

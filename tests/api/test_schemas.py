@@ -1,9 +1,10 @@
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from openai.types import chat, completion_create_params
 from pydantic import BaseModel, ValidationError
 
-from slora_api.schemas import ChatRequest, CompletionRequest
+from slora_api.schemas import ChatMessage, ChatRequest, CompletionRequest
 
 COMPLETION = {"model": "m", "prompt": "p"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -36,21 +37,69 @@ def test_any_other_prompt_is_refused_with_one_message_that_names_it(prompt: Any)
     assert error["ctx"]["param"] == "prompt"
 
 
-NEUTRAL_COMPLETION = {
-    "n": 1, "best_of": 1, "echo": False, "suffix": None, "frequency_penalty": 0, "presence_penalty": 0.0,
-    "logit_bias": {}, "logprobs": None, "user": "somebody", "seed": None, "stop": None,
+# Values of OpenAI's and vLLM's fields that ask for nothing, such as their documented defaults.
+NEUTRAL = {
+    "n": 1, "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0,
+    "logit_bias": {}, "stop": [], "stream": False, "use_beam_search": False, "length_penalty": 1.0, "top_k": -1,
+    "stop_token_ids": [], "min_tokens": 0, "ignore_eos": False, "priority": 0, "echo": False,
+    "response_format": {"type": "text"}, "store": False, "metadata": {}, "service_tier": "auto",
+    "prompt_cache_options": {}, "prompt_cache_retention": "in_memory",
+    "include_stop_str_in_output": False, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "bad_words": [], "truncation_side": "left", "watermarking": False, "thinking_token_budget": -1,
+    "return_token_ids": False, "return_tokens_as_token_ids": False, "return_token_offsets": False,
+    "return_mm_kwargs": True, "routed_experts_prompt_start": 0, "stream_interval": 1, "vllm_xargs": {},
+    "kv_transfer_params": {}, "ec_transfer_params": {}, "logits_processors": [],
+    "user": "somebody", "safety_identifier": "hashed", "prompt_cache_key": "key",
 }  # fmt: skip
-NEUTRAL_CHAT = {
-    "n": 1, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"],
-    "parallel_tool_calls": True, "functions": None, "reasoning_effort": None, "store": False, "metadata": {},
-    "service_tier": "auto", "frequency_penalty": 0, "logprobs": False, "top_logprobs": None, "audio": None,
-    "web_search_options": None,
+NEUTRAL_COMPLETION = NEUTRAL | {
+    "suffix": "",
+    "prompt_embeds": [],
+    "add_special_tokens": True,
+    "max_tokens": 16,
+}
+NEUTRAL_CHAT = NEUTRAL | {
+    "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none", "parallel_tool_calls": True,
+    "functions": [], "function_call": "none", "modalities": ["text"], "verbosity": "medium",
+    "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "documents": [],
+    "chat_template_kwargs": {}, "media_io_kwargs": {}, "mm_processor_kwargs": {}, "include_reasoning": True,
+    "return_prompt_text": False,
 }  # fmt: skip
+REQUIRED = {"model", "prompt", "messages"}
 
 
-def test_unsupported_fields_with_values_that_change_nothing_are_accepted() -> None:
-    assert CompletionRequest.model_validate(COMPLETION | NEUTRAL_COMPLETION).prompt == "p"
-    assert ChatRequest.model_validate(CHAT | NEUTRAL_CHAT).messages[0].content == "hi"
+@pytest.mark.parametrize(
+    ("schema", "body", "neutral"),
+    [(CompletionRequest, COMPLETION, NEUTRAL_COMPLETION), (ChatRequest, CHAT, NEUTRAL_CHAT)],
+)
+def test_null_and_values_that_ask_for_nothing_never_refuse_a_request(
+    schema: type[BaseModel], body: dict[str, Any], neutral: dict[str, Any]
+) -> None:
+    schema.model_validate(body | neutral)
+    schema.model_validate(body | dict.fromkeys(schema.model_fields.keys() - REQUIRED))
+
+
+def test_every_field_of_the_openai_package_is_known() -> None:
+    for schema, params in (
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (ChatRequest, chat.completion_create_params.CompletionCreateParamsBase),
+        (ChatMessage, chat.ChatCompletionAssistantMessageParam),
+    ):
+        assert get_type_hints(params).keys() <= schema.model_fields.keys()
+    assert chat.ChatCompletionMessage.model_fields.keys() <= ChatMessage.model_fields.keys()
+
+
+def test_the_document_lists_the_accepted_values_of_an_unsupported_field() -> None:
+    tools = ChatRequest.model_json_schema()["properties"]["tools"]
+    assert tools["enum"] == [[], None] and tools["description"].startswith("Not supported")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"k" * 65: "v"}, {"k": "v" * 513}, {str(at): "" for at in range(17)}, {"k": 1}, {"k": "\ud800"}, []],
+)
+def test_metadata_has_openais_bounds(metadata: Any) -> None:
+    assert refusal(ChatRequest, CHAT | {"metadata": metadata})["loc"][0] == "metadata"
+    ChatRequest.model_validate(CHAT | {"metadata": {"k" * 64: "v" * 512}})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +109,10 @@ def test_unsupported_fields_with_values_that_change_nothing_are_accepted() -> No
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "cache_salt", "mine"),
         (ChatRequest, "tools", [{"type": "function"}]),
+        (ChatRequest, "tool_choice", "auto"),
         (ChatRequest, "tool_choice", "required"),
+        (ChatRequest, "logprob_token_ids", [1]),
+        (CompletionRequest, "truncate_prompt_tokens", 5),
         (ChatRequest, "response_format", {"type": "json_object"}),
         (ChatRequest, "reasoning_effort", "high"),
         (ChatRequest, "service_tier", "priority"),
@@ -79,8 +131,8 @@ def test_a_field_that_is_not_honoured_is_refused_with_its_name_and_value(
 ) -> None:
     body = (COMPLETION if schema is CompletionRequest else CHAT) | {field: value}
     error = refusal(schema, body)
-    assert error["type"] == "unsupported_parameter" and error["ctx"]["param"] == field
-    assert f"`{field}` is not supported by this server with the value {value!r}; omit it" in error["msg"]
+    assert error["type"] == "unsupported_parameter" and error["loc"] == (field,)
+    assert error["msg"].startswith(f"is not supported by this server with the value {value!r}; omit it")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +215,31 @@ def test_text_parts_of_a_message_are_joined() -> None:
     assert ChatRequest.model_validate(body).messages[0].content == "ab"
 
 
+# The fields of a message as servers and packages send them.
+SENT_BACK = {
+    "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None, "reasoning": None,
+    "reasoning_content": None, "provider_specific_fields": {"refusal": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["Hi!", None])
+def test_an_answer_is_accepted_as_a_message_with_all_its_fields(content: str | None) -> None:
+    answer = {"role": "assistant", "content": content, **SENT_BACK}
+    parsed = ChatRequest.model_validate({"model": "m", "messages": [answer]})
+    assert parsed.messages[0].for_template() == {"role": "assistant", "content": content or ""}
+    without = {"role": "assistant", **SENT_BACK, "tool_calls": []}
+    assert ChatRequest.model_validate({"model": "m", "messages": [without]}).messages[0].content == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("refusal", "No."), ("tool_calls", [{"id": "1"}]), ("reasoning_content", "Hm."), ("audio", {"id": "1"})],
+)
+def test_a_field_of_a_message_with_an_effect_is_refused(field: str, value: Any) -> None:
+    error = refusal(ChatRequest, CHAT | {"messages": [{"role": "assistant", "content": "a", field: value}]})
+    assert error["type"] == "unsupported_parameter" and error["loc"] == ("messages", 0, field)
+
+
 def test_a_part_that_is_not_text_is_refused_by_its_type() -> None:
     content = [{"type": "image_url", "image_url": {"url": "http://x"}}]
     error = refusal(ChatRequest, CHAT | {"messages": [{"role": "user", "content": content}]})
@@ -178,6 +255,16 @@ def test_the_developer_role_is_an_alias_of_system() -> None:
     }
 
 
-@pytest.mark.parametrize("messages", [[], None, "hi", [{"role": "tool", "content": "x"}], [{"role": "user"}]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        None,
+        "hi",
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+    ],
+)
 def test_malformed_messages_are_refused(messages: Any) -> None:
     assert refusal(ChatRequest, {"model": "m", "messages": messages})["loc"][0] == "messages"

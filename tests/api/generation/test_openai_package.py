@@ -1,0 +1,51 @@
+"""The openai package works unchanged: what it sends back from an answer is accepted."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageParam
+
+from slora.request import FinishReason
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+ANSWER = deltas_of(b"Hi!", FinishReason.STOP)
+CONVERSATION = b"[user]hello[assistant]Hi![user]again"
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([ANSWER])) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def key(platform: Platform) -> str:
+    return platform.key("acme")
+
+
+def say(text: str) -> ChatCompletionMessageParam:
+    return {"role": "user", "content": text}
+
+
+def test_an_answer_of_a_client_is_appended_to_its_conversation(platform: Platform, key: str) -> None:
+    client = openai.OpenAI(base_url=platform.url + "/v1", api_key=key)
+    messages: list[ChatCompletionMessageParam | ChatCompletionMessage] = [say("hello")]
+    messages.append(client.chat.completions.create(model="base", messages=messages).choices[0].message)
+    client.chat.completions.create(model="base", messages=[*messages, say("again")])
+    assert bytes(platform.engine.requests[-1].prompt_token_ids) == CONVERSATION
+
+
+def test_an_answer_of_an_async_client_is_appended_to_its_conversation(platform: Platform, key: str) -> None:
+    async def converse() -> str:
+        async with openai.AsyncOpenAI(base_url=platform.url + "/v1", api_key=key) as client:
+            async with client.chat.completions.stream(model="base", messages=[say("hello")]) as stream:
+                answer = (await stream.get_final_completion()).choices[0].message
+            messages = [say("hello"), answer.model_dump(), say("again")]
+            last = await client.chat.completions.create(model="base", messages=messages)
+            return last.choices[0].message.content or ""
+
+    assert asyncio.run(converse()) == "Hi!"
+    assert bytes(platform.engine.requests[-1].prompt_token_ids) == CONVERSATION
