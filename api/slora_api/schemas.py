@@ -170,10 +170,13 @@ _Metadata = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """include_obfuscation: padding of chunks against traffic analysis, which this server does not support."""
+    """include_usage: a last chunk has the usage. continuous_usage_stats: as in vLLM, every chunk has the usage so far.
+    include_obfuscation: padding of chunks against traffic analysis.
+    """
 
     model_config = _STRICT
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
@@ -186,6 +189,9 @@ class GenerationFields(BaseModel):
     use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
     and a stream sends each answer in one piece.
     safety_identifier, prompt_cache_key, metadata: for the client's own records. They have no effect.
+    request_id: as in vLLM, the end of the answer's id.
+    return_token_ids: as in vLLM, adds the token ids of the prompt and of the answer.
+    return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
     """
 
     model_config = _STRICT
@@ -218,6 +224,9 @@ class GenerationFields(BaseModel):
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
     metadata: _Metadata | None = None
+    request_id: _Name | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     deadline_ms: int | None = None
     # OpenAI's fields.
@@ -239,10 +248,7 @@ class GenerationFields(BaseModel):
     watermarking: Annotated[Any, Unsupported(False)] = None
     truncate_prompt_tokens: Annotated[Any, Unsupported(instead="Shorten the prompt.")] = None
     truncation_side: Annotated[Any, Unsupported("left", "right")] = None
-    request_id: Annotated[Any, Unsupported(instead="Send the header X-Request-Id.")] = None
     session_id: Annotated[Any, Unsupported(instead="Send the header X-Session-Id.")] = None
-    return_token_ids: Annotated[Any, Unsupported(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
     return_token_offsets: Annotated[Any, Unsupported(False)] = None
     return_mm_kwargs: Annotated[Any, Unsupported(True)] = None
     routed_experts_prompt_start: Annotated[Any, Unsupported(0)] = None
@@ -254,7 +260,11 @@ class GenerationFields(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+        return bool(self.stream_options and self.stream_options.include_usage) or self.continuous_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _what_needs_a_stream_and_what_forbids_it(self) -> "GenerationFields":

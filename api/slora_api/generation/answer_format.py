@@ -1,7 +1,8 @@
 """Formats completions as the JSON of the two completion APIs, whole or chunk by chunk.
 
 `CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
-and model; `model` is the name that the client sent. This module does not depend on the engine or on HTTP.
+and model; `model` is the name that the client sent. Token ids are added in vLLM's form if the request asks for them.
+This module does not depend on the engine or on HTTP.
 """
 
 import time
@@ -17,6 +18,7 @@ from slora.text.answer import Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer
 from slora_api.generation.json_slices import LongList
+from slora_api.schemas import GenerationFields
 
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
 
@@ -54,11 +56,11 @@ class Usage:
 class AnswerFormat(Protocol):
     """The JSON form of one API, for one request."""
 
-    def opening(self) -> list[Json]:
+    def opening(self, usage: Usage) -> list[Json]:
         """Chunks that are sent before any text."""
 
-    def chunk(self, delta: CompletionDelta) -> list[Json]:
-        """Chunks that contain the delta."""
+    def chunk(self, delta: CompletionDelta, usage: Usage) -> list[Json]:
+        """Chunks that contain the delta. usage: the usage so far, which includes the delta."""
 
     def usage(self, usage: Usage) -> Json:
         """The chunk that contains only the usage."""
@@ -68,29 +70,33 @@ class AnswerFormat(Protocol):
 
 
 class _Envelope:
-    """Makes the fields that all JSON objects of one answer share."""
+    """Makes the fields that all JSON objects of one answer share.
 
-    __slots__ = ("_created", "_id", "_include_usage", "_model")
+    model: the name in the request. fields: the request.
+    """
 
-    def __init__(self, prefix: str, model: str, *, include_usage: bool) -> None:
-        self._id = f"{prefix}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._include_usage = include_usage
+    __slots__ = ("_fields", "_shared")
 
-    def chunk(self, kind: str, choices: list[Json]) -> Json:
+    def __init__(self, prefix: str, model: str, fields: GenerationFields) -> None:
+        self._fields = fields
+        self._shared: Json = {
+            "id": f"{prefix}-{fields.request_id or uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        # OpenAI's API names the tier that served the request, if the request has the field.
+        if fields.service_tier is not None:
+            self._shared["service_tier"] = "default"
+
+    def chunk(self, kind: str, choices: list[Json], usage: Usage) -> Json:
         made = self.whole(kind, choices)
+        if self._fields.continuous_usage:
+            return made | {"usage": usage.to_json()}
         # With include_usage every chunk has the field; it is null in all but the last.
-        return made | {"usage": None} if self._include_usage else made
+        return made | {"usage": None} if self._fields.include_usage else made
 
     def whole(self, kind: str, choices: list[Json]) -> Json:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return {**self._shared, "object": kind, "choices": choices}
 
 
 class LogprobsFormat:
@@ -99,13 +105,19 @@ class LogprobsFormat:
     num_top: how many of the most probable tokens to list for each token of the answer and of an echo. None: the client
         asked for no log-probabilities.
     num_prompt_top: the same for each token of the prompt; the value of the field `prompt_logprobs`.
+    shows_ids: whether `token_id:7` takes the place of the text of token 7.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, num_top: int | None = None, num_prompt_top: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        num_top: int | None = None,
+        num_prompt_top: int | None = None,
+        *,
+        shows_ids: bool = False,
     ) -> None:
         # A look-up takes 3 microseconds, and the same tokens are probable again and again.
-        self._text = cache(tokenizer.token_text)
+        self._text = cache("token_id:{}".format if shows_ids else tokenizer.token_text)
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
 
@@ -167,29 +179,45 @@ class LogprobsFormat:
 
 
 class CompletionFormat:
-    """/v1/completions. num_choices: choices of each prompt in a stream."""
+    """/v1/completions.
+
+    model: the name in the request. prompts: the token ids of each prompt.
+    num_choices: choices of each prompt in a stream.
+    """
 
     def __init__(
-        self, model: str, logprobs: LogprobsFormat, *, include_usage: bool, num_choices: int = 1
+        self,
+        model: str,
+        fields: GenerationFields,
+        logprobs: LogprobsFormat,
+        prompts: Sequence[Sequence[int]],
+        num_choices: int = 1,
     ) -> None:
-        self._envelope = _Envelope("cmpl", model, include_usage=include_usage)
+        self._envelope = _Envelope("cmpl", model, fields)
+        self._has_ids = bool(fields.return_token_ids)
         self._logprobs = logprobs
+        self._prompts = prompts
         self._num_choices = num_choices
         # Choice -> character position at which its next token starts.
         self._offsets: dict[int, int] = {}
 
-    def opening(self) -> list[Json]:
+    def opening(self, usage: Usage) -> list[Json]:
         return []
 
-    def chunk(self, delta: CompletionDelta) -> list[Json]:
-        if not delta.text and not delta.tokens and delta.finish_reason is None:
+    def chunk(self, delta: CompletionDelta, usage: Usage) -> list[Json]:
+        has_ids = self._has_ids and bool(delta.token_ids)
+        if not delta.text and not delta.tokens and delta.finish_reason is None and not has_ids:
             return []
         index = delta.index * self._num_choices + delta.choice
+        is_first = index not in self._offsets
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(token.width for token in delta.tokens)
         logprobs = self._logprobs.columns(delta.tokens, _list_now, offset)
         choice = _text_choice(index, delta.text, logprobs, delta.finish_reason)
-        return [self._envelope.chunk("text_completion", [choice])]
+        if self._has_ids:
+            prompt = {"prompt_token_ids": list(self._prompts[delta.index])} if is_first else {}
+            choice |= {"token_ids": list(delta.token_ids), **prompt}
+        return [self._envelope.chunk("text_completion", [choice], usage)]
 
     def usage(self, usage: Usage) -> Json:
         return self._envelope.whole("text_completion", []) | {"usage": usage.to_json()}
@@ -198,34 +226,52 @@ class CompletionFormat:
         choices: list[Json] = []
         for completion in completions:
             prompt = self._logprobs.prompt(completion)
+            if self._has_ids:
+                prompt["prompt_token_ids"] = _long_list(completion.prompt_token_ids)
             for choice in completion.choices:
                 logprobs = self._logprobs.columns(choice.tokens, LongList)
-                choices.append(
-                    _text_choice(len(choices), choice.text, logprobs, choice.finish_reason) | prompt
-                )
+                made = _text_choice(len(choices), choice.text, logprobs, choice.finish_reason)
+                if self._has_ids:
+                    made["token_ids"] = _long_list(choice.token_ids)
+                choices.append(made | prompt)
         return self._envelope.whole("text_completion", choices) | {"usage": usage.to_json()}
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """/v1/chat/completions.
+
+    model: the name in the request. prompt: its token ids. num_choices: choices of a stream.
+    """
 
     def __init__(
-        self, model: str, logprobs: LogprobsFormat, *, include_usage: bool, num_choices: int = 1
+        self,
+        model: str,
+        fields: GenerationFields,
+        logprobs: LogprobsFormat,
+        prompt: Sequence[int],
+        num_choices: int = 1,
     ) -> None:
-        self._envelope = _Envelope("chatcmpl", model, include_usage=include_usage)
+        self._envelope = _Envelope("chatcmpl", model, fields)
+        self._has_ids = bool(fields.return_token_ids)
         self._logprobs = logprobs
+        self._prompt = prompt
         self._num_choices = num_choices
 
-    def opening(self) -> list[Json]:
+    def opening(self, usage: Usage) -> list[Json]:
         first = {"role": "assistant", "content": ""}
-        return [self._delta(index, first) for index in range(self._num_choices)]
+        chunks = [self._delta(index, first, usage) for index in range(self._num_choices)]
+        if self._has_ids:
+            chunks[0]["prompt_token_ids"] = list(self._prompt)
+        return chunks
 
-    def chunk(self, delta: CompletionDelta) -> list[Json]:
+    def chunk(self, delta: CompletionDelta, usage: Usage) -> list[Json]:
         chunks = []
-        if delta.text or delta.tokens:
-            chunks.append(self._delta(delta.choice, {"content": delta.text}, delta.tokens))
+        token_ids = delta.token_ids if self._has_ids else ()
+        if delta.text or delta.tokens or token_ids:
+            content = {"content": delta.text}
+            chunks.append(self._delta(delta.choice, content, usage, delta.tokens, token_ids=token_ids))
         if delta.finish_reason is not None:
-            chunks.append(self._delta(delta.choice, {}, (), delta.finish_reason))
+            chunks.append(self._delta(delta.choice, {}, usage, (), delta.finish_reason))
         return chunks
 
     def usage(self, usage: Usage) -> Json:
@@ -233,28 +279,36 @@ class ChatFormat:
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         (completion,) = completions
-        choices = [
-            {
-                "index": index,
+        choices: list[Json] = []
+        for choice in completion.choices:
+            made: Json = {
+                "index": len(choices),
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
                 "logprobs": self._logprobs.content(choice.tokens, LongList),
                 "finish_reason": choice.finish_reason,
             }
-            for index, choice in enumerate(completion.choices)
-        ]
-        about = {"usage": usage.to_json()} | self._logprobs.prompt(completion)
+            if self._has_ids:
+                made["token_ids"] = _long_list(choice.token_ids)
+            choices.append(made)
+        about: Json = {"usage": usage.to_json()} | self._logprobs.prompt(completion)
+        if self._has_ids:
+            about["prompt_token_ids"] = _long_list(completion.prompt_token_ids)
         return self._envelope.whole("chat.completion", choices) | about
 
     def _delta(
         self,
         index: int,
         delta: Json,
+        usage: Usage,
         tokens: Sequence[AlignedToken] = (),
         reason: FinishReason | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Json:
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._envelope.chunk("chat.completion.chunk", [choice])
+        choice: Json = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if token_ids:
+            choice["token_ids"] = list(token_ids)
+        return self._envelope.chunk("chat.completion.chunk", [choice], usage)
 
 
 def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishReason | None) -> Json:
@@ -263,6 +317,10 @@ def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishRea
 
 def _list_now(items: Callable[[], Iterable[Any]]) -> list[Any]:
     return list(items())
+
+
+def _long_list(token_ids: Sequence[int]) -> LongList:
+    return LongList(lambda: token_ids)
 
 
 def _token_json(text: str, logprob: float) -> Json:

@@ -18,6 +18,10 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+# The tier that served the request, if the request has the field `service_tier`.
+ServiceTier = Literal["default"]
+
+
 class UsageObject(TypedDict):
     prompt_tokens: int
     completion_tokens: int
@@ -52,6 +56,8 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     prompt_logprobs: NotRequired[PromptLogprobs]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -61,15 +67,18 @@ class Completion(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: UsageObject
+    service_tier: NotRequired[ServiceTier]
 
 
 class CompletionChunkChoice(TypedDict):
-    """finish_reason: null except in the last chunk of a choice."""
+    """finish_reason: null except in the last chunk of a choice. prompt_token_ids: only in the first."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionChunk(TypedDict):
@@ -81,6 +90,7 @@ class CompletionChunk(TypedDict):
     model: str
     choices: list[CompletionChunkChoice]
     usage: NotRequired[UsageObject | None]
+    service_tier: NotRequired[ServiceTier]
 
 
 class TopLogprob(TypedDict):
@@ -109,6 +119,7 @@ class ChatChoice(TypedDict):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -119,6 +130,8 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: UsageObject
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    service_tier: NotRequired[ServiceTier]
 
 
 class ChatDelta(TypedDict):
@@ -133,10 +146,14 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionChunk(TypedDict):
-    """One event of a stream. The last one has the usage and no choices, if the request asks for it."""
+    """One event of a stream. The last one has the usage and no choices, if the request asks for it.
+
+    prompt_token_ids: only in the first chunk.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -144,3 +161,5 @@ class ChatCompletionChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageObject | None]
+    prompt_token_ids: NotRequired[list[int]]
+    service_tier: NotRequired[ServiceTier]

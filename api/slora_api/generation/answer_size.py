@@ -15,6 +15,8 @@ class AnswerSize:
     num_choices: answers that are computed for each prompt.
     logprobs: most probable tokens listed for each token of the answer and of an echoed prompt; None lists none.
     prompt_logprobs: the field of this name; None if it was not sent.
+    echoes: whether each choice repeats the text of its prompt.
+    lists_prompts: whether each choice lists the token ids of its prompt.
     param: the field that asks for log-probabilities.
 
     Worked example: a prompt of 1,000 tokens and max_tokens 16, with n 128, echo, logprobs 20 and prompt_logprobs 20.
@@ -26,6 +28,7 @@ class AnswerSize:
     prompt_logprobs: int | None
     echoes: bool
     param: str = "logprobs"
+    lists_prompts: bool = False
 
     def answer_room(self, bounds: RequestBounds, num_prompts: int, prompt_tokens: int) -> int:
         """Returns the most tokens per answer that the bounds allow, and at least 1. prompt_tokens: tokens of all
@@ -47,7 +50,7 @@ class AnswerSize:
         tokens = drawn + self._echoed(prompt_tokens)
         if tokens > bounds.answer_tokens:
             raise BadRequest(
-                f"The request asks for {tokens} tokens in all choices and echoed prompts together; "
+                f"The request asks for {tokens} tokens in all choices and repeated prompts together; "
                 f"this server returns at most {bounds.answer_tokens}. Send fewer prompts, or a "
                 "smaller `n` or `max_tokens`.",
                 "max_tokens",
@@ -65,7 +68,7 @@ class AnswerSize:
             )
 
     def _echoed(self, prompt_tokens: int) -> int:
-        return self.num_choices * prompt_tokens if self.echoes else 0
+        return self.num_choices * prompt_tokens * (self.echoes + self.lists_prompts)
 
     def _num_prompt_logprobs(self, prompt_tokens: int) -> int:
         listed = 0

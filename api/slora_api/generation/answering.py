@@ -85,12 +85,12 @@ async def _chunks(deltas: _Deltas, shape: AnswerFormat, usage: Usage, *, include
     opened = False
     async with aclosing(deltas):
         async for delta in deltas:
-            usage.add(delta)
             if not opened:
                 opened = True
-                for chunk in shape.opening():
+                for chunk in shape.opening(usage):
                     yield chunk
-            for chunk in shape.chunk(delta):
+            usage.add(delta)
+            for chunk in shape.chunk(delta, usage):
                 yield chunk
     if include_usage:
         yield shape.usage(usage)

@@ -140,7 +140,13 @@ class PromptMaker:
         token_ids = await self._token_ids(given)
         num_tokens = sum(map(len, token_ids))
         self.bounds.check_prompt_tokens(num_tokens)
-        size = AnswerSize(draft.num_choices, body.logprobs, body.prompt_logprobs, echoes=bool(body.echo))
+        size = AnswerSize(
+            draft.num_choices,
+            body.logprobs,
+            body.prompt_logprobs,
+            echoes=bool(body.echo),
+            lists_prompts=bool(body.return_token_ids),
+        )
         default = self.model.defaults.max_tokens or _COMPLETION_TOKENS
         default = min(default, self._answer_room(size, draft, len(given), num_tokens))
         prompts = []

@@ -13,6 +13,7 @@ from slora.errors import (
     StepFailed,
     UsageJournalFull,
 )
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterCorrupt
 from slora_api.errors import ModelNotFound
 from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat
@@ -96,6 +97,12 @@ def _prompt_maker(
     )
 
 
+def _logprobs_format(tokenizer: Tokenizer, body: GenerationFields, num_top: int | None) -> LogprobsFormat:
+    return LogprobsFormat(
+        tokenizer, num_top, body.prompt_logprobs, shows_ids=bool(body.return_tokens_as_token_ids)
+    )
+
+
 async def _open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
     """Opens the meter before the body is read, so that every answer has its headers."""
     request.state.meter = await services.quotas.open(key.tenant, key.key_id)
@@ -146,9 +153,10 @@ async def _complete(
     prompts = await unless_disconnected(request.receive, maker.completion_prompts(body))
     shape = CompletionFormat(
         model.asked_for,
-        LogprobsFormat(generator.tokenizer, body.logprobs, body.prompt_logprobs),
-        include_usage=body.include_usage,
-        num_choices=prompts[0].sampling.num_choices,
+        body,
+        _logprobs_format(generator.tokenizer, body, body.logprobs),
+        [prompt.token_ids for prompt in prompts],
+        prompts[0].sampling.num_choices,
     )
     return await answer_request(
         request,
@@ -191,9 +199,10 @@ async def _chat(
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     shape = ChatFormat(
         model.asked_for,
-        LogprobsFormat(generator.tokenizer, num_top, body.prompt_logprobs),
-        include_usage=body.include_usage,
-        num_choices=prompt.sampling.num_choices,
+        body,
+        _logprobs_format(generator.tokenizer, body, num_top),
+        prompt.token_ids,
+        prompt.sampling.num_choices,
     )
     return await answer_request(
         request,

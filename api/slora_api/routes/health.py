@@ -1,6 +1,7 @@
-"""/healthz, /readyz and /metrics, for load balancers, container engines and dashboards."""
+"""Health, version, load and metrics, for load balancers, container engines and dashboards."""
 
 import asyncio
+import importlib.metadata
 from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Response
@@ -44,6 +45,29 @@ async def healthz() -> Health:
     return {"status": "ok"}
 
 
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    """server_load: answers in progress in all API processes of the host."""
+
+    server_load: int
+
+
+@router.get("/version")
+async def version() -> Version:
+    return {"version": importlib.metadata.version("slora")}
+
+
+@router.get("/load")
+async def load(_operator: Operator, services: Wired) -> Load:
+    return {"server_load": services.generator.limiter.num_generations}
+
+
+# vLLM's servers answer to /health, and SageMaker's to /ping.
+@router.get("/ping", name="ping", responses=errors(Starting))
+@router.get("/health", name="health", responses=errors(Starting))
 @router.get("/readyz", responses=errors(Starting))
 async def readyz(services: Wired) -> Readiness:
     """Answers 200 if a request sent now would be computed, else 503 with the reason.

@@ -29,7 +29,7 @@ from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
 
-_OPERATORS = ("/admin", "/metrics", "/v1/load_lora", "/v1/unload_lora")
+_OPERATORS = ("/admin", "/metrics", "/load", "/v1/load_lora", "/v1/unload_lora")
 _GENERATION = {"model": "default", "max_tokens": 3}
 # For each path, an accepted body. It is accepted once, if it creates or deletes something.
 ACCEPTED: dict[str, dict[str, Any]] = {
@@ -89,8 +89,12 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "ignore_eos": [True],
     "prompt_logprobs": [0, 5],
     "stream": [True],
-    "stream_options": [{"include_usage": True}],
+    "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}],
     "user": ["somebody"],
+    "metadata": [{"a": "b"}],
+    "request_id": ["mine"],
+    "return_token_ids": [True],
+    "return_tokens_as_token_ids": [True],
     "priority": [-5, 5],
     "deadline_ms": [1, 60_000],
     "logprobs": [0, 5, True],

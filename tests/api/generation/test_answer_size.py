@@ -35,6 +35,7 @@ def test_log_probabilities_of_echo_scores_and_answer_are_added_for_all_choices()
     [
         (AnswerSize(8, None, None, echoes=False), 100_000, 131_073, "max_tokens"),
         (AnswerSize(8, None, None, echoes=True), 100_000, 31_073, "max_tokens"),
+        (AnswerSize(8, None, None, echoes=True, lists_prompts=True), 50_000, 31_073, "max_tokens"),
         (AnswerSize(1, None, 1, echoes=False), 131_073, 1, "prompt_logprobs"),
         (AnswerSize(1, 0, None, echoes=False, param="top_logprobs"), 1, 262_145, "top_logprobs"),
         (AnswerSize(1, 0, None, echoes=True), 131_072, 131_073, "logprobs"),
