@@ -72,12 +72,11 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     scripts from other hosts.
     """
     check_routes(ROUTES)
-    app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
+    # `include_router` would build each route a second time, at the first request.
+    app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None, routes=[*ROUTES])
     app.state.services = services
     app.state.has_bootstrap_key = has_bootstrap_key
     app.state.openapi_document = openapi.OpenApiDocument(ROUTES)
-    for module in _MODULES:
-        app.include_router(module.router)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)
     return app

@@ -15,12 +15,11 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
-from slora_api.server.app import make_router
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, open_tenant_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
-from tests.api.tenants.test_authentication import walk
+from tests.api.tenants.test_authentication import walk_routes
 
 ALL = AuditFilter()
 # Routes that change nothing in the database.
@@ -100,7 +99,7 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
 def test_every_route_that_changes_something_records_it_once(platform: Platform) -> None:
     routes = {
         (method, route.path)
-        for route in walk(make_router(platform.services).routes)
+        for route in walk_routes(platform)
         for method in route.methods
         if method != "GET" and route.path not in _NO_CHANGES
     }
