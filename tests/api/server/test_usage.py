@@ -130,7 +130,7 @@ def pages_of_requests(admin: httpx.Client) -> float:
     """The pages that requests in progress hold."""
     lines = admin.get("/metrics").raise_for_status().text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return float(values['slora_pages{state="held"}']) - float(values["slora_adapter_pages"])
+    return float(values['slora_pages{state="held"}'])
 
 
 def held_by_processes(served: Served) -> dict[str, tuple[int, int, float]]:
