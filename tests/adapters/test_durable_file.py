@@ -2,8 +2,6 @@
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 
 from slora_adapters.durable_file import create_durably, replace_durably
 from tests.support.file_limit import largest_file
+from tests.support.forked_program import ForkedProgram
 
 # A process that dies at its n-th file system operation (an audit event of Python) within the call named in argv.
 DIES = """
@@ -34,10 +33,9 @@ print("survived")
 
 def run_and_die(function: str, path: Path, after: int) -> bool:
     """Runs the process. Returns whether it completed the call."""
-    command = [sys.executable, "-P", "-c", DIES, function, str(path), str(after)]
-    done = subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, capture_output=True, check=False)
-    assert done.returncode in (0, -9), done.stderr
-    return done.returncode == 0
+    status, output = ForkedProgram(DIES, function, path, after).finish()
+    assert status in (0, -9), output
+    return status == 0
 
 
 @pytest.mark.parametrize(("function", "before"), [("create_durably", None), ("replace_durably", b"old")])

@@ -1,7 +1,4 @@
-import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +18,7 @@ from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable, StoreUnfit
 from tests.postgresql_server import PostgresqlServer
 from tests.support.file_limit import largest_file
+from tests.support.forked_program import ForkedProgram
 
 WAIT_S = 60
 NAMES = select(schema.adapter_names.c.name).order_by(schema.adapter_names.c.name)
@@ -86,22 +84,26 @@ def test_increments_by_many_threads_all_count(database: Database) -> None:
     assert count(database) == 81
 
 
-def _open_and_increment(place: str) -> None:
-    with closing(Database(place)) as database:
-        for _ in range(25):
-            increment(database)
+INCREMENTS = """
+import sys
+from sqlalchemy import select, update
+from slora_adapters.database import schema
+from slora_adapters.database.database import CHANGES, Database
+database = Database(sys.argv[1])
+for _ in range(25):
+    with database.transaction(CHANGES) as connection:
+        (number,) = connection.execute(select(schema.adapter_names.c.last_number)).one()
+        connection.execute(update(schema.adapter_names).values(last_number=number + 1))
+database.close()
+"""
 
 
 def test_increments_by_several_processes_all_count(database_place: str) -> None:
     with closing(Database(database_place)) as database:
         add(database, "x")
-        context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=_open_and_increment, args=(database_place,)) for _ in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0
+        for program in [ForkedProgram(INCREMENTS, database_place) for _ in range(3)]:
+            status, output = program.finish()
+            assert status == 0, output
         assert count(database) == 76
 
 
@@ -122,8 +124,8 @@ for name in ("committed", "torn"):
 
 def test_a_writer_killed_inside_a_transaction_loses_only_uncommitted_changes(database_place: str) -> None:
     """Its locks end with it, too."""
-    command = [sys.executable, "-P", "-c", KILLED_WRITER, database_place]
-    assert subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, check=False).returncode == -9
+    status, output = ForkedProgram(KILLED_WRITER, database_place).finish()
+    assert status == -9, output
     with closing(Database(database_place)) as database:
         assert names(database) == ["committed"]
         add(database, "after")

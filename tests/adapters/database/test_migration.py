@@ -3,8 +3,6 @@
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +28,7 @@ from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.scopes import TENANT_SCOPES
 from slora_api.tenants.tenant_store import TenantStore
+from tests.support.forked_program import ForkedProgram
 
 OLD = Path(__file__).parent / "written_by_0_1"
 OLD_PEPPER = Pepper(b"p" * 32)
@@ -172,9 +171,8 @@ Database(sys.argv[1]).close()
 def test_processes_that_start_together_migrate_once(empty_database: str) -> None:
     if "://" not in empty_database:
         write_old_database(Path(empty_database))
-    command = [sys.executable, "-P", "-c", OPEN, empty_database]
-    processes = [subprocess.Popen(command) for _ in range(4)]
-    assert [process.wait(60) for process in processes] == [0] * 4
+    programs = [ForkedProgram(OPEN, empty_database) for _ in range(4)]
+    assert [program.finish() for program in programs] == [(0, "")] * 4
     with closing(Database(empty_database)) as database:
         assert database.read(text(f"SELECT version_num FROM {VERSION_TABLE}")) == [
             (migration._scripts().get_current_head(),)
@@ -182,8 +180,7 @@ def test_processes_that_start_together_migrate_once(empty_database: str) -> None
         assert len(database.read(schema.platform.select())) == 1
 
 
-# Kills a child of its own after each number of statements of the migration, until a child survives. A child that is
-# forked needs no start of an interpreter.
+# Kills a child of its own after each number of statements of the migration, until a child survives.
 KILLED_MIGRATIONS = """
 import os, signal, sys
 from sqlalchemy import event
@@ -218,10 +215,9 @@ def test_a_migration_that_is_killed_at_any_step_changes_nothing(empty_database: 
     if "://" not in empty_database:
         write_old_database(Path(empty_database))
     stride = 1 if soak else 5
-    command = [sys.executable, "-P", "-c", KILLED_MIGRATIONS, empty_database, "1", str(stride)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20, "most steps of the migration were tried"
+    status, output = ForkedProgram(KILLED_MIGRATIONS, empty_database, 1, stride).finish()
+    assert status == 0, output
+    assert int(output) > 20, "most steps of the migration were tried"
     with closing(Database(empty_database)) as database:
         if "://" in empty_database:
             assert len(contents(database)["changes"]) == 1

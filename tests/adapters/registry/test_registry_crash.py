@@ -1,8 +1,5 @@
 """A rollout whose process is killed at any moment: acknowledged changes persist, and other changes are atomic."""
 
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
 from tests.postgresql_server import PostgresqlServer
+from tests.support.forked_program import ForkedProgram
 
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 # Round n pushes version n, moves `prod` from n-1 to it and deletes n-1. It prints a line after each change.
@@ -48,7 +46,8 @@ def steps(*quick: int, soak: tuple[int, ...]) -> list[object]:
 
 @dataclass
 class Acknowledged:
-    """The last versions that were pushed, moved to and deleted, according to the rollout's output."""
+    """The last versions that were pushed, moved to and deleted, according to the rollout's output. The other lines are
+    of its error."""
 
     pushed: int = 0
     moved: int = 0
@@ -56,8 +55,9 @@ class Acknowledged:
 
     def read(self, lines: Iterable[str]) -> None:
         for line in lines:
-            what, number = line.split()
-            setattr(self, what, int(number))
+            what, _, number = line.partition(" ")
+            if what in ("pushed", "moved", "deleted"):
+                setattr(self, what, int(number))
 
 
 def check(registry: Registry, acknowledged: Acknowledged) -> None:
@@ -85,12 +85,10 @@ def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
 ) -> None:
     registry = Registry(open_storage())
     acknowledged = Acknowledged()
-    command = [sys.executable, "-P", "-c", ROLLOUT, open_storage.place]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        acknowledged.read(islice(process.stdout, num_steps))
-        process.send_signal(signal.SIGKILL)
-        acknowledged.read(process.stdout)  # output that it wrote before it died
+    with ForkedProgram(ROLLOUT, open_storage.place) as program:
+        acknowledged.read(islice(program.output, num_steps))
+        program.kill()
+        acknowledged.read(program.output)  # what it wrote before it died
     # PostgreSQL may complete the last transaction of the dead process only now.
     registry.put("last", AdapterVersion("other", "f" * 64), DETAILS)
     check(registry, acknowledged)
@@ -102,13 +100,12 @@ def test_a_postgresql_server_that_is_killed_under_a_rollout_keeps_what_it_acknow
 ) -> None:
     acknowledged = Acknowledged()
     place = postgresql_server.make_database()
-    command = [sys.executable, "-P", "-c", ROLLOUT, place]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        acknowledged.read(islice(process.stdout, num_steps))
+    with ForkedProgram(ROLLOUT, place) as program:
+        acknowledged.read(islice(program.output, num_steps))
         postgresql_server.kill()
-        acknowledged.read(process.stdout)
-        assert "StoreUnavailable" in process.stderr.read()
+        rest = list(program.output)
+        acknowledged.read(rest)
+        assert any("StoreUnavailable" in line for line in rest)
     postgresql_server.start()
     with closing(Database(place)) as database:
         check(Registry(RegistryStorage(database)), acknowledged)

@@ -1,8 +1,6 @@
 """The feed of changes that processes read from each other, for every storage of the registry."""
 
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -13,6 +11,7 @@ from slora_adapters.database.change_feed import Change
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
+from tests.support.forked_program import ForkedProgram
 
 D1, D2 = "1" * 64, "2" * 64
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
@@ -125,12 +124,11 @@ def test_concurrent_writers_of_one_name_lose_no_update_and_no_feed_entry(
     num_writers, num_turns = 3, 200 if soak else 12
     registry = Registry(open_storage())
     cursor = registry.changes().cursor
-    command = [sys.executable, "-P", "-c", WRITER, open_storage.place]
     writers = [
-        subprocess.Popen([*command, str(writer), str(num_turns)]) for writer in range(1, num_writers + 1)
+        ForkedProgram(WRITER, open_storage.place, writer, num_turns) for writer in range(1, num_writers + 1)
     ]
     heard = list(itertools.islice(follow(registry, cursor), 2 * num_writers * num_turns))
-    assert [writer.wait(WAIT_S) for writer in writers] == [0] * num_writers
+    assert [writer.finish() for writer in writers] == [(0, "")] * num_writers
     assert {change.name for change in heard} == {"busy"}
     records = registry.versions("t1", "busy")
     assert [record.number for record in records] == list(range(num_writers * num_turns, 0, -1))

@@ -1,6 +1,4 @@
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable
 from slora_adapters.store.file_store import FileStore, _locked_folder
 from tests.adapters.blobs import read_members
 from tests.support.file_limit import largest_file
+from tests.support.forked_program import ForkedProgram
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 
@@ -48,10 +47,9 @@ NEW = {"a": b"new" * 5, "b": b"x" * 100_000}
 
 def _run_and_die(root: Path, call: str, after: int) -> bool:
     """Runs the process. Returns whether it completed the call."""
-    command = [sys.executable, "-P", "-S", "-c", DIES, str(root), call, str(after)]
-    result = subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, capture_output=True, check=False)
-    assert result.returncode in (0, -9), result.stderr.decode()
-    return b"survived" in result.stdout
+    status, output = ForkedProgram(DIES, root, call, after).finish()
+    assert status in (0, -9), output
+    return "survived" in output
 
 
 def _content(store: FileStore, digest: str) -> dict[str, bytes] | None:

@@ -1,7 +1,5 @@
 import os
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from slora_adapters.store.object_blob import RANGE_BYTES
 from slora_adapters.store.object_store import LEFTOVER_AGE_S, UPLOAD_LIMIT_S, ObjectStore
 from slora_adapters.store.store_url import open_store
 from tests.adapters.blobs import read_members
+from tests.support.forked_program import ForkedProgram
 from tests.support.shared_files import SharedFiles
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -127,11 +126,9 @@ print("survived")
 
 def _run_and_die(url: str, call: str, after: int) -> bool:
     """Runs the process. Returns whether it completed the call."""
-    command = [sys.executable, "-P", "-c", DIES, url, call, str(after)]
-    environment = {"PYTHONPATH": os.pathsep.join(("adapters", "kernels", "."))}
-    result = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert result.returncode in (0, -signal.SIGKILL), result.stderr.decode()
-    return b"survived" in result.stdout
+    status, output = ForkedProgram(DIES, url, call, after).finish()
+    assert status in (0, -signal.SIGKILL), output
+    return "survived" in output
 
 
 @pytest.mark.parametrize("call", ["new", "replacing", "delete"])

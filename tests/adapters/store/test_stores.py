@@ -1,12 +1,9 @@
 """The contract of a store, tested on every store."""
 
-import os
 import random
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -31,6 +28,7 @@ from slora_adapters.store.tiered_store import TieredStore
 from tests.adapters.blobs import read_members
 from tests.redis_server import DURABLE
 from tests.support import shared_files
+from tests.support.forked_program import ForkedProgram
 
 assert shared_files  # importing the module registers shared://
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -434,14 +432,6 @@ SHARED = pytest.mark.parametrize(
 )
 
 
-def _start(code: str, *arguments: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join(("adapters", "kernels", "."))
-    environment = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *arguments], env=environment, stderr=subprocess.PIPE, text=True
-    )
-
-
 @SHARED
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
 def test_a_writer_killed_between_members_changes_nothing(
@@ -452,9 +442,8 @@ def test_a_writer_killed_between_members_changes_nothing(
     if existing:
         store.put(DIGEST, {"a": b"old", "b": b"old"})
     (tmp_path / "a").write_bytes(BIG)
-    process = _start(DIES, str(tmp_path / "a"), *place.urls)
-    _, said = process.communicate()
-    assert process.returncode == -signal.SIGKILL, said
+    status, output = ForkedProgram(DIES, tmp_path / "a", *place.urls).finish()
+    assert status == -signal.SIGKILL, output
     if existing:
         assert _content(store) == {"a": b"old", "b": b"old"}
     else:
@@ -498,10 +487,10 @@ def test_concurrent_processes_see_whole_blobs_and_leave_no_files(
 ) -> None:
     place = kind(tmp_path, make_redis)
     store = place.open()
-    processes = [_start(COMPETES, str(number), str(place.mixes), *place.urls) for number in range(3)]
-    for process in processes:
-        _, said = process.communicate()
-        assert process.returncode == 0, said
+    programs = [ForkedProgram(COMPETES, number, place.mixes, *place.urls) for number in range(3)]
+    for program in programs:
+        status, output = program.finish()
+        assert status == 0, output
     store.delete(DIGEST)
     _assert_absent(store)
     assert not [path for path in tmp_path.rglob("blobs/**/*") if path.is_file()]

@@ -1,7 +1,5 @@
 """A purge deletes everything that a tenant has, nothing of others, and may be interrupted anywhere."""
 
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from slora_api.tenants.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post
 from tests.api.served import Served, wait_for
+from tests.support.forked_program import ForkedProgram
 
 PROMPT = {"model": "base", "prompt": "hello"}
 
@@ -221,8 +220,7 @@ def test_erased_usage_does_not_come_back_with_what_journals_still_have(
         assert ledger.add([record_of("erased", "r3", again.key_id)]) == 1, "a new tenant of that name"
 
 
-# Purges in a child that is killed after each number of SQL statements, until a child survives. A child that is forked
-# needs no start of an interpreter.
+# Purges in a child that is killed after each number of SQL statements, until a child survives.
 KILLED_PURGES = """
 import os, signal, sys
 from pathlib import Path
@@ -286,18 +284,10 @@ def test_a_purge_that_is_killed_at_any_step_is_completed_by_repeating_it(
             for blob in blobs:
                 store.put(blob * 64, {"weights": b"w"})
                 registry.put(f"a{blob}", AdapterVersion(tenant, blob * 64), AdapterDetails(2, ("q_proj",), 1))
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            KILLED_PURGES,
-            database_place,
-            str(tmp_path),
-            "1" if soak else "7",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout) > 10, "most steps were tried"
+        stride = 1 if soak else 7
+        status, output = ForkedProgram(KILLED_PURGES, database_place, tmp_path, stride).finish()
+        assert status == 0, output
+        assert int(output) > 10, "most steps were tried"
         assert rows_with(database, "leaver") == {"audit_log", "changes"}
         assert rows_with(database, "stayer") >= {"tenants", "api_keys", "adapter_versions", "usage_records"}
         assert set(store.digests()) == {"3" * 64}
