@@ -62,7 +62,7 @@ class Depot:
         write_model(self.model, getattr(torch, DTYPE), size)
         write_tokenizer(self.model)
         self.data_dir.mkdir(mode=0o700)
-        self._size = size
+        self.size = size
         self._shape = read_model_spec(self.model).shape(DTYPE)
         self._files = FileStore(self.data_dir / "adapters")
         self._stores: list[Store] = [self._files] if warm is None else [self._files, warm]
@@ -79,7 +79,7 @@ class Depot:
 
     def add(self, rank: int, names: Sequence[tuple[str, str]]) -> list[Deposit]:
         """Adapters of one rank that differ in a number, one for each (tenant, name)."""
-        files = make_adapter(rank, getattr(torch, DTYPE), self._size, seed=rank)
+        files = make_adapter(rank, getattr(torch, DTYPE), self.size, seed=rank)
         tensors = bytearray(files[TENSORS_NAME])
         limits = AdapterLimits(max_lora_rank=rank, served_dtype=DTYPE)
         deposits = []

@@ -48,6 +48,15 @@ class Sizes:
     host_cache_bytes: int
     max_lora_rank: int
 
+    @classmethod
+    def with_room(cls, depot: Depot, deposits: Sequence[Deposit], num_sequences: int, tokens: int) -> "Sizes":
+        """Sizes with room for all adapters and for `num_sequences` sequences, and half as much again."""
+        adapters = sum(depot.pages(deposit.packed_bytes) for deposit in deposits)
+        blocks = num_sequences * (tokens // BLOCK_TOKENS + 2)
+        host_cache_bytes = max(16 << 20, 2 * sum(deposit.packed_bytes for deposit in deposits))
+        max_lora_rank = max(deposit.details.rank for deposit in deposits)
+        return cls(3 * (adapters + blocks) // 2, host_cache_bytes, max_lora_rank)
+
 
 class Platform:
     """A running server, and a key for each tenant of the depot."""

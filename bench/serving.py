@@ -84,7 +84,7 @@ def trace_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         depot = Depot(Path(directory), setup.model)
         deposits = depot.add(_RANK, [(f"tenant-{at}", f"adapter-{at}") for at in range(scale.num_adapters)])
-        sizes = _room_for(depot, deposits, _STREAMS, 2 * scale.lengths[1])
+        sizes = Sizes.with_room(depot, deposits, _STREAMS, 2 * scale.lengths[1])
         with live_platform(depot, sizes, *setup.flags) as platform:
             for name, trace in traces.items():
                 platform.make_cold(deposits)
@@ -103,7 +103,7 @@ def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         folder = Path(directory)
         depot = Depot(folder, setup.model)
-        sizes = _room_for(
+        sizes = Sizes.with_room(
             depot, depot.add(_RANK, [("tenant", "unused")]), _STREAMS, prompt_tokens + output_tokens
         )
         pool_bytes = sizes.pool_pages * depot.full_page_bytes
@@ -314,14 +314,6 @@ async def _stream_all(platform: Platform, asked: Sequence[list[int]], output_tok
         if answer.num_tokens != output_tokens:
             raise RuntimeError(f"a stream had {answer.num_tokens} of {output_tokens} tokens: {answer.error}")
     return len(asked) * output_tokens / seconds
-
-
-def _room_for(depot: Depot, deposits: Sequence[Deposit], num_sequences: int, tokens: int) -> Sizes:
-    """Returns sizes with room for all adapters and for `num_sequences` sequences, and half as much again."""
-    adapters = sum(depot.pages(deposit.packed_bytes) for deposit in deposits)
-    blocks = num_sequences * (tokens // 16 + 2)
-    host_cache_bytes = max(16 << 20, 2 * sum(deposit.packed_bytes for deposit in deposits))
-    return Sizes(3 * (adapters + blocks) // 2, host_cache_bytes, _RANK)
 
 
 def _shortened(trace: Trace, most_tokens: int) -> Trace:
