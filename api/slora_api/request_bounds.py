@@ -45,6 +45,7 @@ _MAX_REQUEST_TOKENS = 1 << 20
 # A log-probability takes 30 to 100 bytes of JSON and 1.5 microseconds to write.
 _MAX_ANSWER_LOGPROBS = 1 << 18
 _MAX_ECHO_CHARS = 1 << 22
+_MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class RequestBounds:
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer: for each token its own and the most probable ones.
     echo_chars: characters of echoed prompts, counted once for each choice.
+    template_kwargs_chars: characters of the JSON of `chat_template_kwargs`.
     """
 
     max_model_len: int
@@ -96,6 +98,7 @@ class RequestBounds:
     answer_tokens: int
     answer_logprobs: int
     echo_chars: int
+    template_kwargs_chars: int
 
     @staticmethod
     def of(settings: Settings, info: EngineInfo, longest_token_chars: int) -> "RequestBounds":
@@ -127,6 +130,7 @@ class RequestBounds:
             answer_tokens=request_tokens,
             answer_logprobs=_MAX_ANSWER_LOGPROBS,
             echo_chars=_MAX_ECHO_CHARS,
+            template_kwargs_chars=_MAX_TEMPLATE_KWARGS_CHARS,
         )
 
     def check_counts(self, body: Mapping[str, Any]) -> None:

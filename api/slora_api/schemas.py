@@ -9,7 +9,7 @@ This module does not depend on adapters, tokens or the engine.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +33,9 @@ __all__ = [
     "AliasMove",
     "ChatMessage",
     "ChatRequest",
+    "ChatTemplateFields",
     "CompletionRequest",
+    "DetokenizeRequest",
     "GenerationFields",
     "Limit",
     "LoadLoraRequest",
@@ -44,6 +46,7 @@ __all__ = [
     "StreamOptions",
     "TenantChanges",
     "TenantPatch",
+    "TokenizeRequest",
     "UnloadLoraRequest",
     "UploadForm",
     "VersionNumber",
@@ -267,7 +270,7 @@ class GenerationFields(BaseModel):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
-    def _what_needs_a_stream_and_what_forbids_it(self) -> "GenerationFields":
+    def _what_needs_a_stream_and_what_forbids_it(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "invalid_value",
@@ -287,14 +290,17 @@ _Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionRequest(GenerationFields):
-    """POST /v1/completions."""
+    """POST /v1/completions.
+
+    add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
+    """
 
     prompt: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     suffix: Annotated[Any, Unsupported("")] = None
     prompt_embeds: Annotated[Any, Unsupported([])] = None
-    add_special_tokens: Annotated[Any, Unsupported(True)] = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -348,15 +354,48 @@ class ChatMessage(BaseModel):
         return {"role": role, "content": self.content, **named}
 
 
-class ChatRequest(GenerationFields):
+class ChatTemplateFields(BaseModel):
+    """How a conversation becomes a prompt, with vLLM's fields.
+
+    chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": false}`.
+    add_generation_prompt: whether the prompt ends with the beginning of an answer; by default, it does.
+    continue_final_message: the prompt ends with the text of the last message, which the answer continues.
+    add_special_tokens: whether the tokenizer adds its special tokens to those of the template; by default, it does not.
+    """
+
+    model_config = _STRICT
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: Annotated[Any, Unsupported(instead="Upload the template with the adapter.")] = None
+    tools: Annotated[Any, Unsupported([])] = None
+    documents: Annotated[Any, Unsupported([])] = None
+    media_io_kwargs: Annotated[Any, Unsupported({})] = None
+    mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
+
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "invalid_value",
+                "`continue_final_message` and `add_generation_prompt` contradict each other; send only one of them.",
+                {"param": "continue_final_message"},
+            )
+        return self
+
+
+_Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatRequest(GenerationFields, ChatTemplateFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # OpenAI's fields.
-    tools: Annotated[Any, Unsupported([])] = None
     tool_choice: Annotated[Any, Unsupported("none")] = None
     parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
     functions: Annotated[Any, Unsupported([])] = None
@@ -365,24 +404,18 @@ class ChatRequest(GenerationFields):
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
     prediction: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[Any, Unsupported()] = None
+    reasoning_effort: Annotated[
+        Any, Unsupported(instead="Set what the chat template reads in `chat_template_kwargs`.")
+    ] = None
     verbosity: Annotated[Any, Unsupported("medium")] = None
     web_search_options: Annotated[Any, Unsupported()] = None
     # vLLM's fields.
     include_reasoning: Annotated[Any, Unsupported(True)] = None
     echo: Annotated[Any, Unsupported(False)] = None
-    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
-    continue_final_message: Annotated[Any, Unsupported(False)] = None
-    add_special_tokens: Annotated[Any, Unsupported(False)] = None
-    documents: Annotated[Any, Unsupported([])] = None
-    chat_template: Annotated[Any, Unsupported(instead="Upload the template with the adapter.")] = None
-    chat_template_kwargs: Annotated[Any, Unsupported({})] = None
-    media_io_kwargs: Annotated[Any, Unsupported({})] = None
-    mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
     return_prompt_text: Annotated[Any, Unsupported(False)] = None
 
     @model_validator(mode="after")
-    def _fields_that_depend_on_each_other(self) -> "ChatRequest":
+    def _fields_that_depend_on_each_other(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
                 "invalid_value",
@@ -399,6 +432,34 @@ class ChatRequest(GenerationFields):
                 {"param": "max_tokens"},
             )
         return self
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """POST /tokenize, with vLLM's fields and either a prompt or messages.
+
+    return_token_strs: adds the token strings of the vocabulary.
+    """
+
+    model: _Name = "default"
+    prompt: _Text | None = None
+    messages: _Messages | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError(
+                "invalid_value", "Send either `prompt` or `messages`.", {"param": "prompt"}
+            )
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize, with vLLM's fields."""
+
+    model_config = _STRICT
+    model: _Name = "default"
+    tokens: list[int]
 
 
 class TenantChanges(BaseModel):

@@ -103,14 +103,14 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
         )
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Checks that a prompt has tokens, and that the model knows them."""
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
+    """Checks that a prompt has tokens, and that the model knows them. param: the field that holds the prompt."""
     if not token_ids:
-        raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        raise RequestRefused(f"the {param} is empty; it needs at least one token", param)
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestRefused(
-            f"prompt has token id {wrong}; this model's ids are 0 to {vocab_size - 1}", "prompt"
+            f"{param} has token id {wrong}; this model's ids are 0 to {vocab_size - 1}", param
         )
 
 

@@ -7,6 +7,7 @@ objects. It limits neither time nor memory, so a server renders tenants' templat
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,8 +18,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["compile_chat_template"]
+__all__ = ["RESERVED_NAMES", "compile_chat_template", "cut_at_mark", "mark_end", "render_chat"]
 
+# The variables and functions of every template. A request cannot replace them.
+RESERVED_NAMES = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"}
+)
+# Private-use characters, which no text has by accident. Templates may remove the space, as they do with any text.
+_MARK = "\ue0cf\ue0ce\ue0cf "
 # Limit of the compiled templates that are kept, in characters of source. Compiled code needs up to a hundred times the
 # memory of its source.
 _MAX_KEPT_CHARS = 1 << 19
@@ -118,3 +125,34 @@ def compile_chat_template(source: str) -> jinja2.Template:
     Raises jinja2.TemplateSyntaxError for a template that does not parse.
     """
     return _compiled.compile(source)
+
+
+def render_chat(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
+) -> str:
+    """Renders a conversation. May raise any exception, because a template is a program.
+
+    variables: further variables of the template. `add_generation_prompt` is true by default.
+    """
+    names = {"add_generation_prompt": True, "tools": None, "documents": None, **special_tokens, **variables}
+    return compile_chat_template(source).render(names | {"messages": messages})
+
+
+def mark_end(messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Returns the messages with a mark at the end of the last one, for `cut_at_mark`."""
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+
+
+def cut_at_mark(rendered: str) -> str | None:
+    """Cuts a rendered conversation where the text of its last message ends, as transformers does. None: the template
+    has left the end of this text out.
+    """
+    text, mark, rest = rendered.rpartition(_MARK.rstrip())
+    if not mark:
+        return None
+    # A template that removes white space at the end of a message would have removed it before the mark, too.
+    return text if rest.startswith(" ") else text.rstrip()

@@ -14,7 +14,7 @@ import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora.errors import ConfigError, RequestRefused
-from slora.text.chat_template import compile_chat_template
+from slora.text.chat_template import render_chat
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
 
@@ -96,24 +96,24 @@ class Tokenizer:
         """The number of tokens of the text alone. Does not copy the ids, which would hold the GIL."""
         return len(self._fast.encode_batch_fast([text], add_special_tokens=False)[0])
 
-    def encode_chat(self, rendered: str) -> list[int]:
-        """Encodes a rendered chat, which already contains its special tokens.
+    def encode_chat(self, rendered: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encodes a rendered chat, which usually contains its special tokens already.
 
         Raises RequestRefused if the chat has no tokens.
         """
-        ids = self.encode(rendered, add_special_tokens=False)
+        ids = self.encode(rendered, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestRefused("The chat template renders these messages as an empty prompt.", "messages")
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes to text without special tokens. An incomplete character becomes U+FFFD."""
-        text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decodes to text, by default without special tokens. An incomplete character becomes U+FFFD."""
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def decode_long(self, token_ids: Sequence[int]) -> str:
+    def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Like `decode`, but releases the GIL, which `decode` holds for 29 ms for 210,000 ids. Call it on a thread."""
-        text: str = self._fast.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
+        text: str = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def start_decoding(self) -> IncrementalDecoder:
@@ -143,6 +143,10 @@ class Tokenizer:
         text: str = self._fast.decode([token_id], skip_special_tokens=False)
         return text
 
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary has it, such as `Ġthe`. Empty for an id that the tokenizer does not know."""
+        return self._fast.id_to_token(token_id) or ""
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -162,12 +166,8 @@ class Tokenizer:
                 "this model has no chat template; send a text prompt to /v1/completions", "messages"
             )
         try:
-            rendered = compile_chat_template(source).render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+            rendered = render_chat(
+                source, list(messages), self._special_tokens, {"add_generation_prompt": add_generation_prompt}
             )
         except _TEMPLATE_FAILURES as error:
             raise RequestRefused(f"the chat template refuses these messages: {error}", "messages") from error

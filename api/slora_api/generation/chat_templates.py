@@ -1,7 +1,8 @@
 """Renders conversations to text with the chat template of an adapter or of the base model.
 
 The base model's template renders short conversations in this process: the operator trusts it, and the round trip to
-another process would take longer. All other rendering happens in processes that tenants share in fair order:
+another process would take longer. All other rendering, such as that with variables of a client, happens in processes
+that tenants share in fair order:
 
 - One request may use `RENDER_CPU_S` of CPU time. A generous limit of wall-clock time ends a stalled process.
 - Each tenant has a budget of CPU time. A tenant that has used it up is answered 429. The budget is kept per tenant, not
@@ -14,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from slora.errors import RequestRefused
 from slora.text.tokenizer import Tokenizer
@@ -80,16 +82,29 @@ class ChatTemplates:
         self._num_failed_starts = 0
         self._next_start_at = 0.0
 
-    async def render(self, tenant: str, messages: Messages, own_template: str | None) -> str:
-        """Returns the text of the prompt. own_template: the adapter's chat template; None selects the base model's.
+    async def render(
+        self,
+        tenant: str,
+        messages: Messages,
+        own_template: str | None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the text of the prompt.
+
+        own_template: the adapter's chat template; None selects the base model's.
+        variables: further variables of the template, from the client.
 
         Raises RequestRefused if the template refuses the messages, TenantBusy, and ServerBusy if no process can be
         started.
         """
         template = self._tokenizer.chat_template if own_template is None else own_template
-        if template is None or (own_template is None and _is_short(messages)):
-            return self._tokenizer.apply_chat_template(messages)
-        answer = await self._ask(tenant, pack_request(template, messages))
+        is_trusted = own_template is None and not variables
+        if template is None or (is_trusted and _is_short(messages)):
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+        every = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        answer = await self._ask(tenant, pack_request(template, messages, every))
         if answer.text is None:
             owner = "model" if own_template is None else "adapter"
             raise RequestRefused(

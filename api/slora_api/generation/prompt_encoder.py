@@ -7,6 +7,7 @@ context or the request is cancelled. Only a text that may fit is tokenized as a 
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from slora.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
@@ -70,12 +71,13 @@ class PromptEncoder:
                 encoded += await asyncio.to_thread(_encode_all, encode, group)
             return encoded
 
-    async def decode(self, tenant: str, token_ids: Sequence[int]) -> str:
-        """Returns the text of a prompt that the client sent as token ids. Raises TenantBusy."""
+    async def decode(self, tenant: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids that the client sent. Raises TenantBusy."""
         if len(token_ids) <= _INLINE_TOKENS:
-            return self.tokenizer.decode(token_ids)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        decode = partial(self.tokenizer.decode_long, skip_special_tokens=skip_special_tokens)
         async with self._slots.hold(tenant):
-            return await asyncio.to_thread(self.tokenizer.decode_long, token_ids)
+            return await asyncio.to_thread(decode, token_ids)
 
     async def _check_fits(self, text: str, max_model_len: int, param: str) -> None:
         num_tokens = 0

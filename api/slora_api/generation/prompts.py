@@ -5,7 +5,7 @@ first: counts and sampling values, then characters, then tokens.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slora.engine.info import EngineInfo
@@ -19,13 +19,9 @@ from slora.engine.request_check import (
 from slora.sampling_params import SamplingParams
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.generation.answer_size import AnswerSize
-from slora_api.generation.chat_templates import ChatTemplates
-from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.request_limiter import RequestLimiter
-from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
-from slora_api.quotas.quota_meter import RequestMeter
-from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 
 __all__ = ["Prompt", "PromptMaker"]
@@ -114,13 +110,9 @@ class PromptMaker:
     """Makes the prompts of one request."""
 
     terms: ServiceTerms
-    meter: RequestMeter
-    model: ServedModel
-    encoder: PromptEncoder
-    templates: ChatTemplates
+    tokenizer: PromptTokenizer
     limiter: RequestLimiter
     info: EngineInfo
-    bounds: RequestBounds
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
         """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what meter and limiter
@@ -129,17 +121,15 @@ class PromptMaker:
         given = body.prompts
         draft = self._draft(body, body.logprobs, len(given))
         for item in given:
-            if isinstance(item, str):
-                self.bounds.check_chars(len(item), "prompt")
-            else:
+            if isinstance(item, list):
                 find_answer_room(len(item), self.info.max_model_len)
         if body.echo:
-            self.bounds.check_echo(
+            self.tokenizer.bounds.check_echo(
                 draft.num_choices * sum(len(item) for item in given if isinstance(item, str))
             )
-        token_ids = await self._token_ids(given)
+        token_ids = await self._token_ids(given, body.add_special_tokens)
         num_tokens = sum(map(len, token_ids))
-        self.bounds.check_prompt_tokens(num_tokens)
+        self.tokenizer.bounds.check_prompt_tokens(num_tokens)
         size = AnswerSize(
             draft.num_choices,
             body.logprobs,
@@ -147,7 +137,7 @@ class PromptMaker:
             echoes=bool(body.echo),
             lists_prompts=bool(body.return_token_ids),
         )
-        default = self.model.defaults.max_tokens or _COMPLETION_TOKENS
+        default = self.tokenizer.model.defaults.max_tokens or _COMPLETION_TOKENS
         default = min(default, self._answer_room(size, draft, len(given), num_tokens))
         prompts = []
         for position, (item, ids) in enumerate(zip(given, token_ids, strict=True)):
@@ -155,19 +145,14 @@ class PromptMaker:
                 await asyncio.sleep(0)
             prompts.append(await self._completion_prompt(body, item, ids, default))
         wanted = sum(prompt.sampling.max_tokens or 0 for prompt in prompts)
-        size.check(self.bounds, num_tokens, wanted)
+        size.check(self.tokenizer.bounds, num_tokens, wanted)
         return prompts
 
     async def chat_prompt(self, body: ChatRequest) -> Prompt:
         """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
-        num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
-        self.bounds.check_chars(num_chars, "messages")
-        messages = [message.for_template() for message in body.messages]
-        text = await self.templates.render(self.terms.tenant, messages, self.model.chat_template)
-        self.bounds.check_chars(len(text), "messages")
-        (token_ids,) = await self._encode([text], self.encoder.tokenizer.encode_chat, "messages")
+        token_ids = await self.tokenizer.encode_chat(body.messages, body)
         room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
         wanted, param = body.max_tokens, "max_tokens"
         if body.max_completion_tokens is not None:
@@ -176,12 +161,12 @@ class PromptMaker:
             draft.num_choices, logprobs, body.prompt_logprobs, echoes=False, param="top_logprobs"
         )
         default = self._answer_room(size, draft, 1, len(token_ids))
-        if self.model.defaults.max_tokens is not None:
-            default = min(default, self.model.defaults.max_tokens)
+        if self.tokenizer.model.defaults.max_tokens is not None:
+            default = min(default, self.tokenizer.model.defaults.max_tokens)
         if wanted is not None:
             check_max_tokens(wanted, len(token_ids), self.info.max_model_len, param)
         max_tokens = min(default, room) if wanted is None else wanted
-        size.check(self.bounds, len(token_ids), max_tokens)
+        size.check(self.tokenizer.bounds, len(token_ids), max_tokens)
         return Prompt(token_ids, self._sampling(body, max_tokens, logprobs, body.prompt_logprobs))
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
@@ -198,29 +183,24 @@ class PromptMaker:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        return _sampling(body, self.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs)
+        return _sampling(
+            body, self.tokenizer.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs
+        )
 
     def _answer_room(self, size: AnswerSize, draft: SamplingParams, num_prompts: int, num_tokens: int) -> int:
         """Returns the most tokens of an answer without max_tokens. num_tokens: tokens of all prompts."""
-        room = size.answer_room(self.bounds, num_prompts, num_tokens)
-        quota = self.meter.default_answer_tokens(num_tokens, num_prompts * draft.width)
+        room = size.answer_room(self.tokenizer.bounds, num_prompts, num_tokens)
+        quota = self.tokenizer.meter.default_answer_tokens(num_tokens, num_prompts * draft.width)
         return room if quota is None else min(room, quota)
 
-    async def _encode(
-        self, texts: Sequence[str], encode: Callable[[str], list[int]], param: str
+    async def _token_ids(
+        self, given: Sequence[str | list[int]], add_special_tokens: bool | None
     ) -> list[list[int]]:
-        if self.encoder.is_long(texts):
-            await self.meter.count_long_prompt(self.encoder.count_least_tokens(texts))
-        return await self.encoder.encode(
-            self.terms.tenant, texts, encode, max_model_len=self.info.max_model_len, param=param
-        )
-
-    async def _token_ids(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns checked token ids of each prompt. A request has either texts or token ids."""
         texts = [item for item in given if isinstance(item, str)]
-        ids = [item for item in given if isinstance(item, list)] or await self._encode(
-            texts, self.encoder.tokenizer.encode, "prompt"
-        )
+        ids = [item for item in given if isinstance(item, list)]
+        if texts:
+            ids = await self.tokenizer.encode_texts(texts, add_special_tokens=add_special_tokens)
         num_checked = 0
         for token_ids in ids:
             check_token_ids(token_ids, self.info.vocab_size)
@@ -241,7 +221,11 @@ class PromptMaker:
         if not body.echo:
             sampling = self._sampling(body, max_tokens, body.logprobs, body.prompt_logprobs)
             return Prompt(token_ids, sampling)
-        text = given if isinstance(given, str) else await self.encoder.decode(self.terms.tenant, token_ids)
+        text = (
+            given
+            if isinstance(given, str)
+            else await self.tokenizer.encoder.decode(self.terms.tenant, token_ids)
+        )
         is_alone = body.max_tokens == 0
         asked = [count for count in (body.logprobs, body.prompt_logprobs) if count is not None]
         # The engine scores a prompt only if it computes a token after it.

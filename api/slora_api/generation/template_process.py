@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import jinja2
 import msgpack
 
-from slora.text.chat_template import compile_chat_template
+from slora.text.chat_template import compile_chat_template, render_chat
 
 __all__ = ["MAX_RENDERED_BYTES", "RenderedText", "RendererSettings", "main", "pack_request", "read_length"]
 
@@ -78,9 +78,12 @@ class RenderedText:
         return RenderedText(**msgpack.unpackb(content))
 
 
-def pack_request(template: str, messages: Any = None) -> bytes:
-    """Encodes a request. Without `messages`, the process only checks that the template can be compiled."""
-    return _frame({"template": template, "messages": messages})
+def pack_request(template: str, messages: Any = None, variables: Mapping[str, Any] | None = None) -> bytes:
+    """Encodes a request. Without `messages`, the process only checks that the template can be compiled.
+
+    variables: of the template. They travel as JSON, because msgpack has no integers of more than 64 bits.
+    """
+    return _frame({"template": template, "messages": messages, "variables": json.dumps(variables or {})})
 
 
 def read_length(header: bytes) -> int:
@@ -97,16 +100,11 @@ def _frame(value: object) -> bytes:
 def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Returns the text, or None and the reason why there is no text."""
     try:
-        template = compile_chat_template(request["template"])
         if request["messages"] is None:
+            compile_chat_template(request["template"])
             return "", None
-        text = template.render(
-            messages=request["messages"],
-            add_generation_prompt=True,
-            tools=None,
-            documents=None,
-            **special_tokens,
-        )
+        variables = json.loads(request["variables"])
+        text = render_chat(request["template"], request["messages"], special_tokens, variables)
         num_bytes = len(text.encode())
     except jinja2.TemplateSyntaxError as error:
         return None, f"line {error.lineno}: {error.message}"

@@ -12,8 +12,8 @@ the client reads it. Therefore, after an early answer (401, 413, 422, ...), the 
 a moment before the connection is closed. nginx does the same with `lingering_close`.
 
 The memory of a body is held until its request ends. This module knows the routes whose bodies may be large: uploads,
-which go to disk, and generation. All other routes accept small JSON objects, which FastAPI parses in one go on the
-event loop.
+which go to disk, generation and tokenizing. All other routes accept small JSON objects, which FastAPI parses in one go
+on the event loop.
 """
 
 import asyncio
@@ -54,7 +54,9 @@ class BodyLimits:
     min_bytes_per_s: float
     grace_s: float = _GRACE_S
     upload_path: str = "/v1/adapters"
-    generation_paths: frozenset[str] = frozenset({"/v1/completions", "/v1/chat/completions"})
+    generation_paths: frozenset[str] = frozenset(
+        {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+    )
 
     def too_large(self, scope: Scope) -> BodyTooLarge:
         """Returns the error for a body that exceeds the limit of this request's path."""
@@ -62,7 +64,7 @@ class BodyLimits:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
         if scope["path"] not in self.generation_paths and self.max_body_bytes > MAX_SMALL_BODY_BYTES:
             return BodyTooLarge(
-                MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads and generation"
+                MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads, generation and tokenizing"
             )
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 

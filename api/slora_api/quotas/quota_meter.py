@@ -202,11 +202,14 @@ class RequestMeter:
         least = min(limits)
         return max(1, min(least // _DEFAULT_PART, least - prompt_tokens) // num_answers)
 
-    async def count_long_prompt(self, least_tokens: int) -> None:
-        """Charges the request before its prompt is tokenized. least_tokens: the fewest tokens that it can need.
+    async def count_request(self, least_tokens: int = 0) -> None:
+        """Charges the request before its prompt is tokenized, and only once. least_tokens: the fewest tokens that it
+        can need.
 
         Raises as `hold` does.
         """
+        if self._is_counted:
+            return
         reservation = await self.reserve(Charge(least_tokens, 0), "prompt")
         self.settle(reservation, 0, counts=True)
         self._is_counted = True

@@ -1,7 +1,7 @@
 """/v1/completions and /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, cast
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -32,7 +32,7 @@ from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import errors, event_stream, json_body
-from slora_api.routes.services import Services, Wired
+from slora_api.routes.services import Metered, Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import InferenceKey
 from slora_api.tenants.key_record import KeyRecord
@@ -85,16 +85,8 @@ def _prompt_maker(
     terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> PromptMaker:
     generator = services.generator
-    return PromptMaker(
-        terms,
-        meter,
-        model,
-        services.encoder,
-        services.templates,
-        generator.limiter,
-        generator.engine_info(),
-        services.bounds(),
-    )
+    tokenizer = services.prompt_tokenizer(terms.tenant, meter, model)
+    return PromptMaker(terms, tokenizer, generator.limiter, generator.engine_info())
 
 
 def _logprobs_format(tokenizer: Tokenizer, body: GenerationFields, num_top: int | None) -> LogprobsFormat:
@@ -103,21 +95,12 @@ def _logprobs_format(tokenizer: Tokenizer, body: GenerationFields, num_top: int 
     )
 
 
-async def _open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
-    """Opens the meter before the body is read, so that every answer has its headers."""
-    request.state.meter = await services.quotas.open(key.tenant, key.key_id)
-    return cast(RequestMeter, request.state.meter)
-
-
-_Meter = Annotated[RequestMeter, Depends(_open_meter)]
-
-
-async def _completion_body(request: Request, _meter: _Meter, services: Wired) -> CompletionRequest:
+async def _completion_body(request: Request, _meter: Metered, services: Wired) -> CompletionRequest:
     bounds = services.bounds()
     return await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
 
 
-async def _chat_body(request: Request, _meter: _Meter, services: Wired) -> ChatRequest:
+async def _chat_body(request: Request, _meter: Metered, services: Wired) -> ChatRequest:
     bounds = services.bounds()
     return await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
 
@@ -133,7 +116,7 @@ _ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
     openapi_extra=json_body(CompletionRequest),
 )
 async def complete(
-    request: Request, body: _CompletionBody, key: InferenceKey, meter: _Meter, services: Wired
+    request: Request, body: _CompletionBody, key: InferenceKey, meter: Metered, services: Wired
 ) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, meter, services, model)
@@ -178,7 +161,7 @@ async def _complete(
     openapi_extra=json_body(ChatRequest),
 )
 async def chat(
-    request: Request, body: _ChatBody, key: InferenceKey, meter: _Meter, services: Wired
+    request: Request, body: _ChatBody, key: InferenceKey, meter: Metered, services: Wired
 ) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, meter, services, model)

@@ -1,5 +1,5 @@
 """The objects that routes use. The composition root creates them once, and routes receive them as the parameter
-`Wired`.
+`Wired`. A route that counts towards the quotas of its tenant receives the meter of its request as `Metered`.
 """
 
 from dataclasses import dataclass, field
@@ -22,10 +22,13 @@ from slora_api.fair_slots import FairSlots
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
-from slora_api.quotas.quota_meter import QuotaMeter
+from slora_api.generation.prompt_tokenizer import PromptTokenizer
+from slora_api.generation.served_model import ServedModel
+from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
+from slora_api.tenants.authentication import InferenceKey
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.running_requests import RunningRequests
@@ -33,7 +36,7 @@ from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_report import UsageReport
 from slora_api.tenants.usage_shipper import UsageShipper
 
-__all__ = ["Services", "Wired"]
+__all__ = ["Metered", "Services", "Wired"]
 
 # Long answers written concurrently. Each adds up to 1 ms to an iteration of the event loop.
 _WRITING_SLOTS = 3
@@ -84,6 +87,10 @@ class Services:
         longest = self.encoder.tokenizer.longest_token_chars
         return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
 
+    def prompt_tokenizer(self, tenant: str, meter: RequestMeter, model: ServedModel) -> PromptTokenizer:
+        """Returns the tokenizer of one request. Raises Starting while there is no engine."""
+        return PromptTokenizer(tenant, meter, model, self.encoder, self.templates, self.bounds())
+
 
 def _services(request: Request) -> Services:
     services: Services = request.app.state.services
@@ -91,3 +98,13 @@ def _services(request: Request) -> Services:
 
 
 Wired = Annotated[Services, Depends(_services)]
+
+
+async def _open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
+    """Opens the meter before the body is read, so that every answer has its headers."""
+    meter = await services.quotas.open(key.tenant, key.key_id)
+    request.state.meter = meter
+    return meter
+
+
+Metered = Annotated[RequestMeter, Depends(_open_meter)]

@@ -28,6 +28,7 @@ from slora_api.routes import (
     models,
     openapi,
     quotas,
+    tokens,
     usage,
     vllm_adapters,
 )
@@ -40,7 +41,7 @@ __all__ = ["ROUTES", "make_app", "make_router"]
 logger = logging.getLogger(__name__)
 
 _MODULES = (
-    *(completions, models, limits, adapters, vllm_adapters, usage, quotas, admin, keys, audit),
+    *(completions, tokens, models, limits, adapters, vllm_adapters, usage, quotas, admin, keys, audit),
     *(health, openapi),
 )
 ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))

@@ -13,6 +13,7 @@ from slora_api.schemas import (
     AliasMove,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     LoadLoraRequest,
     NewKeyRequest,
     NewOperatorKeyRequest,
@@ -21,6 +22,7 @@ from slora_api.schemas import (
     QuotaChanges,
     RotateKeyRequest,
     TenantChanges,
+    TokenizeRequest,
     UnloadLoraRequest,
 )
 from slora_api.server.app import ROUTES
@@ -35,6 +37,8 @@ _GENERATION = {"model": "default", "max_tokens": 3}
 ACCEPTED: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_GENERATION, "prompt": "a"},
     "/v1/chat/completions": {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1, 2]},
     "/v1/adapters/{name}/aliases/{alias}": {"versions": {"1": 100}},
     "/admin/tenants": {"name": "fuzzed"},
     "/admin/tenants/{tenant}": {"weight": 2.0},
@@ -50,6 +54,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
     "/v1/adapters/{name}/aliases/{alias}": AliasMove,
     "/admin/tenants": NewTenantRequest,
     "/admin/tenants/{tenant}": TenantChanges,
@@ -95,6 +101,12 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "request_id": ["mine"],
     "return_token_ids": [True],
     "return_tokens_as_token_ids": [True],
+    "return_token_strs": [True],
+    "tokens": [[], [1, 2, 3], list(range(90))],
+    "add_generation_prompt": [True, False],
+    "continue_final_message": [True],
+    "add_special_tokens": [True, False],
+    "chat_template_kwargs": [{"enable_thinking": False}, {"messages": []}, {"deep": [[{"a": 10**40}]]}],
     "priority": [-5, 5],
     "deadline_ms": [1, 60_000],
     "logprobs": [0, 5, True],

@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
-from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
+from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of, fast_byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -36,6 +38,21 @@ def platform(shared: Platform) -> Platform:
 @pytest.fixture(scope="module")
 def key(shared: Platform) -> str:
     return shared.key("acme")
+
+
+# A template with what published ones have: the generation prompt and a variable of the client.
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}{{ style }}"
+)
+
+
+@pytest.fixture(scope="module")
+def styled(shared: Platform, key: str) -> str:
+    """An adapter with this template."""
+    members = make_members(chat_template_dot_jinja=TEMPLATE)
+    assert shared.upload(key, "styled", members).status_code == 201
+    return "styled"
 
 
 def stream(platform: Platform, key: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,3 +138,98 @@ def test_the_version_is_that_of_the_package(platform: Platform) -> None:
 def test_the_load_is_the_number_of_answers_in_progress(platform: Platform) -> None:
     with platform.services.generator.limiter.admit_generation("acme", 3), platform.client(ADMIN_KEY) as admin:
         assert admin.get("/load").json() == {"server_load": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, b"<u>hello</s><a>He</s><a>"),
+        ({"add_generation_prompt": False}, b"<u>hello</s><a>He</s>"),
+        ({"continue_final_message": True}, b"<u>hello</s><a>He"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, b"<u>hello</s><a>He"),
+        ({"chat_template_kwargs": {"style": 10**30}}, b"<u>hello</s><a>He</s><a>" + b"1" + b"0" * 30),
+    ],
+)
+def test_a_conversation_is_rendered_as_the_request_asks(
+    platform: Platform, key: str, styled: str, fields: dict[str, Any], prompt: bytes
+) -> None:
+    messages = [*MESSAGES["messages"], {"role": "assistant", "content": "He"}]
+    body = {"model": styled, "messages": messages, **fields}
+    assert bytes(post(platform, key, "/tokenize", body).json()["tokens"]) == prompt
+    post(platform, key, CHAT, body | {"max_tokens": 1}).raise_for_status()
+    assert bytes(platform.engine.requests[-1].prompt_token_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "sets `messages`"),
+        ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "sets `eos_token`"),
+        ({"chat_template_kwargs": {"style": "x" * 20_000}}, "chat_template_kwargs", "at most 16384"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "dictionary"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "contradict each other",
+        ),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "Upload the template with the adapter"),
+    ],
+)
+def test_fields_of_a_chat_template_that_cannot_be_used_are_refused_by_name(
+    platform: Platform, key: str, fields: dict[str, Any], param: str, said: str
+) -> None:
+    for path in (CHAT, "/tokenize"):
+        answer = post(platform, key, path, MESSAGES | fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param) and said in error["message"]
+
+
+def test_a_text_is_tokenized_and_its_tokens_are_decoded_again(platform: Platform, key: str) -> None:
+    answer = post(platform, key, "/tokenize", {"prompt": "a b", "return_token_strs": True}).json()
+    assert answer == {"count": 3, "max_model_len": 64, "tokens": [97, 32, 98], "token_strs": ["a", "Ġ", "b"]}
+    assert post(platform, key, "/tokenize", {"prompt": "", "model": "base"}).json()["token_strs"] is None
+    tokens = {"tokens": [*answer["tokens"], EOS]}
+    assert post(platform, key, "/detokenize", tokens).json() == {"prompt": "a b<eos>"}
+    assert post(platform, key, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", **MESSAGES}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a" * 1000}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "nobodys"}, 404, None),
+        ("/detokenize", {"tokens": [257]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "nobodys"}, 404, None),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused_by_name(
+    platform: Platform, key: str, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    answer = post(platform, key, path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_tokenizing_counts_as_a_request_of_the_tenant(platform: Platform) -> None:
+    key = platform.key("limited")
+    platform.services.quota_store.change_tenant_quota("limited", {"requests_per_minute": 2})
+    assert post(platform, key, "/tokenize", {"prompt": "a"}).headers["x-ratelimit-remaining-requests"] == "1"
+    assert post(platform, key, "/detokenize", {"tokens": [97]}).status_code == 200
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]}), (CHAT, MESSAGES)):
+        assert post(platform, key, path, body).status_code == 429
+
+
+def test_special_tokens_of_the_tokenizer_are_added_as_the_request_asks(
+    platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = fast_byte_tokenizer()
+    fast.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
+    monkeypatch.setattr(platform.services.encoder.tokenizer, "_fast", fast)
+    for path, body, is_default in ((COMPLETIONS, PROMPT, True), (CHAT, MESSAGES, False)):
+        for sent in (None, True, False):
+            post(platform, key, path, body | {"add_special_tokens": sent}).raise_for_status()
+            (first, *_) = platform.engine.requests[-1].prompt_token_ids
+            assert (first == EOS) == (is_default if sent is None else sent)

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from slora.errors import ConfigError, RequestRefused
+from slora.text.chat_template import cut_at_mark, mark_end
 from slora.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import (
     CHAT_TEMPLATE,
@@ -66,6 +67,28 @@ def test_a_chat_is_rendered_as_transformers_renders_it(pair: Pair, add_generatio
     assert rendered == theirs.apply_chat_template(CHAT, tokenize=False, **options)
     tokens = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
     assert ours.encode(rendered, add_special_tokens=False) == tokens
+
+
+KEEPS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+TRIMS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["The answer is", "ends with spaces  ", "", "  ", "a</s>b\n"])
+@pytest.mark.parametrize("template", [KEEPS, TRIMS])
+def test_a_conversation_ends_inside_its_last_message_as_in_transformers(
+    pair: Pair, template: str, content: str
+) -> None:
+    ours, theirs = pair
+    messages = [*CHAT, {"role": "assistant", "content": content}]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=template, tokenize=False, continue_final_message=True
+    )
+    assert cut_at_mark(ours.apply_chat_template(mark_end(messages), template)) == expected
+    assert messages[-1]["content"] == content
+
+
+def test_a_template_that_leaves_out_the_last_message_cannot_be_continued(pair: Pair) -> None:
+    assert cut_at_mark(pair[0].apply_chat_template(mark_end(CHAT), "{{ messages[0].content }}")) is None
 
 
 def test_the_vocabulary_counts_added_tokens(pair: Pair) -> None:

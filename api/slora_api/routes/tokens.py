@@ -1,0 +1,101 @@
+"""/tokenize and /detokenize, with vLLM's bodies and answers."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from typing_extensions import TypedDict
+
+from slora.engine.request_check import check_token_ids
+from slora_adapters.errors import AdapterCorrupt
+from slora_api.errors import ModelNotFound, Starting
+from slora_api.generation.json_slices import LongList, write_json
+from slora_api.generation.parted_response import PartedResponse
+from slora_api.generation.prompt_tokenizer import PromptTokenizer
+from slora_api.generation.sse import unless_disconnected
+from slora_api.request_bounds import JsonBounds
+from slora_api.routes.json_body import read_json
+from slora_api.routes.openapi import errors, json_body
+from slora_api.routes.services import Metered, Wired
+from slora_api.schemas import DetokenizeRequest, TokenizeRequest
+from slora_api.tenants.authentication import InferenceKey
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["tokens"])
+
+_ERRORS = errors(ModelNotFound, AdapterCorrupt, Starting)
+
+
+class TokenizedText(TypedDict):
+    """count: the number of tokens. token_strs: null unless requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(TypedDict):
+    prompt: str
+
+
+async def _tokenize_body(request: Request, _meter: Metered, services: Wired) -> TokenizeRequest:
+    bounds = services.bounds()
+    return await read_json(request, TokenizeRequest, bounds, JsonBounds(bounds.chat_values))
+
+
+async def _detokenize_body(request: Request, _meter: Metered, services: Wired) -> DetokenizeRequest:
+    bounds = services.bounds()
+    return await read_json(request, DetokenizeRequest, bounds, JsonBounds(bounds.completion_values))
+
+
+@router.post(
+    "/tokenize", response_model=TokenizedText, responses=_ERRORS, openapi_extra=json_body(TokenizeRequest)
+)
+async def tokenize(
+    request: Request,
+    body: Annotated[TokenizeRequest, Depends(_tokenize_body)],
+    key: InferenceKey,
+    meter: Metered,
+    services: Wired,
+) -> Response:
+    """Tokenizes a prompt or a conversation as the completion routes do. It counts as a request of the tenant."""
+    await meter.count_request()
+    model = await services.catalog.find_model(key, body.model, None)
+    tokenizer = services.prompt_tokenizer(key.tenant, meter, model)
+    token_ids = await unless_disconnected(request.receive, _encode(tokenizer, body))
+    token_string = services.encoder.tokenizer.token_string
+    answer = {
+        "count": len(token_ids),
+        "max_model_len": services.generator.engine_info().max_model_len,
+        "tokens": LongList(lambda: token_ids),
+        "token_strs": LongList(lambda: map(token_string, token_ids)) if body.return_token_strs else None,
+    }
+    writing = write_json(answer, key.tenant, services.writing)
+    return PartedResponse(await unless_disconnected(request.receive, writing), model.headers)
+
+
+async def _encode(tokenizer: PromptTokenizer, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return await tokenizer.encode_chat(body.messages, body)
+    (token_ids,) = await tokenizer.encode_texts(
+        [body.prompt or ""], add_special_tokens=body.add_special_tokens
+    )
+    return token_ids
+
+
+@router.post("/detokenize", responses=_ERRORS, openapi_extra=json_body(DetokenizeRequest))
+async def detokenize(
+    request: Request,
+    body: Annotated[DetokenizeRequest, Depends(_detokenize_body)],
+    key: InferenceKey,
+    meter: Metered,
+    services: Wired,
+) -> DetokenizedText:
+    """Returns the text of token ids, special tokens included. It counts as a request of the tenant."""
+    await meter.count_request()
+    await services.catalog.find_model(key, body.model, None)
+    if body.tokens:
+        check_token_ids(body.tokens, services.generator.engine_info().vocab_size, "tokens")
+    decoding = services.encoder.decode(key.tenant, body.tokens, skip_special_tokens=False)
+    return {"prompt": await unless_disconnected(request.receive, decoding)}
