@@ -1,0 +1,206 @@
+"""Divides the text of one answer into reasoning, content and tool calls, as the text arrives."""
+
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from slora_api.chat.call_format import CallBlock, CallFormat
+from slora_api.chat.json_calls import Steps, ToolNames
+from slora_api.chat.piece import Piece, PieceKind
+from slora_api.chat.text_reader import NoMatch, TextReader, Waiting
+
+__all__ = ["THINK_END", "THINK_START", "AnswerReader", "AnswerSyntax"]
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+_NEWLINES = re.compile(r"\n*")
+# What a model may write between its last call and the closer, such as one bracket too many.
+_BEFORE_CLOSER = re.compile(r"[\s\]}]*")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """How the answers to one request are written.
+
+    thinks: whether an answer may begin with reasoning.
+    prompt_thinks: whether the prompt ends within the reasoning, so that the answer begins with it.
+    calls: the format of tool calls; None if an answer has none.
+    tool_names: the tools of the request.
+    max_calls: the calls that count; None: all.
+    """
+
+    thinks: bool = False
+    prompt_thinks: bool = False
+    calls: CallFormat | None = None
+    tool_names: frozenset[str] = frozenset()
+    max_calls: int | None = None
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The special tokens that the text of an answer must contain."""
+        thinking = frozenset({THINK_START, THINK_END}) if self.thinks else frozenset()
+        return thinking if self.calls is None else thinking | self.calls.markers
+
+
+class AnswerReader:
+    """Reads one answer.
+
+    The joined pieces do not depend on how the text is divided. Text that only looks like a call is content. White space
+    between content and a call is left out, and so are line breaks around the reasoning.
+    """
+
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self.num_calls = 0
+        self._syntax = syntax
+        self._reader = TextReader()
+        self._steps = self._read_answer()
+        # White space that may stand before a call.
+        self._space = ""
+        self._follows_call = False
+
+    def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
+        """Adds text, and returns the pieces that are certain. Neighbours of one kind are joined."""
+        self._reader.add(text)
+        self._reader.is_over = is_last
+        pieces: list[Piece] = []
+        for piece in self._steps:
+            if piece is None:
+                break
+            if not piece.text or self._is_surplus(piece):
+                continue
+            if pieces and pieces[-1].kind is piece.kind and piece.kind is not PieceKind.CALL:
+                pieces[-1] = Piece(piece.kind, pieces[-1].text + piece.text)
+            else:
+                pieces.append(piece)
+        return pieces
+
+    def _is_surplus(self, piece: Piece) -> bool:
+        """Counts the calls. Returns whether the piece belongs to a call beyond the last that counts."""
+        if piece.kind is PieceKind.CALL:
+            self.num_calls += 1
+        is_call = piece.kind in (PieceKind.CALL, PieceKind.ARGUMENTS)
+        most = self._syntax.max_calls
+        return is_call and most is not None and self.num_calls > most
+
+    def _read_answer(self) -> Steps:
+        if self._syntax.thinks:
+            yield from self._read_reasoning()
+        if self._syntax.calls is not None:
+            yield from self._read_calls(self._syntax.calls)
+        else:
+            yield from self._read_rest()
+
+    def _read_rest(self) -> Steps:
+        while True:
+            yield from self._emit(len(self._reader.text), PieceKind.CONTENT)
+            if not (yield from self._reader.more()):
+                return
+
+    def _read_reasoning(self) -> Steps:
+        reader = self._reader
+        space = yield from reader.skip_space()
+        if not (yield from reader.take(THINK_START)) and not self._syntax.prompt_thinks:
+            yield Piece(PieceKind.CONTENT, space)
+            return
+        yield from reader.match(_NEWLINES)
+        while (found := reader.text.find(THINK_END, reader.at)) < 0:
+            held = _partial_end(reader.text, (THINK_END,), reader.at)
+            while held > reader.at and reader.text[held - 1] == "\n":
+                held -= 1
+            yield from self._emit(held, PieceKind.REASONING)
+            if not (yield from reader.more()):
+                yield Piece(PieceKind.REASONING, reader.text[reader.at :].rstrip("\n"))
+                reader.advance(len(reader.text))
+                return
+        yield Piece(PieceKind.REASONING, reader.text[reader.at : found].rstrip("\n"))
+        reader.advance(found + len(THINK_END))
+        yield from reader.match(_NEWLINES)
+
+    def _read_calls(self, calls: CallFormat) -> Steps:
+        reader = self._reader
+        if calls.bare is not None:
+            reader.hold()
+            self._space = yield from reader.skip_space()
+            try:
+                yield from self._mark_calls(calls.bare(reader, self._names(only_known=True)))
+            except NoMatch:
+                reader.rewind()
+                self._space = ""
+        blocks = {block.opener: block for block in calls.blocks}
+        openers = re.compile("|".join(map(re.escape, blocks)))
+        while True:
+            found = openers.search(reader.text, reader.at)
+            if found is not None:
+                yield from self._read_content(found.start())
+                yield from self._read_block(blocks[found[0]])
+                continue
+            yield from self._read_content(_partial_end(reader.text, tuple(blocks), reader.at))
+            if not (yield from reader.more()):
+                yield from self._read_content(len(reader.text))
+                if not self._follows_call:
+                    yield Piece(PieceKind.CONTENT, self._space)
+                return
+
+    def _read_block(self, block: CallBlock) -> Steps:
+        reader = self._reader
+        reader.hold()
+        reader.advance(reader.at + len(block.opener))
+        try:
+            yield from self._mark_calls(block.read(reader, self._names(only_known=block.only_known)))
+        except NoMatch:
+            reader.rewind()
+            yield from self._read_content(reader.at + len(block.opener))
+            return
+        if block.closer:
+            yield from self._read_closer(block.closer)
+
+    def _read_closer(self, closer: str) -> Waiting[None]:
+        reader = self._reader
+        reader.hold()
+        try:
+            yield from reader.match(_BEFORE_CLOSER)
+            if (yield from reader.take(closer)) or not (yield from reader.peek()):
+                reader.accept()
+                return
+        except NoMatch:
+            pass
+        reader.rewind()
+
+    def _mark_calls(self, steps: Steps) -> Steps:
+        for piece in steps:
+            if piece is not None and piece.kind is PieceKind.CALL:
+                self._space, self._follows_call = "", True
+            yield piece
+
+    def _read_content(self, end: int) -> Steps:
+        """Passes on the text before the position `end`, and holds back the white space at its end."""
+        text = self._reader.text[self._reader.at : end]
+        if not text:
+            return
+        self._reader.advance(end)
+        self._reader.release()
+        content = text.rstrip()
+        if self._follows_call and content:
+            content = content.lstrip()
+            self._space = ""
+        if content:
+            yield Piece(PieceKind.CONTENT, self._space + content)
+            self._space, self._follows_call = "", False
+        self._space += text[len(text.rstrip()) :]
+
+    def _emit(self, end: int, kind: PieceKind) -> Generator[Piece, None, None]:
+        text = self._reader.advance(end)
+        self._reader.release()
+        if text:
+            yield Piece(kind, text)
+
+    def _names(self, *, only_known: bool) -> ToolNames:
+        return ToolNames(self._syntax.tool_names, only_known)
+
+
+def _partial_end(text: str, marks: tuple[str, ...], start: int) -> int:
+    """Returns where the longest end of the text begins that may be the beginning of a mark."""
+    for at in range(max(start, len(text) - max(map(len, marks)) + 1), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return at
+    return len(text)

@@ -1,0 +1,105 @@
+"""The formats in which families of models write tool calls, and how a chat template shows its format."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from slora_api.chat.json_calls import Steps, ToolNames, read_json_calls
+from slora_api.chat.mistral_calls import read_mistral_calls
+from slora_api.chat.python_calls import read_call_list, read_fenced_calls
+from slora_api.chat.text_reader import TextReader
+
+__all__ = ["CALL_FORMATS", "CallBlock", "CallFormat", "find_call_format"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallBlock:
+    """A part of an answer that has tool calls.
+
+    opener: the text that begins it.
+    read: reads the calls, from behind the opener. Raises NoMatch if there are none.
+    closer: the text that ends it; empty if nothing does.
+    only_known: whether only calls of the request's tools count.
+    """
+
+    opener: str
+    read: Callable[[TextReader, ToolNames], Steps]
+    closer: str = ""
+    only_known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
+
+    bare: reads calls that begin an answer without an opener. Then only calls of the request's tools count.
+    signs: a chat template of this format has one of these texts.
+    foreign: texts of other formats, which this server cannot read, with the same signs.
+    has_short_ids: whether templates accept only ids of calls that have nine letters and digits.
+    """
+
+    blocks: tuple[CallBlock, ...]
+    signs: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
+    bare: Callable[[TextReader, ToolNames], Steps] | None = None
+    has_short_ids: bool = False
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts that may be special tokens, which an answer otherwise leaves out."""
+        texts = {text for block in self.blocks for text in (block.opener, block.closer)}
+        return frozenset(texts | {"[ARGS]", "[CALL_ID]"} if self.has_short_ids else texts) - {""}
+
+
+def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
+    """Reads JSON objects, or a Python list of calls."""
+    yield from reader.skip_space()
+    start = reader.at
+    is_list = yield from reader.take("[")
+    yield from reader.skip_space()
+    is_json = (yield from reader.peek()) == "{"
+    reader.at = start
+    yield from read_call_list(reader, names) if is_list and not is_json else read_json_calls(reader, names)
+
+
+# Ordered by how specific the signs are.
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "mistral": CallFormat(
+        (CallBlock("[TOOL_CALLS]", read_mistral_calls),), ("[TOOL_CALLS]",), has_short_ids=True
+    ),
+    "hermes": CallFormat(
+        (CallBlock("<tool_call>", read_json_calls, "</tool_call>"),),
+        ("<tool_call>",),
+        ("<function=", "<arg_key>"),
+    ),
+    "phi4": CallFormat(
+        (
+            CallBlock("<|tool_call|>", read_json_calls, "<|/tool_call|>"),
+            CallBlock("functools", read_json_calls, only_known=True),
+        ),
+        ("<|tool|>", "<|tool_call|>", "functools"),
+    ),
+    "llama3": CallFormat(
+        (CallBlock("<|python_tag|>", read_json_calls),),
+        ("<|start_header_id|>", "<|python_tag|>"),
+        ("<function=",),
+        bare=read_json_calls,
+    ),
+    "gemma": CallFormat(
+        (
+            CallBlock("```tool_code", read_fenced_calls, only_known=True),
+            CallBlock("```tool_call", read_json_calls, "```", only_known=True),
+            CallBlock("```json", read_json_calls, "```", only_known=True),
+        ),
+        ("<start_of_turn>", "tool_code"),
+        ("<start_function_call>",),
+        bare=_read_json_or_python,
+    ),
+}
+
+
+def find_call_format(template: str) -> CallFormat | None:
+    """Returns the format that a chat template shows, or None."""
+    for known in CALL_FORMATS.values():
+        if any(sign in template for sign in known.signs):
+            return None if any(sign in template for sign in known.foreign) else known
+    return None

@@ -1,0 +1,20 @@
+"""The parts of an answer to a chat: reasoning, content and tool calls."""
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+__all__ = ["Piece", "PieceKind"]
+
+
+class PieceKind(Enum):
+    """CALL begins a tool call, and its text is the tool's name. ARGUMENTS continues the latest call."""
+
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+    ARGUMENTS = auto()
+
+
+class Piece(NamedTuple):
+    kind: PieceKind
+    text: str

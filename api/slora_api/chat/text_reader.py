@@ -1,0 +1,123 @@
+"""Reads a text that arrives in parts, for parsers that are written as if the whole text were there.
+
+A parser is a generator. It yields pieces of its result, and None while it waits for more text. What it yields does not
+depend on where the text is divided, because it waits before it decides.
+"""
+
+import re
+from collections.abc import Generator
+from typing import TypeVar
+
+__all__ = ["MAX_HELD_CHARS", "NoMatch", "TextReader", "Waiting"]
+
+_T = TypeVar("_T")
+# A part of a parser that yields None while it waits, and returns a value at its end.
+Waiting = Generator[None, None, _T]
+
+_SPACE = re.compile(r"\s*")
+# How many characters a parser may read before it decides what they are. The limit bounds the work on a text that looks
+# like the beginning of a tool call again and again.
+MAX_HELD_CHARS = 1 << 14
+# Longer than every text that `take` reads.
+_MAX_TAKEN_CHARS = 64
+
+
+class NoMatch(Exception):
+    """The text is not what the parser tried to read."""
+
+
+class TextReader:
+    """text: the text that is still needed. at: the position of the next character in it. is_over: no text follows.
+
+    A parser that tries something calls `hold`, and then either `accept` or `rewind`. Between these calls, it raises
+    NoMatch when it has read more than MAX_HELD_CHARS.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.is_over = False
+        self._held_from: int | None = None
+
+    def add(self, text: str) -> None:
+        self.text += text
+
+    def hold(self) -> None:
+        self._held_from = self.at
+
+    def accept(self) -> None:
+        self._held_from = None
+
+    def rewind(self) -> None:
+        """Returns to the position of `hold`."""
+        assert self._held_from is not None
+        self.at, self._held_from = self._held_from, None
+
+    def release(self) -> None:
+        """Drops the text before the position. Nothing may be held."""
+        assert self._held_from is None
+        self.text = self.text[self.at :]
+        self.at = 0
+
+    def advance(self, end: int) -> str:
+        """Moves to the position `end` and returns the text before it."""
+        read = self.text[self.at : end]
+        self.at = end
+        if self._held_from is not None and end - self._held_from > MAX_HELD_CHARS:
+            raise NoMatch
+        return read
+
+    def more(self) -> Waiting[bool]:
+        """Waits for more text. Returns False if the text is over."""
+        num_chars = len(self.text)
+        held_from = self._held_from
+        if held_from is not None and num_chars - held_from > MAX_HELD_CHARS + _MAX_TAKEN_CHARS:
+            raise NoMatch
+        while len(self.text) == num_chars:
+            if self.is_over:
+                return False
+            yield None
+        return True
+
+    def peek(self) -> Waiting[str]:
+        """Returns the next character, or an empty string at the end of the text."""
+        while self.at == len(self.text):
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.at]
+
+    def skip_space(self) -> Waiting[str]:
+        """Returns the white space."""
+        return (yield from self.match(_SPACE))
+
+    def match(self, pattern: re.Pattern[str]) -> Waiting[str]:
+        """Reads what the pattern matches, maybe nothing. The pattern must match each beginning of its matches."""
+        while True:
+            found = pattern.match(self.text, self.at)
+            end = self.at if found is None else found.end()
+            if end < len(self.text) or not (yield from self.more()):
+                return self.advance(end)
+
+    def take(self, wanted: str) -> Waiting[bool]:
+        """Reads `wanted` if it is next. Otherwise, the position stays."""
+        while True:
+            found = self.text[self.at : self.at + len(wanted)]
+            if found == wanted:
+                self.advance(self.at + len(wanted))
+                return True
+            if not wanted.startswith(found) or not (yield from self.more()):
+                return False
+
+    def require(self, wanted: str) -> Waiting[None]:
+        """Raises NoMatch if `wanted` is not next."""
+        if not (yield from self.take(wanted)):
+            raise NoMatch
+
+    def read_until(self, mark: str) -> Waiting[str]:
+        """Reads up to the mark and the mark, and returns the text before it. Without the mark, reads the whole text."""
+        first = self.at
+        while (found := self.text.find(mark, first)) < 0:
+            first = max(self.at, len(self.text) - len(mark) + 1)
+            if not (yield from self.more()):
+                return self.advance(len(self.text))
+        return self.advance(found + len(mark))[: -len(mark)]
