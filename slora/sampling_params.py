@@ -55,6 +55,8 @@ class SamplingParams:
     min_tokens: before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
     seed: the same seed gives the same tokens in any batch.
     stop: strings that end the text; matched on decoded text, outside the engine.
+    include_stop_str_in_output: whether the text includes the stop string or stop token that ended it.
+    skip_special_tokens: whether the text leaves out special tokens.
     logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
     prompt_logprobs: the same for each prompt token except the first, which has no preceding token.
     n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
@@ -87,6 +89,8 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._check_between("max_tokens", 1, _MAX_COUNT)

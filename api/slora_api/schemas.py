@@ -220,6 +220,8 @@ class GenerationFields(BaseModel):
     ] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -239,9 +241,7 @@ class GenerationFields(BaseModel):
     prompt_cache_options: Annotated[Any, Unsupported({})] = None
     prompt_cache_retention: Annotated[Any, Unsupported("in_memory", "in-memory")] = None
     # vLLM's fields.
-    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
     allowed_token_ids: Annotated[Any, Unsupported(instead="Use `logit_bias`.")] = None
     bad_words: Annotated[Any, Unsupported([], instead="Use `logit_bias` to ban tokens.")] = None
     logprob_token_ids: Annotated[Any, Unsupported(instead="Use `logprobs`.")] = None

@@ -20,7 +20,7 @@ __all__ = ["Answer", "Choice", "Completion", "CompletionDelta", "stream_answer"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `token_ids` includes the stop token; `text` does not.
+    """One answer to a prompt. `token_ids` includes the stop token; `text` does not by default.
 
     tokens: the tokens of `text`, each with its part of the text. Empty without a tokenizer or without logprobs.
     """
@@ -178,12 +178,19 @@ class _ChoiceState:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._tokens: list[AlignedToken] = []
+        self._includes_stop = sampling.include_stop_str_in_output
         self._detokenizer: Detokenizer | None = None
         self._aligner: TokenAligner | None = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, stops, sampling.min_tokens)
+            skip = sampling.skip_special_tokens
+            self._detokenizer = Detokenizer(
+                tokenizer.start_decoding(skip_special_tokens=skip),
+                stops,
+                sampling.min_tokens,
+                includes_stop=self._includes_stop,
+            )
             if sampling.logprobs is not None:
-                self._aligner = TokenAligner(tokenizer.start_measuring())
+                self._aligner = TokenAligner(tokenizer.start_measuring(skip_special_tokens=skip))
 
     @property
     def logprob(self) -> float:
@@ -202,8 +209,9 @@ class _ChoiceState:
         self.reason = delta.finish_reason
         if self._detokenizer is None:
             return "", ()
-        # The stop token is computed and counted, but it is not part of the text.
-        num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP)
+        # The stop token is computed and counted, but by default it is not part of the text.
+        is_cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
+        num_shown = len(delta.token_ids) - is_cut
         text = self._detokenizer.push(delta.token_ids[:num_shown])
         if delta.finish_reason is not None:
             text += self._detokenizer.flush()

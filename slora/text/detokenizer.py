@@ -7,8 +7,8 @@ stop strings.
 
 from collections.abc import Sequence
 
+from slora.text.incremental_decoder import IncrementalDecoder
 from slora.text.stop_matcher import StopMatcher, StopString
-from slora.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer"]
 
@@ -16,16 +16,28 @@ __all__ = ["Detokenizer"]
 class Detokenizer:
     """Detokenizes one answer. `stopped` becomes true when a stop string is found; the text ends before it.
 
-    The joined results of `push` and `flush` equal `tokenizer.decode` of all tokens, up to the first stop string. They
-    do not depend on how many tokens each `push` gets.
+    The joined results of `push` and `flush` equal the text of all tokens, up to the first stop string. They do not
+    depend on how many tokens each `push` gets.
+
+    decoder: of `Tokenizer.start_decoding`.
 
     min_tokens: a stop string that ends within the text of the first min_tokens tokens is ordinary text, as in vLLM
     (v1/engine/detokenizer.py). A stop string that begins there and ends later ends the answer.
+
+    includes_stop: whether the text ends with the stop string instead.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[StopString] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: Sequence[StopString] = (),
+        min_tokens: int = 0,
+        *,
+        includes_stop: bool = False,
+    ) -> None:
         self.stopped = False
-        self._decoder = tokenizer.start_decoding()
+        self._decoder = decoder
+        self._includes_stop = includes_stop
         self._stops = StopMatcher(stops)
         self._num_exempt_tokens = min_tokens if stops else 0
         self._exempt_chars = 0  # Number of exempt characters that the decoder has not returned yet.
@@ -64,7 +76,7 @@ class Detokenizer:
         if found is not None:
             self.stopped = True
             end, length = found
-            return known[: len(self._held) + end - length]
+            return known[: len(self._held) + end - (0 if self._includes_stop else length)]
         num_certain = len(known) - self._stops.num_pending
         self._held = known[num_certain:]
         return known[:num_certain]

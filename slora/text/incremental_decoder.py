@@ -189,14 +189,16 @@ class DecoderChain:
         self._special = frozenset(token.content for token in added if token.special)
         self._stages = _make_stages(tokenizer.decoder)
 
-    def start(self) -> "IncrementalDecoder":
+    def start(self, *, skip_special_tokens: bool = True) -> "IncrementalDecoder":
         """Returns a decoder for a new text."""
-        return IncrementalDecoder(self, [stage.clone() for stage in self._stages])
+        stages = [stage.clone() for stage in self._stages]
+        return IncrementalDecoder(self, stages, skip_special_tokens=skip_special_tokens)
 
-    def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The strings of the tokens. Special tokens and ids outside the vocabulary are left out."""
+    def read_pieces(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[str]:
+        """The strings of the tokens. Ids outside the vocabulary are left out."""
         pieces = map(self._tokenizer.id_to_token, token_ids)
-        return [piece for piece in pieces if piece is not None and piece not in self._special]
+        skipped = self._special if skip_special_tokens else frozenset()
+        return [piece for piece in pieces if piece is not None and piece not in skipped]
 
 
 class IncrementalDecoder:
@@ -205,16 +207,21 @@ class IncrementalDecoder:
     The joined results of `push` and the final `finish` equal decoding all of its tokens at once.
     """
 
-    def __init__(self, chain: DecoderChain, stages: list[_Stage]) -> None:
+    def __init__(self, chain: DecoderChain, stages: list[_Stage], *, skip_special_tokens: bool) -> None:
         self._chain = chain
         self._stages = stages
+        self._skip_special_tokens = skip_special_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens and returns the text that is now certain."""
-        return "".join(self.push_pieces(self._chain.read_pieces(token_ids)))
+        return "".join(self.push_pieces(self.read_pieces(token_ids)))
+
+    def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The strings of the tokens that belong to the text."""
+        return self._chain.read_pieces(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def push_pieces(self, pieces: list[str]) -> list[str]:
-        """Like `push`, for the strings of `DecoderChain.read_pieces`.
+        """Like `push`, for the strings of `read_pieces`.
 
         Returns one string for each token whose text is now certain, in order.
         """
@@ -241,19 +248,18 @@ class IncrementalDecoder:
 class TokenWidths:
     """Divides one text among its tokens: the number of characters of each token, in order, as soon as it is certain.
 
-    A special token has no characters. If several tokens form one character, the last of them gets it.
+    A token that the text leaves out has no characters. If several tokens form one character, the last of them gets it.
     """
 
-    def __init__(self, chain: DecoderChain) -> None:
-        self._chain = chain
-        self._decoder = chain.start()
+    def __init__(self, decoder: IncrementalDecoder) -> None:
+        self._decoder = decoder
         self._is_visible: deque[bool] = deque()
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
         """Adds tokens and returns the widths that are now certain. They may belong to tokens of earlier calls."""
         pieces = []
         for token_id in token_ids:
-            own = self._chain.read_pieces([token_id])
+            own = self._decoder.read_pieces([token_id])
             self._is_visible.append(bool(own))
             pieces += own
         return self._take(self._decoder.push_pieces(pieces))

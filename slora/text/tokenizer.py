@@ -116,16 +116,16 @@ class Tokenizer:
         text: str = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
-    def start_decoding(self) -> IncrementalDecoder:
+    def start_decoding(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """Returns a decoder for the tokens of one text as they arrive.
 
         Its joined text equals `decode` of all tokens.
         """
-        return self._decoder_chain.start()
+        return self._decoder_chain.start(skip_special_tokens=skip_special_tokens)
 
-    def start_measuring(self) -> TokenWidths:
+    def start_measuring(self, *, skip_special_tokens: bool = True) -> TokenWidths:
         """Returns an object that takes tokens as they arrive, and counts the characters that belong to each token."""
-        return TokenWidths(self._decoder_chain)
+        return TokenWidths(self.start_decoding(skip_special_tokens=skip_special_tokens))
 
     def measure(self, token_ids: Sequence[int]) -> list[int]:
         """For each token, the number of characters of `decode(token_ids)` that belong to it.

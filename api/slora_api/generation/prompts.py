@@ -52,6 +52,8 @@ _AS_SENT = (
     "use_beam_search",
     "length_penalty",
     "early_stopping",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
 )
 # Sampling defaults of a generation_config.json that beam search ignores, because it does not sample.
 _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")

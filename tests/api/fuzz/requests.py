@@ -93,6 +93,8 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "stop": ["a", ["b", "c"], ["x" * 400], [chr(at) * 3 for at in range(65, 75)]],
     "stop_token_ids": [[1, 2], list(range(90))],
     "ignore_eos": [True],
+    "include_stop_str_in_output": [True],
+    "skip_special_tokens": [False],
     "prompt_logprobs": [0, 5],
     "stream": [True],
     "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}],

@@ -275,7 +275,8 @@ def test_every_sampling_field_reaches_the_engine(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
     same = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 11, "ignore_eos": True,
-            "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "min_tokens": 2}  # fmt: skip
+            "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "min_tokens": 2,
+            "include_stop_str_in_output": True, "skip_special_tokens": False}  # fmt: skip
     others = {"logit_bias": {"65": -3, "7": 1.5}, "stop_token_ids": [9], "stop": "END", "user": "u"}
     logprobs = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
     assert post(platform, key, path, body | same | others | logprobs).status_code == 200

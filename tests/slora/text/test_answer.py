@@ -1,9 +1,11 @@
 """How an answer is collected from its deltas, without an engine."""
 
+from dataclasses import replace
+
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer
-from tests.api.scripted_engine import byte_tokenizer
+from tests.api.scripted_engine import byte_tokenizer, deltas_of
 
 
 def test_cached_tokens_are_counted_once_for_all_choices() -> None:
@@ -49,3 +51,18 @@ def test_aligned_tokens_divide_the_text_up_to_a_stop_string() -> None:
     (choice,) = answer.completion().choices
     assert choice.text == "xa" and [token.width for token in choice.tokens] == [1, 1]
     assert len(choice.token_ids) == len(choice.logprobs or ()) == 4
+
+
+def test_a_stop_token_and_a_stop_string_are_part_of_the_text_if_that_is_asked_for() -> None:
+    for sampling, text in (
+        (SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False), "ab<eos>"),
+        (SamplingParams(include_stop_str_in_output=True), "ab"),
+        (SamplingParams(skip_special_tokens=False), "ab"),
+        (SamplingParams(include_stop_str_in_output=True, stop=("a",)), "a"),
+    ):
+        answer = Answer(EngineRequest("r", "t", [1], None, replace(sampling, logprobs=0)), byte_tokenizer())
+        for delta in deltas_of(b"ab", FinishReason.STOP):
+            if answer.wants(0):
+                answer.take(replace(delta, logprobs=(TokenLogprobs(-0.5, ()),)))
+        (choice,) = answer.completion().choices
+        assert choice.text == text and sum(token.width for token in choice.tokens) == len(text)

@@ -55,13 +55,13 @@ def feed(detokenizer: Detokenizer, pieces: list[list[int]]) -> list[str]:
     return [*(detokenizer.push(piece) for piece in pieces), detokenizer.flush()]
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+def cut_at_stop(text: str, stop: tuple[str, ...], *, includes_stop: bool) -> tuple[str, bool]:
     """The text up to the first complete stop string, if text arrives one character at a time, and whether one was
     found."""
     for end in range(1, len(text) + 1):
         found = [one for one in stop if text[:end].endswith(one)]
         if found:
-            return text[: end - max(map(len, found))], True
+            return text[: end - (0 if includes_stop else max(map(len, found)))], True
     return text, False
 
 
@@ -70,21 +70,24 @@ def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
 def test_a_text_in_pieces_reads_as_it_does_in_one(kind: str, text: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
     tokens = tokenizer.encode(text)
-    pieces = feed(Detokenizer(tokenizer), split(data, tokens))
+    pieces = feed(Detokenizer(tokenizer.start_decoding()), split(data, tokens))
     assert "".join(pieces) == tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@given(data=st.data())
-def test_any_tokens_in_pieces_read_as_they_do_in_one(kind: str, data: st.DataObject) -> None:
+@given(skip_special_tokens=st.booleans(), data=st.data())
+def test_any_tokens_in_pieces_read_as_they_do_in_one(
+    kind: str, skip_special_tokens: bool, data: st.DataObject
+) -> None:
     """A model may generate any tokens, including invalid bytes, parts of characters and special tokens.
 
     Born from a bug: an invalid byte after a complete character of byte tokens changed text that had already been sent.
     """
     tokenizer = tokenizer_of(kind)
     tokens = data.draw(st.lists(tokens_of(kind), max_size=25))
-    pieces = feed(Detokenizer(tokenizer), split(data, tokens))
-    assert "".join(pieces) == tokenizer.decode(tokens)
+    decoder = tokenizer.start_decoding(skip_special_tokens=skip_special_tokens)
+    pieces = feed(Detokenizer(decoder), split(data, tokens))
+    assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +95,7 @@ def test_any_tokens_in_pieces_read_as_they_do_in_one(kind: str, data: st.DataObj
 def test_an_incomplete_character_is_never_sent(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     tokens = tokenizer.encode(text.replace("�", ""))
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.start_decoding())
     assert all("�" not in detokenizer.push([token]) for token in tokens)
     assert "�" not in detokenizer.flush()
 
@@ -100,7 +103,7 @@ def test_an_incomplete_character_is_never_sent(kind: str, text: str) -> None:
 def test_a_character_over_four_tokens_is_sent_with_the_last() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokens = tokenizer.encode("🎉")
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.start_decoding())
     assert [detokenizer.push([token]) for token in tokens] == [*[""] * (len(tokens) - 1), "🎉"]
 
 
@@ -108,14 +111,14 @@ def test_byte_tokens_are_sent_when_their_run_is_over() -> None:
     """A further byte could make the whole run invalid."""
     tokenizer = tokenizer_of("byte_fallback")
     tokens = tokenizer.encode("h🎉h")[-5:]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.start_decoding())
     assert [detokenizer.push([token]) for token in tokens] == ["", "", "", "", "🎉h"]
 
 
 def test_bytes_that_never_become_a_character_are_sent_at_the_end() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokens = tokenizer.encode("a🎉")[:-1]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.start_decoding())
     sent = detokenizer.push(tokens)
     assert sent + detokenizer.flush() == tokenizer.decode(tokens) != ""
 
@@ -124,16 +127,18 @@ def test_bytes_that_never_become_a_character_are_sent_at_the_end() -> None:
 @given(
     text=st.text(alphabet="abé ", max_size=25),
     stop=st.lists(st.text(alphabet="abé ", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
+    includes_stop=st.booleans(),
     data=st.data(),
 )
 def test_stop_strings_end_the_text_wherever_tokens_fall(
-    kind: str, text: str, stop: tuple[str, ...], data: st.DataObject
+    kind: str, text: str, stop: tuple[str, ...], includes_stop: bool, data: st.DataObject
 ) -> None:
     """Born from a bug: with two stop strings, the text depended on how many tokens arrived at once."""
     tokenizer = tokenizer_of(kind)
     tokens = tokenizer.encode(text)
-    expected, stopped = cut_at_stop(tokenizer.decode(tokens), stop)
-    detokenizer = Detokenizer(tokenizer, stop_strings(stop))
+    expected, stopped = cut_at_stop(tokenizer.decode(tokens), stop, includes_stop=includes_stop)
+    decoder = tokenizer.start_decoding()
+    detokenizer = Detokenizer(decoder, stop_strings(stop), includes_stop=includes_stop)
     pieces = feed(detokenizer, split(data, tokens))
     assert "".join(pieces) == expected
     assert detokenizer.stopped == stopped
@@ -158,7 +163,7 @@ def test_no_stop_string_ends_in_the_text_of_the_first_min_tokens(
     expected = next(
         (whole[: end - max(map(len, found))] for end in ends if (found := _ending(whole[:end], stop))), whole
     )
-    detokenizer = Detokenizer(tokenizer, stop_strings(stop), min_tokens)
+    detokenizer = Detokenizer(tokenizer.start_decoding(), stop_strings(stop), min_tokens)
     pieces = feed(detokenizer, split(data, tokens))
     sent = "".join(pieces)
     # Text that was already certain is not taken back when a stop string that began in it becomes complete.
@@ -180,7 +185,7 @@ def _ending(text: str, stop: tuple[str, ...]) -> list[str]:
 def test_the_start_of_a_stop_string_is_never_sent_before_it_is_known_to_be_none(text: str) -> None:
     stop = "abab"
     tokenizer = tokenizer_of("byte_level")
-    detokenizer, sent = Detokenizer(tokenizer, stop_strings([stop])), ""
+    detokenizer, sent = Detokenizer(tokenizer.start_decoding(), stop_strings([stop])), ""
     for number, token in enumerate(tokenizer.encode(text)):
         sent += detokenizer.push([token])
         if detokenizer.stopped:
@@ -190,10 +195,14 @@ def test_the_start_of_a_stop_string_is_never_sent_before_it_is_known_to_be_none(
         assert read[len(sent) :] == stop[:longest]
 
 
-def test_special_tokens_are_not_part_of_the_text() -> None:
+@pytest.mark.parametrize(("skip_special_tokens", "text"), [(True, "ab"), (False, "a</s>b")])
+def test_special_tokens_are_part_of_the_text_only_if_that_is_asked_for(
+    skip_special_tokens: bool, text: str
+) -> None:
     tokenizer = tokenizer_of("byte_level")
     tokens = [*tokenizer.encode("a"), *tokenizer.encode("</s>"), *tokenizer.encode("b")]
-    assert "".join(feed(Detokenizer(tokenizer), [[token] for token in tokens])) == "ab"
+    decoder = tokenizer.start_decoding(skip_special_tokens=skip_special_tokens)
+    assert "".join(feed(Detokenizer(decoder), [[token] for token in tokens])) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +210,9 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer(kind: str) -> None:
     """Born from a bug: each token of a run of invalid bytes decoded the whole run again, which took 20 s here."""
     invalid = {"byte_level": "ÿ", "byte_fallback": "<0xFF>"}[kind]
     tokens = [fast_of(kind).token_to_id(invalid)] * 10_000
-    detokenizer = Detokenizer(tokenizer_of(kind), stop_strings(["�" * 1000 + str(n) for n in range(15)]))
+    detokenizer = Detokenizer(
+        tokenizer_of(kind).start_decoding(), stop_strings(["�" * 1000 + str(n) for n in range(15)])
+    )
     before = time.thread_time()
     pieces = feed(detokenizer, [[token] for token in tokens])
     assert time.thread_time() - before < 5
