@@ -102,9 +102,9 @@ class Served:
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, verify=False)
 
-    def make_key(self, tenant: str, adapter: str | None = None) -> str:
+    def make_key(self, tenant: str, adapter: str | None = None, *, admin_key: str = ADMIN_KEY) -> str:
         """Creates a key through the admin routes, and the tenant if it does not exist."""
-        with self.client(ADMIN_KEY) as admin:
+        with self.client(admin_key) as admin:
             admin.post("/admin/tenants", json={"name": tenant})
             body = {} if adapter is None else {"adapter": adapter}
             key: str = admin.post(f"/admin/tenants/{tenant}/keys", json=body).raise_for_status().json()["key"]

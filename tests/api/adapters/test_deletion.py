@@ -1,11 +1,20 @@
-"""A real server with an object store and a warm tier. What a deletion frees, and when: only after the last answer."""
+"""A real server with an object store, a warm tier and no drain time. What a deletion frees, and when: only after the
+last answer. What SIGTERM does to requests in progress."""
 
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
-from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest, read_metric, wait_for_metric
+from tests.api.adapters.test_lifecycle import (
+    LONG,
+    SHORT,
+    LongRequest,
+    read_metric,
+    wait_for_metric,
+    wait_until_running,
+)
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, environment, serving, wait_for
 from tests.api.server.test_server import upload
@@ -24,14 +33,14 @@ def with_far_files(folder: Path) -> dict[str, str]:
     return environment(SLORA_ADMIN_KEY=ADMIN_KEY, PYTHONPATH=path, SLORA_STORE=f"shared://{folder}/objects")
 
 
-def test_an_adapter_is_kept_in_the_object_store_alone_and_once_deleted_drains_and_leaves_no_copy_in_any_tier(
+def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_that_outlast_the_drain_time_fail(
     kit: Kit, tmp_path: Path, make_redis: type[RedisServer]
 ) -> None:
     redis = make_redis()
     blobs, data, env = tmp_path / "objects" / "blobs", tmp_path / "data", with_far_files(tmp_path)
     with (
         redis.client() as chunks,
-        serving(kit.base, data, "--redis", redis.tcp_url, env=env) as served,
+        serving(kit.base, data, "--redis", redis.tcp_url, "--drain-seconds", "0", env=env) as served,
     ):
         served.wait_until_ready()
         key = served.make_key("t")
@@ -65,3 +74,14 @@ def test_an_adapter_is_kept_in_the_object_store_alone_and_once_deleted_drains_an
             wait_for_metric(served, free, before or 0)
             assert read_metric(served, "slora_resident_adapters") == 0
         assert not chunks.keys("*") and not [path for path in blobs.rglob("*") if path.is_file()]
+        streaming, waiting = LongRequest(served, key, LONG | {"stream": True}), LongRequest(served, key, LONG)
+        waiting.start()
+        streaming.start()
+        assert streaming.begun.wait(60)
+        wait_until_running(served, 2)
+        served.process.send_signal(signal.SIGTERM)
+        streaming.join(60)
+        waiting.join(60)
+        assert streaming.text.rstrip().endswith("}}") and '"code":"server_stopping"' in streaming.text
+        assert waiting.status == 503 and "server_stopping" in waiting.text
+        assert served.process.wait(60) == 0

@@ -21,7 +21,7 @@ from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
-from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
+from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
 from tests.api.server.test_server import upload
 
 ENGINE, LOADER = "slora.engine.process", "slora_adapters.loader.loader_process"
@@ -70,14 +70,19 @@ class LongRequest(threading.Thread):
                 self.begun.set()
 
 
-def test_a_killed_engine_fails_requests_in_flight_and_is_restarted_while_the_official_client_retries(
+def test_a_killed_engine_fails_requests_in_flight_and_its_successor_loads_the_pinned_adapters(
     mortal: Served, kit: Kit
 ) -> None:
+    """Meanwhile the official client retries. A pinned adapter is loaded before any request for it."""
     restarts = 'slora_process_restarts_total{process="engine"}'
     num_restarts = read_metric(mortal, restarts) or 0
     key = mortal.make_key("engine-dies", "mine")
     upload(mortal, key, "mine", kit.small)
-    with mortal.client(key) as client:
+    upload(mortal, key, "pinned", kit.wide)
+    pin = "/admin/tenants/engine-dies/adapters/pinned/pin"
+    with mortal.client(key) as client, mortal.client(ADMIN_KEY) as operator:
+        assert operator.put(pin).json()["pinned"]
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
         answer = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()
         before = [choice["text"] for choice in answer["choices"]]
         streaming, waiting = LongRequest(mortal, key, LONG | {"stream": True}), LongRequest(mortal, key, LONG)
@@ -101,6 +106,14 @@ def test_a_killed_engine_fails_requests_in_flight_and_is_restarted_while_the_off
         assert [choice.text for choice in after.choices] == before
     mortal.wait_until_ready()
     assert read_metric(mortal, restarts) == num_restarts + 1
+    wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+    assert read_metric(mortal, "slora_adapter_loads_total") == 2, "the pinned adapter, and the requested one"
+    with mortal.client(key) as client, mortal.client(ADMIN_KEY) as operator:
+        assert client.post("/v1/completions", json=SHORT | {"model": "pinned"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == 2, "the request had to load it"
+        operator.delete(pin)
+        wait_for_metric(mortal, "slora_pinned_adapters", 0)
+        assert read_metric(mortal, "slora_resident_adapters") == 2, "it leaves when its pages are wanted"
 
 
 def read_metric(served: Served, name: str) -> float | None:
@@ -112,27 +125,6 @@ def read_metric(served: Served, name: str) -> float | None:
 
 def wait_for_metric(served: Served, name: str, value: float) -> None:
     wait_for(lambda: read_metric(served, name) == value or None, served.alive)
-
-
-def test_a_pinned_adapter_is_loaded_before_any_request_and_again_after_an_engine_restart(
-    mortal: Served, kit: Kit
-) -> None:
-    key = mortal.make_key("pins", "mine")
-    upload(mortal, key, "mine", kit.small)
-    with mortal.client(ADMIN_KEY) as operator:
-        assert operator.put("/admin/tenants/pins/adapters/mine/pin").json()["pinned"]
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
-        kill(mortal, ENGINE)
-        wait_for(lambda: None if is_ready(mortal) else True)
-        mortal.wait_until_ready()
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
-        assert read_metric(mortal, "slora_adapter_loads_total") == 1
-        with mortal.client(key) as client:
-            assert client.post("/v1/completions", json=SHORT | {"model": "mine"}).status_code == 200
-        assert read_metric(mortal, "slora_adapter_loads_total") == 1, "the request had to load it"
-        operator.delete("/admin/tenants/pins/adapters/mine/pin")
-        wait_for_metric(mortal, "slora_pinned_adapters", 0)
-        assert read_metric(mortal, "slora_resident_adapters") == 1, "it leaves when its pages are wanted"
 
 
 def test_a_prewarmed_adapter_is_loaded_before_any_request(mortal: Served, kit: Kit) -> None:
@@ -351,21 +343,37 @@ def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
     assert message.splitlines()[-1].startswith("slora: the engine cannot start: exit code 2")
 
 
-def test_kill_9_loses_no_adapter_and_sigterm_no_request_and_no_child_outlives_its_server(
+def test_the_first_server_prints_its_admin_key_kill_9_loses_no_adapter_and_sigterm_no_request(
     kit: Kit, tmp_path: Path
 ) -> None:
-    with serving(kit.base, tmp_path / "data") as served:
+    """No child process outlives its server."""
+    data_dir = tmp_path / "data"
+    nowhere = environment(
+        SLORA_DATABASE="postgresql://127.0.0.1:1/slora", SLORA_STORE=str(tmp_path / "store")
+    )
+    with serving(kit.base, data_dir, env=nowhere) as refused:
+        refused.process.wait(READY_S)
+        assert refused.process.returncode == 1
+    assert not any("admin key" in line for line in refused.lines), "else it would never be seen again"
+    with serving(kit.base, data_dir, env=environment()) as served:
         served.wait_until_ready()
         children = [served.child(module) for module in (ENGINE, LOADER)]
-        key = served.make_key("survivor", "mine")
+        (admin_key,) = [line.split()[-1] for line in served.lines if "admin key" in line]
+        key = served.make_key("survivor", "mine", admin_key=admin_key)
         created = upload(served, key, "mine", kit.wide)
         served.process.kill()
         assert created.status_code == 201
         served.process.wait()
         psutil.wait_procs(children, timeout=60)
         assert not any(child.is_running() for child in children)
-    with serving(kit.base, tmp_path / "data") as served:
+    assert data_dir.stat().st_mode & 0o777 == 0o700
+    files = [path for path in data_dir.rglob("*") if path.is_file()]
+    assert files and not any(admin_key.encode() in path.read_bytes() for path in files)
+    again = open_admin_key("", data_dir, Pepper.from_file(data_dir / "pepper"))
+    assert again.shown_once is None and again.matches(admin_key)
+    with serving(kit.base, data_dir, env=environment()) as served:
         served.wait_until_ready()
+        assert not any("admin key" in line for line in served.lines), "it is printed once"
         children = [served.child(module) for module in (ENGINE, LOADER)]
         with served.client(key) as client:
             (kept,) = client.get("/v1/adapters").json()["data"]
@@ -380,37 +388,3 @@ def test_kill_9_loses_no_adapter_and_sigterm_no_request_and_no_child_outlives_it
         assert reader.text.endswith("data: [DONE]\n\n") and "error" not in reader.text
         assert served.process.wait(60) == 0
         assert not any(child.is_running() for child in children)
-
-
-def test_requests_that_outlast_the_drain_time_end_with_an_error(kit: Kit, tmp_path: Path) -> None:
-    with serving(kit.base, tmp_path / "data", "--drain-seconds", "0") as served:
-        served.wait_until_ready()
-        key = served.make_key("t")
-        streaming, waiting = LongRequest(served, key, LONG | {"stream": True}), LongRequest(served, key, LONG)
-        waiting.start()
-        streaming.start()
-        assert streaming.begun.wait(60)
-        wait_until_running(served, 2)
-        served.process.send_signal(signal.SIGTERM)
-        streaming.join(60)
-        waiting.join(60)
-        assert streaming.text.rstrip().endswith("}}") and '"code":"server_stopping"' in streaming.text
-        assert waiting.status == 503 and "server_stopping" in waiting.text
-        assert served.process.wait(60) == 0
-
-
-def test_without_an_admin_key_one_is_made_and_printed_once(kit: Kit, tmp_path: Path) -> None:
-    nowhere = environment(
-        SLORA_DATABASE="postgresql://127.0.0.1:1/slora", SLORA_STORE=str(tmp_path / "store")
-    )
-    with serving(kit.base, tmp_path / "data", env=nowhere) as refused:
-        assert refused.process.wait(60) == 1
-    assert not any("admin key" in line for line in refused.lines), "else it would never be seen again"
-    with serving(kit.base, tmp_path / "data", env=environment()) as served:
-        served.wait_for_line("listening on")
-    (key,) = [line.split()[-1] for line in served.lines if "admin key" in line]
-    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
-    files = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
-    assert files and not any(key.encode() in path.read_bytes() for path in files)
-    again = open_admin_key("", tmp_path / "data", Pepper.from_file(tmp_path / "data" / "pepper"))
-    assert again.shown_once is None and again.matches(key)
