@@ -364,10 +364,10 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class MixRun:
-    """at_once: mean number of adapters in use whenever a request was sent."""
+    """at_once: the most adapters that were in use at the same time."""
 
     tokens_per_s: float
-    at_once: float
+    at_once: int
 
 
 def popularity_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
@@ -411,7 +411,7 @@ def popularity_rows(scale: Popularity, runs: Mapping[Mix, Sequence[MixRun]]) -> 
                 "streams": mix.num_streams,
                 "requests": scale.num_requests,
                 "in/out": f"{scale.tokens}/{scale.tokens}",
-                "adapters at once": statistics.fmean(run.at_once for run in seen),
+                "adapters at once": max(run.at_once for run in seen),
                 "tokens/s": statistics.median(rates),
                 "min": min(rates),
                 "max": max(rates),
@@ -426,12 +426,13 @@ async def _run_streams(endpoint: Endpoint, drawn: Sequence[int], tokens: int, nu
     """Runs a closed loop: each stream sends the next request when the answer to its last one has ended."""
     asked = iter(zip(drawn, prompts(len(drawn), tokens, endpoint.depot.size.vocab), strict=True))
     running: Counter[int] = Counter()
-    at_once: list[int] = []
+    at_once = 0
 
     async def send() -> None:
+        nonlocal at_once
         for adapter, prompt in asked:
             running[adapter] += 1
-            at_once.append(len(+running))
+            at_once = max(at_once, len(+running))
             body = _completion(endpoint.adapters[adapter], prompt, tokens)
             answer = await client.complete(endpoint.key, body)
             running[adapter] -= 1
@@ -443,7 +444,7 @@ async def _run_streams(endpoint: Endpoint, drawn: Sequence[int], tokens: int, nu
         start = time.perf_counter()
         await asyncio.gather(*(send() for _ in range(num_streams)))
         seconds = time.perf_counter() - start
-    return MixRun(len(drawn) * tokens / seconds, statistics.fmean(at_once))
+    return MixRun(len(drawn) * tokens / seconds, at_once)
 
 
 def _completion(model: str, prompt: Sequence[int], tokens: int) -> dict[str, object]:
