@@ -18,6 +18,7 @@ from slora_api.data_dir import open_data_dir
 from slora_api.tenants.api_key import PEPPER_BYTES, Pepper
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
+from tests.api.command import run_command
 from tests.api.served import SLORA, environment
 from tests.postgresql_server import PostgresqlServer
 from tests.redis_server import RedisServer
@@ -37,11 +38,6 @@ def old_registry(redis_server: RedisServer) -> Iterator[str]:
     yield redis_server.url
 
 
-def migrate(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [*SLORA, "migrate", *arguments]
-    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=120)
-
-
 def names(place: str | Path) -> list[str]:
     with closing(Database(place)) as database:
         return [one.label for one in Registry(RegistryStorage(database)).list("acme")]
@@ -50,15 +46,15 @@ def names(place: str | Path) -> list[str]:
 def test_a_registry_is_copied_into_the_file_of_a_data_directory(old_registry: str, tmp_path: Path) -> None:
     flags = ("--registry", old_registry, "--data-dir", str(tmp_path / "data"))
     with open_data_dir(tmp_path / "data"):
-        refused = migrate(*flags)
+        refused = run_command("migrate", *flags)
     assert refused.returncode == 1 and f"process {os.getpid()}" in refused.stderr
-    done = migrate(*flags)
+    done = subprocess.run([*SLORA, "migrate", *flags], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (
         0,
         "copied 4 names with their versions and aliases from Redis, which was not changed\n",
     ), done.stderr
     assert names(tmp_path / "data" / "slora.db") == ["a.b-c", "a_b", "voice"]
-    again = migrate(*flags)
+    again = run_command("migrate", *flags)
     assert (again.returncode, again.stdout) == (0, "the database has the registry in Redis already\n")
 
 
@@ -75,11 +71,11 @@ def test_a_host_of_release_0_1_is_copied_into_postgresql_by_the_variables_of_the
     with closing(RevocationJournal(data / "revocations")) as journal:
         journal.add(pending.split("_")[1])  # its database could not be written before it was stopped
     variables = {"SLORA_REGISTRY": old_registry, "SLORA_DATABASE": place, "SLORA_DATA_DIR": str(data)}
-    done = migrate(**variables)
+    done = run_command("migrate", **variables)
     assert done.returncode == 0, done.stderr
     assert "copied 2 tenants, 3 keys and 0 names" in done.stdout and "copied 4 names" in done.stdout
     assert names(place) == ["a.b-c", "a_b", "voice"]
-    again = migrate(**variables)
+    again = run_command("migrate", **variables)
     assert again.returncode == 0 and "copied 0 tenants, 0 keys and 0 names" in again.stdout
     with closing(Database(place)) as database, closing(RevocationJournal(tmp_path / "other")) as journal:
         store = KeyStore(database, Pepper.from_file(data / "pepper"), journal)

@@ -268,20 +268,6 @@ def test_a_stopped_worker_is_replaced_and_the_other_one_answers_meanwhile(two: S
         assert hung.worker.pid not in [one.worker.pid for one in both]
 
 
-def test_sigterm_lets_the_streams_of_all_workers_finish(kit: Kit, tmp_path: Path) -> None:
-    with serve_two(kit, tmp_path) as server:
-        server.wait_until_ready()
-        key = server.make_key("acme")
-        with connect_to_both(server) as both:
-            streams = [connection.stream(key, 100) for connection in both]
-            processes = workers(server)
-            server.process.send_signal(signal.SIGTERM)
-            assert [read_stream(stream) for stream in streams] == ["done"] * 2
-        assert server.process.wait(READY_S) == 0
-        wait_for(lambda: any("stopping; 2 answers in progress" in line for line in server.lines) or None)
-        assert not any(process.is_running() for process in processes)
-
-
 def test_a_worker_that_cannot_start_tells_the_supervisor_why() -> None:
     page = HeartbeatPage.create()
     config = WorkerConfig(1, {"port": "many"}, 0, Path("metrics"), Path("engine.sock"), 0, 0, BoardSize(3, 1))
@@ -333,6 +319,19 @@ def test_a_killed_worker_or_engine_leaves_nothing_reserved_in_a_quota(two: Serve
         with connect_to_both(two) as both:
             for connection in both:
                 connection.wait_until_ready()
+
+
+def test_sigterm_lets_the_streams_of_all_workers_finish(two: Served) -> None:
+    """Ends the server of this module, so it is the last test that uses it."""
+    key = two.make_key("last")
+    with connect_to_both(two) as both:
+        streams = [connection.stream(key, 100) for connection in both]
+        processes = workers(two)
+        two.process.send_signal(signal.SIGTERM)
+        assert [read_stream(stream) for stream in streams] == ["done"] * 2
+    assert two.process.wait(READY_S) == 0
+    wait_for(lambda: any("stopping; 2 answers in progress" in line for line in two.lines) or None)
+    assert not any(process.is_running() for process in processes)
 
 
 @pytest.mark.soak

@@ -1,22 +1,17 @@
 """The whole system as users see it: OpenAI's client, the command line, and a comparison with peft's answers."""
 
-import io
 import json
-import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import httpx
 import openai
 import pytest
 
-from slora_api.cli.main import main
+from tests.api.command import Ended, run_command
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
 from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, SLORA, Served, environment
@@ -242,22 +237,9 @@ def test_the_help_imports_no_server(server: Served) -> None:
     assert done.returncode == 0 and b"SLORA_ADMIN_KEY" in done.stdout
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What a command printed, and its exit code."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def command(server: Served, *arguments: str, **variables: str) -> Ended:
     """Runs `slora` with the given arguments against the server, in this process."""
-    env = environment(**{"SLORA_URL": server.url, **variables})
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with patch.dict(os.environ, env, clear=True), redirect_stdout(stdout), redirect_stderr(stderr):
-        code = main(arguments)
-    return Ended(code, stdout.getvalue(), stderr.getvalue())
+    return run_command(*arguments, **{"SLORA_URL": server.url, **variables})
 
 
 def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: Kit) -> None:
@@ -320,7 +302,7 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
     server: Served, kit: Kit, tmp_path: Path
 ) -> None:
     lay_out_snapshot(tmp_path / "hub", "org/voice-2", adapter_files(kit.wide))
-    # huggingface_hub reads the variables when it is imported, so each command is a process of its own.
+    # huggingface_hub reads the variables when it is imported, so each command that uses it is a process of its own.
     variables = {"SLORA_API_KEY": server.make_key("cli-hub"), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -334,7 +316,8 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
         first == "voice-2@1  new version"
         and origin == f"The adapter was downloaded from hf://org/voice-2@{COMMIT}."
     )
-    assert run("adapter", "list").stdout.splitlines()[1].split()[0] == "voice-2"
+    listed = command(server, "adapter", "list", SLORA_API_KEY=variables["SLORA_API_KEY"])
+    assert listed.stdout.splitlines()[1].split()[0] == "voice-2"
     for reference, words in (("hf://org/other", "cannot be reached"), ("hf://org", "hf://ORG/REPO")):
         refused = run("adapter", "push", reference)
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)

@@ -89,14 +89,19 @@ def on_postgresql(tmp_path: Path, postgresql_server: PostgresqlServer) -> Iterat
     yield from two(*make_hosts(tmp_path), database=place, store=str(tmp_path / "store"))
 
 
+@pytest.fixture
+def on_shared_postgresql(tmp_path: Path, shared_postgresql: PostgresqlServer) -> Iterator[ServerPair]:
+    place = shared_postgresql.migrated_database()
+    yield from two(*make_hosts(tmp_path), database=place, store=str(tmp_path / "store"))
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPair]:
     """Two servers on one host with one data directory, or on two hosts with separate data directories."""
     if request.param == "sqlite":
         yield from two(tmp_path, tmp_path)
     else:
-        place = request.getfixturevalue("shared_postgresql").migrated_database()
-        yield from two(*make_hosts(tmp_path), database=place, store=str(tmp_path / "store"))
+        yield request.getfixturevalue("on_shared_postgresql")
 
 
 def test_pushes_moves_and_deletions_at_one_server_apply_at_the_other(servers: ServerPair) -> None:
@@ -195,10 +200,10 @@ def test_during_an_outage_cached_names_and_keys_are_answered_and_others_after_it
 
 
 def test_an_adapter_deleted_while_the_feed_was_lost_is_removed_from_the_engine(
-    on_postgresql: ServerPair,
+    on_shared_postgresql: ServerPair,
 ) -> None:
     """The database was replaced by an older copy, so each server looks up every adapter that its engine holds."""
-    servers = on_postgresql
+    servers = on_shared_postgresql
     gone, kept = servers.upload("gone"), servers.upload("kept", seed=1)
     for name in ("gone", "kept"):
         assert servers.ask(name).status_code == 200
