@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ def complete(served: Served, key: str, model: str) -> list[dict[str, Any]]:
     return choices
 
 
-@pytest.fixture
+@contextmanager
 def busy(server: Served, kit: Kit) -> Iterator[None]:
-    """Requests and pushes go on, each as soon as the one before has ended."""
+    """Sends requests and pushes during the block, each as soon as the one before has ended. The block begins after the
+    first."""
     key = server.make_key("backup-busy")
-    stopped, errors = threading.Event(), []
+    begun, stopped, errors = threading.Event(), threading.Event(), []
 
     def work() -> None:
         number = 0
@@ -46,19 +48,23 @@ def busy(server: Served, kit: Kit) -> Iterator[None]:
             except Exception as error:
                 errors.append(error)
                 return
+            finally:
+                begun.set()
 
     thread = threading.Thread(target=work)
     thread.start()
-    yield
-    stopped.set()
-    thread.join()
+    begun.wait()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
     assert not errors
 
 
 def test_a_restored_server_gives_the_same_tokens_to_the_same_key(
     server: Served,
     kit: Kit,
-    busy: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -71,7 +77,8 @@ def test_a_restored_server_gives_the_same_tokens_to_the_same_key(
     with server.client(key) as client:
         client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
     expected = complete(server, key, "default")
-    assert main(["backup", str(tmp_path / "backup"), "--data-dir", str(server.data_dir)]) == 0
+    with busy(server, kit):
+        assert main(["backup", str(tmp_path / "backup"), "--data-dir", str(server.data_dir)]) == 0
     assert "keep it as safe as the servers" in capsys.readouterr().err
     assert main(["restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "other" / "data")]) == 0
     assert main(["restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "other" / "data")]) == 1
