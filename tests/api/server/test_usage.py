@@ -5,9 +5,9 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -190,11 +190,26 @@ def wait_until_equal(
     wait_for(are_equal)
 
 
+def wait_for_earlier_records(server: Served, admin: httpx.Client) -> None:
+    """Waits until the requests of earlier tests have ended and their records are in the ledger. A process ships its
+    records in order, so the record of one more request shows this."""
+    wait_for(
+        lambda: re.search(r"^vllm:num_requests_running\S* 0\.0$", admin.get("/metrics").text, re.MULTILINE)
+    )
+    key, body = server.make_key("billed-last"), {"model": "base", "prompt": "x", "max_tokens": 1}
+    with server.client(key) as client:
+        client.post("/v1/completions", json=body).raise_for_status()
+    columns = schema.usage_records.c
+    query = select(columns.key_id).where(columns.key_id == key.split("_")[1])
+    with closing(Database(server.data_dir / "slora.db")) as database:
+        wait_for(lambda: database.read(query) or None)
+
+
 def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(mortal: Served, kit: Kit) -> None:
     place = mortal.data_dir / "slora.db"
     key = upload_both(mortal, kit, "billed")
-    time.sleep(3)  # the records of earlier tests reach the ledger
     with mortal.client(ADMIN_KEY) as admin:
+        wait_for_earlier_records(mortal, admin)
         before = engine_usage(admin), ledger_usage(place)
         load = Load(mortal.url, [key], leaves=0.3)
         load.send(60, 20)
