@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from slora_adapters.store.store_url import open_store
 from slora_adapters.store.tiered_store import TieredStore
 from tests.adapters.blobs import read_member, read_members
 from tests.redis_server import DURABLE, RedisServer
+from tests.support.forked_program import ForkedProgram
 
 DIGEST = "ab" * 32
 OTHER_DIGEST = "cd" * 32
@@ -167,18 +167,19 @@ def test_the_durable_store_is_not_used_as_its_own_warm_tier(redis_server: RedisS
         assert len(client.keys("*")) == 2
 
 
-def _put_and_die(url: str) -> None:
-    """A process that dies between the last chunk and the commit."""
-    store = open_redis_store(url, durable=True)
-    store._commit = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
-    store.put(DIGEST, {"b": BIG})
+# A process that dies between the last chunk and the commit.
+DIES = """
+import os, signal, sys
+from slora_adapters.store.redis_store import open_redis_store
+store = open_redis_store(sys.argv[1], durable=True)
+store._commit = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+store.put("ab" * 32, {"b": bytes(int(sys.argv[2]))})
+"""
 
 
 def test_an_interrupted_upload_is_never_visible_and_expires(redis_server: RedisServer) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_put_and_die, args=(redis_server.url,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    status, output = ForkedProgram(DIES, redis_server.url, len(BIG)).finish()
+    assert status == -signal.SIGKILL, output
     store = open_store(redis_server.url)
     assert not store.exists(DIGEST) and list(store.digests()) == []
     with redis_server.client() as client:

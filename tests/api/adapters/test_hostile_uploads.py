@@ -66,14 +66,14 @@ def _send(client: httpx.Client, one: HostileUpload) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def corpus(kit: Kit, soak: bool) -> dict[str, HostileUpload]:
-    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of twelve
+    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of 24
     inspected ones.
 
     `tests/adapters/inspection/test_inspection.py` covers all inspected kinds without a server.
     """
     every = kinds(read_model_spec(kit.base).shape("float32"))
     return {
-        name: one for at, (name, one) in enumerate(every.items()) if soak or not one.inspected or at % 12 == 0
+        name: one for at, (name, one) in enumerate(every.items()) if soak or not one.inspected or at % 24 == 0
     }
 
 

@@ -2,7 +2,8 @@
 
     hammer FOLDER REDIS_URL PROCESSES RESERVATIONS   prints what each process was granted
     kill FOLDER PROCESSES KILLS                      kills processes at random, then prints what is left in the counters
-    crash FOLDER                                     kills a process at each line of a change, and prints what is left
+    crash FOLDER STRIDE                              kills a process at each line of a change, or at every STRIDE-th
+                                                     line, and prints what is left
 
 The hammer's clock runs SPEED times as fast as time, so that a window of a minute passes in seconds.
 """
@@ -152,10 +153,10 @@ def left_over(folder: Path) -> list[dict[str, Any]]:
     return asyncio.run(read())
 
 
-def crash(folder: Path) -> None:
+def crash(folder: Path, stride: str) -> None:
     """For each number of lines: a process that dies after so many lines of a reservation and its settlement."""
     results = []
-    for lines in range(10_000):
+    for lines in range(0, 10_000, int(stride)):
         (folder / "quotas").unlink(missing_ok=True)
 
         def work(lines: int = lines) -> None:

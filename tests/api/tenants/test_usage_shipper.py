@@ -2,8 +2,6 @@
 
 import logging
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +17,7 @@ from slora_api.tenants.usage_ledger import DAY_S, MINUTE_S, UsageFilter, UsageLe
 from slora_api.tenants.usage_shipper import UsageShipper
 from tests.api.served import wait_for
 from tests.postgresql_server import PostgresqlServer
+from tests.support.forked_program import ForkedProgram
 
 NOW = 1_700_000_000.0
 # Writes records, says so, and waits to be killed.
@@ -94,9 +93,8 @@ def test_the_journal_of_a_killed_process_is_shipped_by_another(
     journal: UsageJournal, directory: Path, ledger: UsageLedger
 ) -> None:
     shipper = UsageShipper(journal, directory, ledger, 36_500)
-    command = [sys.executable, "-P", "-c", WRITER, str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None and writer.stdout.readline() == "written\n"
+    with ForkedProgram(WRITER, directory) as writer:
+        assert writer.output.readline() == "written\n"
         shipper.ship()
         assert count(ledger) == 0, "its writer lives, and ships it itself"
         writer.kill()
