@@ -103,19 +103,23 @@ def round_scale_up(largest: Tensor) -> Tensor:
     return torch.where(near.double() < exact, above, near).clamp_min(torch.finfo(torch.bfloat16).tiny)
 
 
-def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slot: int, k: Tensor, v: Tensor) -> None:
-    """Writes k and v, float64 [Hk, D], of one token to its slot. `KVFormat` describes values that are not finite."""
-    page, offset = divmod(slot, geometry.block_tokens)
-    place = view_layer(pages, geometry, layer)[page, :, :, offset]
-    sides = torch.stack((k, v))
+def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Writes k and v, float64 [T, Hk, D], of T tokens to their slots, int64 [T].
+
+    `KVFormat` describes values that are not finite.
+    """
+    sides = torch.stack((k, v), dim=1)
     stored = sides if geometry.has_scales else sides.to(geometry.dtype)
-    wrong = ~stored.isfinite().all(-1).all(0)
-    sides[0, wrong], sides[1, wrong] = torch.nan, 0.0
+    wrong = ~stored.isfinite().all(-1).all(1)
+    sides[:, 0][wrong], sides[:, 1][wrong] = torch.nan, 0.0
+    page, offset = slots // geometry.block_tokens, slots % geometry.block_tokens
     if geometry.has_scales:
         scales = round_scale_up(sides.abs().amax(-1))
         view_scales(pages, geometry, layer)[page, :, :, offset] = scales
         sides = sides / scales.double()[..., None]
-    place.copy_(sides.to(geometry.element_dtype))
+    # torch can't index numbers of 8 bits, so the bytes are written.
+    numbers = sides.to(geometry.element_dtype).view(torch.uint8)
+    view_layer(pages, geometry, layer).view(torch.uint8)[page, :, :, offset] = numbers
 
 
 def rotate_and_write_kv(
@@ -137,23 +141,20 @@ def rotate_and_write_kv(
     if cos_sin is not None:
         cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    for token, slot in enumerate(batch.kv_slots.tolist()):
-        write_kv(pages, geometry, layer, slot, k[token], v[token].double())
+    write_kv(pages, geometry, layer, batch.kv_slots, k, v.double())
     return q.to(qkv.dtype)
 
 
 def read_context(
-    pages: Tensor, geometry: KVGeometry, layer: int, block_table: list[int], begin: int, end: int
+    pages: Tensor, geometry: KVGeometry, layer: int, block_table: Tensor, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
     """Reads K and V of tokens [begin, end) of a sequence -> two float64 tensors [end - begin, Hk, D]."""
-    places = [divmod(t, geometry.block_tokens) for t in range(begin, end)]
-
-    def read(blocks: Tensor) -> Tensor:
-        return torch.stack([blocks[block_table[block], :, :, offset] for block, offset in places]).double()
-
-    rows = read(view_layer(pages, geometry, layer))
+    tokens = torch.arange(begin, end, device=pages.device)
+    page, offset = block_table[tokens // geometry.block_tokens].long(), tokens % geometry.block_tokens
+    numbers = view_layer(pages, geometry, layer).view(torch.uint8)[page, :, :, offset]
+    rows = numbers.view(geometry.element_dtype).double()
     if geometry.has_scales:
-        rows *= read(view_scales(pages, geometry, layer))[..., None]
+        rows *= view_scales(pages, geometry, layer)[page, :, :, offset].double()[..., None]
     return rows[:, 0], rows[:, 1]
 
 
@@ -166,8 +167,7 @@ def attend(
     for b, context in enumerate(contexts):
         before = context - (starts[b + 1] - starts[b])
         first = before + 1 - rule.count_visible(before + 1)
-        table = batch.block_tables[b].tolist()
-        sides = read_context(pages, geometry, layer, table, first, context)
+        sides = read_context(pages, geometry, layer, batch.block_tables[b], first, context)
         k_all, v_all = (x.repeat_interleave(geometry.group_heads, dim=1) for x in sides)
         for token in range(starts[b], starts[b + 1]):
             end = before + 1 + token - starts[b]

@@ -121,26 +121,27 @@ def build_attention(
     pages = torch.full((num_pages, page_bytes), 0xFF, dtype=torch.uint8)
     order = torch.randperm(num_pages, generator=random).tolist()
     block_tables = torch.full((len(chunks), max(needed) + 2), order[0], dtype=torch.int32)
-    slots: list[int] = []
+    slots: list[Tensor] = []
     for b, (tokens, context) in enumerate(chunks):
         ids = [order.pop() for _ in range(needed[b])]
         behind = 0 if window is None else max(0, context - tokens + 1 - window)
         gone = behind // geometry.block_tokens
         block_tables[b, gone : len(ids)] = torch.tensor(ids[gone:], dtype=torch.int32)
-        places = [ids[t // geometry.block_tokens] * geometry.block_tokens for t in range(context)]
-        slots += [places[t] + t % geometry.block_tokens for t in range(context - tokens, context)]
+        places = torch.arange(context)
+        own_slots = torch.tensor(ids)[places // geometry.block_tokens] * geometry.block_tokens
+        own_slots += places % geometry.block_tokens
+        slots.append(own_slots[context - tokens :])
         for layer in range(geometry.num_layers):
-            for t in range(behind, context):
-                values = torch.randn(2, geometry.num_kv_heads, geometry.head_dim, generator=random)
-                k, v = values.to(geometry.dtype).double()
-                write_kv(pages, geometry, layer, places[t] + t % geometry.block_tokens, k, v)
+            numbers = (2, context - behind, geometry.num_kv_heads, geometry.head_dim)
+            k, v = torch.randn(numbers, generator=random).to(geometry.dtype).double()
+            write_kv(pages, geometry, layer, own_slots[behind:], k, v)
     starts = np.cumsum([0, *(tokens for tokens, _ in chunks)])
     batch = AttentionBatch(
         torch.tensor(starts, dtype=torch.int32, device=device),
         torch.tensor([context for _, context in chunks], dtype=torch.int32, device=device),
         block_tables.to(device),
         torch.cat([torch.arange(context - tokens, context) for tokens, context in chunks]).to(device),
-        torch.tensor(slots, dtype=torch.int64, device=device),
+        torch.cat(slots).to(device),
         max(tokens for tokens, _ in chunks),
         max(context for _, context in chunks),
     )

@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -13,16 +15,16 @@ from tests.kernels.scenes import AttentionScene, build_attention, check_close, w
 SLOW = pytest.mark.interpreted_slowly
 # (query heads, KV heads, head dim, block tokens)
 HEADS = ((2, 2, 64, 16), (6, 2, 16, 8), (4, 1, 128, 16), (3, 1, 80, 16))
-DECODES = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 63), (1, 64), (1, 65), (1, 129), (1, 300)]
-CHUNKS = [(5, 5), (16, 16), (17, 40), (2, 130), (37, 64), (100, 110)]
-MIXED = [(1, 33), (23, 23), (1, 1), (1, 200), (7, 150)]
+DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 63), (1, 64), (1, 65), (1, 129), (1, 300))
+CHUNKS = ((5, 5), (16, 16), (17, 40), (2, 130), (37, 64), (100, 110))
+MIXED = ((1, 33), (23, 23), (1, 1), (1, 200), (7, 150))
 
 
 # Windows: shorter than a block, one block, across blocks and loop rounds of every kernel, and longer than any context.
 # The soft-caps are low enough to change most scores.
 WINDOWS = (3, 16, 77, 400)
 RULES = (*((window, None) for window in WINDOWS), (None, 1.5), (77, 1.5))
-WINDOWED = [(1, 1), (1, 5), (1, 17), (1, 90), (1, 300), (5, 5), (23, 23), (41, 140), (7, 150)]
+WINDOWED = ((1, 1), (1, 5), (1, 17), (1, 90), (1, 300), (5, 5), (23, 23), (41, 140), (7, 150))
 # Some head sizes are not powers of two (Phi-3 has 96), and some are as wide as Gemma's.
 WINDOW_HEADS = (
     (2, 2, 32, 16),
@@ -37,13 +39,11 @@ WINDOW_HEADS = (
 def build(
     heads: tuple[int, int, int, int],
     dtype: torch.dtype,
-    chunks: list[tuple[int, int]],
+    chunks: Sequence[tuple[int, int]],
     device: str,
     window: int | None = None,
 ) -> AttentionScene:
-    num_heads, num_kv_heads, head_dim, block_tokens = heads
-    geometry = KVGeometry(2, num_heads, num_kv_heads, head_dim, block_tokens, dtype)
-    return build_attention(geometry, chunks, window=window, device=device)
+    return build_attention(KVGeometry(2, *heads, dtype), chunks, window=window, device=device)
 
 
 def make_rule(
@@ -57,9 +57,31 @@ def attend(kernels: Kernels, scene: AttentionScene, rule: AttentionRule) -> torc
     return kernels.attend(scene.q, scene.pages, scene.geometry, scene.layer, step, rule)
 
 
-def check_against_twin(kernels: Kernels, scene: AttentionScene, rule: AttentionRule) -> None:
-    expected = reference.attend(scene.q, scene.pages, scene.geometry, scene.layer, scene.batch, rule)
+@cache
+def compute_by_twin(
+    geometry: KVGeometry,
+    chunks: tuple[tuple[int, int], ...],
+    device: str,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[AttentionScene, AttentionRule, torch.Tensor]:
+    """A scene that all implementations share, its rule, and the output that they must have."""
+    scene = build_attention(geometry, chunks, window=window, device=device)
+    rule = make_rule(scene, window, softcap)
+    expected = reference.attend(scene.q, scene.pages, geometry, scene.layer, scene.batch, rule)
     assert not expected.isnan().any()
+    return scene, rule, expected
+
+
+def check_against_twin(
+    kernels: Kernels,
+    device: str,
+    geometry: KVGeometry,
+    chunks: tuple[tuple[int, int], ...],
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    scene, rule, expected = compute_by_twin(geometry, chunks, device, window, softcap)
     check_close(attend(kernels, scene, rule), expected, units=1)
 
 
@@ -78,16 +100,14 @@ def test_attention_over_scattered_pages_matches_its_twin(
     device: str,
     heads: tuple[int, int, int, int],
     dtype: torch.dtype,
-    chunks: list[tuple[int, int]],
+    chunks: tuple[tuple[int, int], ...],
 ) -> None:
-    scene = build(heads, dtype, chunks, device)
-    check_against_twin(kernels, scene, make_rule(scene))
+    check_against_twin(kernels, device, KVGeometry(2, *heads, dtype), chunks)
 
 
 @pytest.mark.compiled_late
 def test_attention_works_in_half_precision(kernels: Kernels, device: str) -> None:
-    scene = build(HEADS[0], torch.float16, MIXED, device)
-    check_against_twin(kernels, scene, AttentionRule(0.1))
+    check_against_twin(kernels, device, KVGeometry(2, *HEADS[0], torch.float16), MIXED)
 
 
 def pair_rules_with_heads(
@@ -103,8 +123,7 @@ def test_attention_reads_only_the_tokens_inside_the_window(
     kernels: Kernels, device: str, dtype: torch.dtype, soak: bool
 ) -> None:
     for (window, softcap), heads in pair_rules_with_heads(every=soak):
-        scene = build(heads, dtype, WINDOWED, device, window)
-        check_against_twin(kernels, scene, make_rule(scene, window, softcap))
+        check_against_twin(kernels, device, KVGeometry(2, *heads, dtype), WINDOWED, window, softcap)
 
 
 def test_a_window_as_long_as_the_context_changes_no_bit(kernels: Kernels, device: str) -> None:

@@ -1,5 +1,7 @@
 """KV cache in fp8: the code written for each number, the number read from each code, and attention over fp8 pages."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,11 +40,10 @@ def make_geometry(heads: tuple[int, int, int, int], dtype: torch.dtype) -> KVGeo
 def build(
     heads: tuple[int, int, int, int],
     dtype: torch.dtype,
-    chunks: list[tuple[int, int]],
+    chunks: Sequence[tuple[int, int]],
     device: str,
-    window: int | None = None,
 ) -> AttentionScene:
-    return build_attention(make_geometry(heads, dtype), chunks, window=window, device=device)
+    return build_attention(make_geometry(heads, dtype), chunks, device=device)
 
 
 def nearest(values: Tensor) -> Tensor:
@@ -96,8 +97,10 @@ def test_a_scale_is_the_least_that_clips_nothing(kernels: Kernels, device: str, 
     k, v = (torch.rand(2, 6, 2, 64, generator=random) * 2 - 1) * size
     v[0] = 0.0
     expected = scene.pages.clone()
-    for token, slot in enumerate(scene.batch.kv_slots.tolist()):
-        reference.write_kv(expected, scene.geometry, scene.layer, slot, k[token].double(), v[token].double())
+    slots = scene.batch.kv_slots
+    reference.write_kv(
+        expected, scene.geometry, scene.layer, slots, k.to(device).double(), v.to(device).double()
+    )
     pages = write(kernels, scene, k.to(device), v.to(device))
     wanted, scales = (reference.view_scales(x.cpu(), scene.geometry, scene.layer) for x in (expected, pages))
     assert torch.equal(scales.nan_to_num(), wanted.nan_to_num())
@@ -201,10 +204,9 @@ def test_attention_over_fp8_pages_matches_its_twin(
     device: str,
     heads: tuple[int, int, int, int],
     dtype: torch.dtype,
-    chunks: list[tuple[int, int]],
+    chunks: tuple[tuple[int, int], ...],
 ) -> None:
-    scene = build(heads, dtype, chunks, device)
-    check_against_twin(kernels, scene, make_rule(scene))
+    check_against_twin(kernels, device, make_geometry(heads, dtype), chunks)
 
 
 @LATE
@@ -222,8 +224,7 @@ def test_windows_and_caps_hold_over_fp8_pages(
 ) -> None:
     pairs = [(rule, heads) for rule in RULES for heads in WINDOW_HEADS]
     for (window, softcap), heads in pairs if soak else pairs[2 :: 2 * len(WINDOW_HEADS) + 1]:
-        scene = build(heads, dtype, WINDOWED, device, window)
-        check_against_twin(kernels, scene, make_rule(scene, window, softcap))
+        check_against_twin(kernels, device, make_geometry(heads, dtype), WINDOWED, window, softcap)
 
 
 @LATE
