@@ -126,6 +126,8 @@ class Forbidden(ApiError):
 
 
 class TenantSuspended(ApiError):
+    """The tenant of the key is suspended."""
+
     def __init__(self, tenant: str) -> None:
         super().__init__(
             f"The tenant `{tenant}` is suspended, so its requests are refused. The operator of this server can resume "

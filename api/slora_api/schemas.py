@@ -191,7 +191,7 @@ class GenerationFields(BaseModel):
     that cannot meet it is answered 503 `deadline_missed`.
     use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
     and a stream sends each answer in one piece.
-    safety_identifier, prompt_cache_key, metadata: for the client's own records. They have no effect.
+    safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
     return_token_ids: as in vLLM, adds the token ids of the prompt and of the answer.
     return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
@@ -315,7 +315,7 @@ class CompletionRequest(GenerationFields):
 
 
 class TextPart(BaseModel):
-    """A part of a message's content. `_join_text_parts` reads it; this describes it."""
+    """A part of a message's content."""
 
     model_config = _STRICT
     type: Literal["text"]
@@ -388,7 +388,7 @@ class ChatTemplateFields(BaseModel):
 _Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ChatRequest(GenerationFields, ChatTemplateFields):
+class ChatRequest(ChatTemplateFields, GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: _Messages

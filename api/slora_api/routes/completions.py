@@ -118,6 +118,7 @@ _ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
 async def complete(
     request: Request, body: _CompletionBody, key: InferenceKey, meter: Metered, services: Wired
 ) -> Response:
+    """Continues one or several prompts."""
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, meter, services, model)
     )
@@ -163,6 +164,7 @@ async def _complete(
 async def chat(
     request: Request, body: _ChatBody, key: InferenceKey, meter: Metered, services: Wired
 ) -> Response:
+    """Answers a conversation."""
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, meter, services, model)
     )

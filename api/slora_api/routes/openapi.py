@@ -9,6 +9,7 @@ routes that need a key, of routes with parameters, and of routes with a body.
 import importlib.metadata
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -43,6 +44,9 @@ _Responses = dict[int | str, _Json]
 _SCHEMAS = "#/components/schemas/"
 # FastAPI documents its own answer to an invalid request, which this API replaces by a 400.
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
+
+# The names of fields before their description in a docstring, such as "n, best_of: numbers of answers.".
+_FIELDS = re.compile(r"(?:^|(?<=\. ))(\w+(?:, \w+)*): ")
 
 _ANY_ROUTE = (Exception, RequestTooSlow, HeadersTooLarge, Stopping)
 _WITH_KEY = (Unauthorized, Forbidden, TenantSuspended, StoreUnavailable)
@@ -110,6 +114,7 @@ class OpenApiDocument:
             for method in route.methods or ():
                 _complete(document["paths"][route.path_format][method.lower()], route)
         _hoist_definitions(document, schemas)
+        _describe_fields(document)
         document["components"]["securitySchemes"] = {
             "api_key": {
                 "type": "http",
@@ -171,6 +176,9 @@ def _first_sentence(kind: type) -> str:
 
 def _body(media_type: str, model: type[BaseModel]) -> _Json:
     schema = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
+    bases = [base for base in model.__mro__[1:] if issubclass(base, BaseModel) and base is not BaseModel]
+    inherited = [part for base in bases for part in _split(base.__doc__)[1:]]
+    schema["description"] = "\n\n".join([*_split(model.__doc__), *inherited])
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
@@ -183,6 +191,37 @@ def _hoist_definitions(node: Any, schemas: _Json) -> None:
     elif isinstance(node, list):
         for value in node:
             _hoist_definitions(value, schemas)
+
+
+def _describe_fields(node: Any) -> None:
+    """Moves what the docstrings of objects say of single fields to these fields."""
+    if isinstance(node, dict):
+        fields, text = node.get("properties"), node.get("description")
+        if isinstance(fields, dict) and isinstance(text, str):
+            kept = [_describe_some(fields, paragraph) for paragraph in _split(text)]
+            node["description"] = "\n\n".join(filter(None, kept))
+        for value in node.values():
+            _describe_fields(value)
+    elif isinstance(node, list):
+        for value in node:
+            _describe_fields(value)
+
+
+def _describe_some(fields: _Json, paragraph: str) -> str:
+    """Adds the descriptions of a paragraph to the fields. Returns the text before them."""
+    text = " ".join(paragraph.split())
+    found = [match for match in _FIELDS.finditer(text) if set(match[1].split(", ")) <= fields.keys()]
+    ends = [match.start() for match in found[1:]] + [len(text)]
+    for match, end in zip(found, ends, strict=False):
+        for name in match[1].split(", "):
+            known = fields[name].get("description", "")
+            fields[name]["description"] = f"{known} {text[match.end() : end]}".strip()
+    return text[: found[0].start()].strip() if found else paragraph
+
+
+def _split(text: str | None) -> list[str]:
+    """Returns the paragraphs of a docstring."""
+    return inspect.cleandoc(text or "").split("\n\n")
 
 
 def _refers_to(answer: _Json, schema: str) -> bool:

@@ -22,6 +22,7 @@ from slora_api.routes import (
     admin,
     audit,
     completions,
+    docs,
     health,
     keys,
     limits,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _MODULES = (
     *(completions, tokens, models, limits, adapters, vllm_adapters, usage, quotas, admin, keys, audit),
-    *(health, openapi),
+    *(health, openapi, docs),
 )
 ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
@@ -78,6 +79,7 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     app.state.services = services
     app.state.has_bootstrap_key = has_bootstrap_key
     app.state.openapi_document = openapi.OpenApiDocument(ROUTES)
+    app.state.docs_page = docs.DocsPage(app.state.openapi_document)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)
     return app

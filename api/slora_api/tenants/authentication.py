@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 # Load balancers and container engines call the first four without a key. They reveal only whether the server is up and
 # ready. The version and the document of the API are the same for every server of a release.
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json"})
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs"})
 
 # Keys that are looked up concurrently, and those of one client address that may wait. A lookup takes a millisecond.
 _LOOK_UP_SLOTS = 4

@@ -92,3 +92,29 @@ def test_every_reference_resolves_and_every_schema_is_valid(document: Json) -> N
 def test_operations_have_distinct_names(document: Json) -> None:
     names = [operation["operationId"] for _, _, operation in operations(document)]
     assert len(set(names)) == len(names)
+
+
+def test_fields_are_described_by_the_docstrings_of_their_objects_and_of_inherited_ones(
+    document: Json,
+) -> None:
+    schemas = document["components"]["schemas"]
+    adapter = schemas["AdapterObject"]["properties"]
+    assert adapter["created"]["description"] == "when the name was made."
+    assert adapter["updated"]["description"].startswith("when the version was made.")
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
+    assert body["description"] == "POST /v1/completions."
+    assert "lower is served sooner" in body["properties"]["priority"]["description"]
+
+
+def test_the_docs_show_every_route_and_object_and_load_nothing(platform: Platform, document: Json) -> None:
+    answer = httpx.get(f"{platform.url}/docs", verify=False).raise_for_status()
+    page = answer.text
+    for _, path, operation in operations(document):
+        assert path in page and f'<section id="{operation["operationId"]}">' in page
+    targets = {part.partition('"')[0] for part in page.split('href="#')[1:]}
+    identifiers = {part.partition('"')[0] for part in page.split(' id="')[1:]}
+    assert targets <= identifiers and document["components"]["schemas"].keys() <= identifiers
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<script" not in page and "://" not in page and "&lt;code&gt;" not in page

@@ -56,13 +56,21 @@ def test_every_route_but_the_public_ones_is_closed_without_a_key(platform: Platf
 
 
 def test_the_public_paths_are_those_of_health_checks_and_the_document_of_the_api() -> None:
-    assert set(PUBLIC_PATHS) == {"/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
+    assert set(PUBLIC_PATHS) == {
+        "/healthz",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/version",
+        "/openapi.json",
+        "/docs",
+    }
 
 
 def test_a_route_that_does_not_exist_is_closed_too(platform: Platform) -> None:
     for path in (
         "/",
-        "/docs",
+        "/docs/",
         "/v1/nothing",
         "/healthz/",
         "//healthz",

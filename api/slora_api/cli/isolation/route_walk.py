@@ -19,11 +19,11 @@ __all__ = ["walk_routes", "walk_suspended"]
 _PROBE = "routes"
 _ADMIN = "admin"
 # Rules of this program's own, in case the server's are wrong: routes without a key, and routes for operators only.
-_PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json")
+_PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
 # Paths that servers of language models have left open, and spellings that have got past their checks.
 _HIDDEN = (
-    "/docs", "/redoc", "/pause", "/invocations", "/server_info", "/v1",
+    "/redoc", "/pause", "/invocations", "/server_info", "/v1",
     "/load_lora_adapter_from_tensors", "/v1/models/", "//v1/models", "/V1/models", "/v1/models;x", "/v1%2fmodels",
     "/healthz/../v1/models", "/healthz/%2e%2e/v1/models", "/healthz/", "/openapi.json/../admin/tenants",
 )  # fmt: skip

@@ -1,0 +1,63 @@
+"""/docs: the OpenAPI document as a page to read.
+
+The page is made here and has no script, so it works without access to the internet, which the pages of FastAPI need.
+"""
+
+import importlib.resources
+import json
+import re
+from typing import Any
+
+import jinja2
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from markupsafe import Markup, escape
+
+from slora_api.routes.openapi import OpenApiDocument
+
+__all__ = ["DocsPage", "router"]
+
+router = APIRouter(tags=["server"])
+
+_CODE = re.compile(r"`([^`]+)`")
+# The browser loads nothing for this page.
+_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+
+class DocsPage:
+    """The page of a document. It is made at the first request."""
+
+    def __init__(self, document: OpenApiDocument) -> None:
+        self._document = document
+        self._content: str | None = None
+
+    def content(self) -> str:
+        if self._content is None:
+            self._content = _render(json.loads(self._document.content()))
+        return self._content
+
+
+@router.get("/docs", response_class=HTMLResponse)
+def show_docs(request: Request) -> HTMLResponse:
+    """This reference. It needs no key, because it is the same for every server of a release."""
+    page: DocsPage = request.app.state.docs_page
+    return HTMLResponse(page.content(), headers=_HEADERS)
+
+
+def _render(document: dict[str, Any]) -> str:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    environment.filters |= {"prose": _mark_code, "json": json.dumps}
+    source = importlib.resources.files("slora_api.routes").joinpath("docs_page.html").read_text()
+    operations = [
+        {**operation, "method": method.upper(), "path": path, "tag": operation["tags"][0]}
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    return environment.from_string(source).render(
+        info=document["info"], operations=operations, schemas=document["components"]["schemas"]
+    )
+
+
+def _mark_code(text: str) -> Markup:
+    """Marks what stands between backticks as code."""
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
