@@ -8,10 +8,10 @@ from slora.scheduler.step_plan import SampledToken, StepPlan
 
 
 def poison(engine: Engine, byte: int = 0xFF) -> None:
-    """From now on, the free pages of the pool and of the host are filled twice in each step.
+    """From now on, the free pages of the pool and of the host are filled in each step, before the step runs.
 
-    The first fill runs before the step is scheduled, the second before it runs. The second one spares pages that the
-    plan still reads: a page that is swapped out in a step is already free in its plan.
+    These are the pages that were free before the step was scheduled, and those that are free afterwards. Pages that the
+    plan still reads are spared: a page that is swapped out in a step is already free in its plan.
     """
     poisoner = _Poisoner(engine, byte)
     engine.step = poisoner.step  # type: ignore[method-assign]
@@ -24,18 +24,20 @@ class _Poisoner:
         self._memory = engine._runner.memory
         self._byte = byte
         self._step, self._run = engine.step, engine._runner.run
+        self._free: set[int] = set()
+        self._free_host: set[int] = set()
 
     def step(self) -> list[StepOutput]:
-        self._fill(set(), set())
+        self._free, self._free_host = set(self._pool._free), set(self._host._free)
         return self._step()
 
     def run(self, plan: StepPlan) -> list[SampledToken]:
-        moved = [*plan.swaps_out, *plan.copies]
-        self._fill({source for source, _ in moved}, {host_page for host_page, _ in plan.swaps_in})
-        return self._run(plan)
-
-    def _fill(self, read: set[int], read_host: set[int]) -> None:
-        free = torch.tensor(list(set(self._pool._free) - read), dtype=torch.int64)
+        read = {source for source, _ in [*plan.swaps_out, *plan.copies]}
+        free = torch.tensor(list(self._free.union(self._pool._free) - read), dtype=torch.int64)
         self._memory.pages.index_fill_(0, free.to(self._memory.pages.device), self._byte)
-        for host_page in set(self._host._free) - read_host:
+        read_host = {host_page for host_page, _ in plan.swaps_in}
+        for host_page in self._free_host.union(self._host._free) - read_host:
             self._memory.host_pages[host_page].fill_(self._byte)
+        # A step that failed runs again in parts. Pages that an earlier part wrote are no longer free.
+        self._free, self._free_host = set(), set()
+        return self._run(plan)
