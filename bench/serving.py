@@ -8,7 +8,9 @@ trace   an open loop: each request is sent at its time in the trace, even if ear
 http    64 streams of the base model over HTTP, in turn with the same requests in the engine alone. The engine has one
         thread in both cases, so that the API process and the client have the other core.
 layers  a closed loop to `slora serve` with an engine that computes nothing (`bench.null_engine`), from a bare Starlette
-        route to the whole server: what the API, IPC, the usage journal, quotas and tokenizing cost.
+        route to the whole server: what the API, IPC, the usage journal, quotas and tokenizing cost. TTFT is measured
+        with one stream at a time. With 64 streams and no computation it would only be 64 times the CPU time of a
+        request.
 
 The client shares the cores with the server, so absolute figures hold only for this machine and this client.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 import psutil
 
 from bench.adapter_depot import DTYPE, Deposit, Depot
+from bench.bars import Bar
 from bench.contender import ContenderProcess, slora_launch
 from bench.contenders.answering import Run
 from bench.contenders.answering import Setup as ContenderSetup
@@ -56,6 +59,12 @@ _LIMITS = Limits(ttft_s=6.0, tpot_s=0.5)
 _LIMITED = "limited"
 _QUOTA = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_answers": 1_000}
 _LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 256, 256, 32
+_LAYER_BARS = (
+    Bar("requests/s of the bare route", lambda row: True, "requests/s of bare", 0.5),
+    Bar("chunks/s of the bare route", lambda row: True, "chunks/s of bare", 0.5),
+    Bar("TTFT over the bare route, ms", lambda row: True, "TTFT over bare ms", 3.0, at_most=True),
+    Bar("CPU of ledger and quotas, %", lambda row: True, "ledger and quotas %", 5.0, at_most=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,10 @@ def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     }
 
 
+# The rows that the bars compare: no layer, no usage and quotas, and both.
+_BARE, _UNCOUNTED, _COUNTED = "bare Starlette route", "+ IPC with the engine process", "+ quotas"
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """A server and the requests for it. kind: of `bench.null_server`. tenant: the tenant that sends the requests."""
@@ -156,11 +169,11 @@ def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     token_ids = tuple(prompts(1, _LAYER_PROMPT, EOS)[0])
     text = "".join(CHARACTERS[token_id] for token_id in token_ids)
     layers = (
-        _Layer("bare Starlette route", "bare", token_ids),
+        _Layer(_BARE, "bare", token_ids),
         _Layer("+ API: keys, checks, chunks", "without-ipc", token_ids),
-        _Layer("+ IPC with the engine process", "without-usage", token_ids),
+        _Layer(_UNCOUNTED, "without-usage", token_ids),
         _Layer("+ usage journal", "real", token_ids),
-        _Layer("+ quotas", "real", token_ids, _LIMITED),
+        _Layer(_COUNTED, "real", token_ids, _LIMITED),
         _Layer("+ tokenizing", "real", text, _LIMITED),
     )
     measured: dict[str, list[_LayerRun]] = {layer.name: [] for layer in layers}
@@ -184,16 +197,16 @@ def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
                 )
                 if number:
                     measured[layer.name].append(run)
-    return {
-        f"{_STREAMS} streams at a time, {_LAYER_TOKENS} chunks each, an engine that computes nothing": _layer_rows(
-            measured
-        )
-    }
+    table = f"{_STREAMS} streams at a time, {_LAYER_TOKENS} chunks each, an engine that computes nothing"
+    return {table: _layer_rows(measured), "bars of the layers": _layer_verdicts(measured)}
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerRun:
-    """cpu_s: CPU time of the API process for one request. It hardly depends on what else the machine does."""
+    """cpu_s: CPU time of the API process for one request. It hardly depends on what else the machine does.
+
+    ttft_p50_s: with one stream at a time.
+    """
 
     cpu_s: float
     requests_per_s: float
@@ -222,6 +235,27 @@ def _layer_rows(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
     return rows
 
 
+def _layer_verdicts(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
+    """Holds each layer against the bare route in the same round, and the CPU of ledger and quotas against none."""
+
+    def median(name: str, other: str, compare: Callable[[_LayerRun, _LayerRun], float]) -> float:
+        return statistics.median(map(compare, measured[name], measured[other]))
+
+    *_, whole = measured
+    row: Row = {
+        "case": "the whole server",
+        "requests/s of bare": median(
+            whole, _BARE, lambda run, bare: run.requests_per_s / bare.requests_per_s
+        ),
+        "chunks/s of bare": median(whole, _BARE, lambda run, bare: run.chunks_per_s / bare.chunks_per_s),
+        "TTFT over bare ms": median(whole, _BARE, lambda run, bare: 1e3 * (run.ttft_p50_s - bare.ttft_p50_s)),
+        "ledger and quotas %": median(
+            _COUNTED, _UNCOUNTED, lambda run, uncounted: 100 * (run.cpu_s / uncounted.cpu_s - 1)
+        ),
+    }
+    return [verdict for bar in _LAYER_BARS for verdict in bar.verdicts([row])]
+
+
 async def _measure_layer(
     server: Server, key: str, prompt: str | tuple[int, ...], num_requests: int
 ) -> _LayerRun:
@@ -245,9 +279,10 @@ async def _measure_layer(
         before_s, start = sum(process.cpu_times()[:2]), time.perf_counter()
         await asyncio.gather(*(send(num_requests // _STREAMS) for _ in range(_STREAMS)))
         seconds, cpu_s = time.perf_counter() - start, sum(process.cpu_times()[:2]) - before_s
-    return _LayerRun(
-        cpu_s / len(ttfts), len(ttfts) / seconds, num_chunks / seconds, percentile(sorted(ttfts), 50)
-    )
+        rates = cpu_s / len(ttfts), len(ttfts) / seconds, num_chunks / seconds
+        ttfts.clear()
+        await send(num_requests // 4)
+    return _LayerRun(*rates, percentile(sorted(ttfts), 50))
 
 
 @contextmanager

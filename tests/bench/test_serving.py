@@ -77,5 +77,6 @@ def test_every_part_prints_its_tables() -> None:
     assert [row["failed"] for row in rows] == [0, 0, 0] and len(by_tenant) >= 3
     (compared,) = http_tables(quick=True, setup=_SETUP).values()
     assert [row["case"] for row in compared] == ["engine alone", "over HTTP"]
-    (layers,) = layer_tables(quick=True, setup=_SETUP).values()
+    layers, verdicts = layer_tables(quick=True, setup=_SETUP).values()
     assert len(layers) == 6 and all(row["chunks/s"] > 0 for row in layers)
+    assert len(verdicts) == 4
