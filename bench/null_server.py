@@ -43,12 +43,12 @@ _CHUNK = {
 class NullClient(RemoteEngine):
     """Answers in this process. The engine process only sends its EngineInfo."""
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:  # type: ignore[override]
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:  # type: ignore[override]
         for left in reversed(range(request.sampling.max_tokens)):
             await asyncio.sleep(0)
             if not left:
                 self._on_usage(request.request_id, RequestUsage())
-            yield TokenDelta((NULL_TOKEN,), None if left else FinishReason.LENGTH)
+            yield [TokenDelta((NULL_TOKEN,), None if left else FinishReason.LENGTH)]
 
     def acknowledge_usage(self, request_id: str) -> None:
         pass

@@ -56,15 +56,19 @@ class EngineClient(Protocol):
     def info(self) -> EngineInfo:
         """Fixed facts of the engine. Raises EngineUnavailable before the first connection."""
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Yields the tokens of the answer as the engine generates them. Closing the iterator early aborts the request.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        """Yields the deltas of the answer as the engine generates them, those that have arrived together in one list.
+        Closing the iterator early aborts the request.
 
         May raise at any step: RequestRefused, AdapterFetchFailed, RequestFailed, StepFailed, DeadlineMissed or
         EngineUnavailable.
         """
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """Ends one choice of a request; its other choices continue. Ending a finished or unknown choice is a no-op."""
+        """Ends one choice of a request; its other choices continue. Ending a finished or unknown choice is a no-op.
+
+        A list that `generate` has yielded already may have further deltas of the choice.
+        """
 
     def listen_for_usage(self, listener: UsageListener) -> None:
         """Sets the function that is called once for each request that `generate` sends, however the request ends.
@@ -162,7 +166,7 @@ class RemoteEngine:
                 writer.close()
             await asyncio.sleep(_RECONNECT_S)
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         if request.adapter is not None:
             self._versions.add(request.adapter)
         return self._streams.read(request, self._send_request, self._abort)

@@ -89,7 +89,7 @@ class LocalEngine:
             raise EngineUnavailable("the engine was not started")
         return self._info
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         try:
             async with aclosing(self._streams.read(request, self._send, self._abort)) as deltas:
                 async for delta in deltas:

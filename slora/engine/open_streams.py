@@ -1,9 +1,12 @@
 """Routes the engine's outputs to the coroutines that await them, with one queue per unfinished request.
 
+A reader that is slower than the engine gets all deltas that have arrived at once, so it catches up at a lower cost.
+
 Both engine clients use this class: RemoteEngine behind a socket, and LocalEngine in the same process.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +14,9 @@ from slora.errors import RequestRefused
 from slora.request import EngineRequest, StepOutput, TokenDelta
 
 __all__ = ["OpenStreams"]
+
+# The most deltas that a reader gets at once. As events of a stream they have about 16 KiB.
+_MAX_READY = 64
 
 
 class OpenStreams:
@@ -24,8 +30,9 @@ class OpenStreams:
         request: EngineRequest,
         send: Callable[[EngineRequest], Awaitable[None]],
         abort: Callable[[str], None],
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Sends the request and yields its deltas until it is finished. Raises the error that ends the request.
+    ) -> AsyncGenerator[list[TokenDelta], None]:
+        """Sends the request and yields its deltas until it is finished, those that have arrived together in one list.
+        Raises the error that ends the request.
 
         If the iterator is closed, cancelled or fails before that, `abort` is called with the request's id.
         """
@@ -36,46 +43,59 @@ class OpenStreams:
         try:
             await send(request)
             while stream.unfinished:
-                delta = stream.take(await stream.queue.get())
-                if delta is not None:
-                    yield delta
+                if not stream.outputs:
+                    stream.arrived.clear()
+                    await stream.arrived.wait()
+                if deltas := stream.take():
+                    yield deltas
         finally:
             del self._streams[request.request_id]
             if stream.unfinished:
                 abort(request.request_id)
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """Stops yielding deltas of this choice; the other choices continue."""
+        """Takes no further deltas of this choice; the other choices continue."""
         if request_id in self._streams:
             self._streams[request_id].unfinished.discard(index)
 
     def put(self, output: StepOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is not None:  # None: the request was aborted while tokens were under way.
-            stream.queue.put_nowait(output)
+            stream.put(output)
 
     def fail(self, error: Exception) -> None:
         """Ends all unfinished requests with this error."""
         for request_id, stream in self._streams.items():
-            stream.queue.put_nowait(StepOutput(request_id, error=error))
+            stream.put(StepOutput(request_id, error=error))
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """unfinished: indices of the choices that may still get deltas."""
+    """unfinished: indices of the choices that may still get deltas. arrived: set when there are outputs."""
 
     unfinished: set[int]
-    queue: asyncio.Queue[StepOutput] = field(default_factory=asyncio.Queue)
+    outputs: deque[StepOutput] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self, output: StepOutput) -> TokenDelta | None:
-        """Returns the output's delta, or None if its choice has ended. Raises the error that ended the request."""
-        if output.error is not None:
-            self.unfinished.clear()
-            raise output.error
-        assert output.delta is not None, "an output has a delta or an error"
-        delta = output.delta
-        if delta.index not in self.unfinished:
-            return None
-        if delta.finish_reason is not None:
-            self.unfinished.remove(delta.index)
-        return delta
+    def put(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+        self.arrived.set()
+
+    def take(self) -> list[TokenDelta]:
+        """Returns the deltas that have arrived, without those of choices that have ended. Raises the error that ended
+        the request, once all deltas before it are taken.
+        """
+        deltas: list[TokenDelta] = []
+        while self.outputs and len(deltas) < _MAX_READY:
+            if (error := self.outputs[0].error) is not None:
+                if deltas:
+                    break
+                self.unfinished.clear()
+                raise error
+            delta = self.outputs.popleft().delta
+            assert delta is not None, "an output has a delta or an error"
+            if delta.index in self.unfinished:
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self.unfinished.remove(delta.index)
+        return deltas

@@ -112,8 +112,9 @@ class AsyncLLM:
         (answer,) = await asyncio.to_thread(build)
         answer.request.sampling.refuse_streaming()
         async with aclosing(self._read(answer)) as deltas:
-            async for delta in deltas:
-                yield delta
+            async for arrived in deltas:
+                for delta in arrived:
+                    yield delta
 
     async def _finish(self, build: Callable[[], list[Answer]]) -> Completion:
         (answer,) = await asyncio.to_thread(build)
@@ -122,5 +123,5 @@ class AsyncLLM:
                 pass
         return answer.completion()
 
-    def _read(self, answer: Answer) -> AsyncGenerator[CompletionDelta, None]:
+    def _read(self, answer: Answer) -> AsyncGenerator[list[CompletionDelta], None]:
         return stream_answer(self._engine.generate(answer.request), answer, self._engine.end_choice)

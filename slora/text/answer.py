@@ -233,9 +233,9 @@ class _ChoiceState:
 
 
 async def stream_answer(
-    deltas: AsyncGenerator[TokenDelta, None], answer: Answer, end_choice: Callable[[str, int], None]
-) -> AsyncGenerator[CompletionDelta, None]:
-    """Yields the answer as the engine's `deltas` arrive.
+    deltas: AsyncGenerator[list[TokenDelta], None], answer: Answer, end_choice: Callable[[str, int], None]
+) -> AsyncGenerator[list[CompletionDelta], None]:
+    """Yields the answer as the engine's `deltas` arrive. No list is empty.
 
     end_choice: called with request id and choice index when a stop string ends one choice while others continue.
 
@@ -243,13 +243,17 @@ async def stream_answer(
     request.
     """
     async with aclosing(deltas):
-        async for delta in deltas:
-            if not answer.wants(delta.index):
-                continue
-            new = answer.take(delta)
-            if new.finish_reason is not None and delta.finish_reason is None and not answer.is_over:
-                end_choice(answer.request.request_id, delta.index)
-            yield new
+        async for arrived in deltas:
+            taken = []
+            for delta in arrived:
+                if not answer.wants(delta.index):
+                    continue
+                new = answer.take(delta)
+                if new.finish_reason is not None and delta.finish_reason is None and not answer.is_over:
+                    end_choice(answer.request.request_id, delta.index)
+                taken.append(new)
+            if taken:
+                yield taken
             if answer.is_over:
                 return
 

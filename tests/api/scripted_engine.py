@@ -113,12 +113,12 @@ class ScriptedEngine:
             SHAPE,
         )
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         if request.tenant == CANARY_TENANT:
             for item in self.canary(request):
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                yield [item]
             if self.hang:
                 await asyncio.Event().wait()
             return
@@ -151,7 +151,7 @@ class ScriptedEngine:
                     unfinished.remove(item.index)
                 if not unfinished:
                     report(usage)
-                yield item
+                yield [item]
             if self.hang:
                 await asyncio.Event().wait()
         finally:

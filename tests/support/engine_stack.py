@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from slora.engine.client import RemoteEngine
 from slora.models.model_spec_reader import read_model_spec
+from slora.request import TokenDelta
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.peft.bundle import bundle
@@ -144,3 +145,11 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"it did not happen within {WAIT_S} s"
         await asyncio.sleep(0.005)
+
+
+async def one_by_one(stream: AsyncGenerator[list[TokenDelta], None]) -> AsyncGenerator[TokenDelta, None]:
+    """The deltas of `EngineClient.generate` one at a time. Closing it closes the stream."""
+    async with aclosing(stream):
+        async for arrived in stream:
+            for delta in arrived:
+                yield delta

@@ -91,8 +91,9 @@ class Canary:
         request = EngineRequest(uuid.uuid4().hex, CANARY_TENANT, prompt, version, sampling)
         entries: list[TokenLogprobs | None] = []
         async with aclosing(self._client.generate(request)) as deltas:
-            async for delta in deltas:
-                entries += [*delta.prompt_logprobs, *(delta.logprobs or ())]
+            async for arrived in deltas:
+                for delta in arrived:
+                    entries += [*delta.prompt_logprobs, *(delta.logprobs or ())]
         return dict(_list_scores(entries))
 
 

@@ -5,7 +5,6 @@ The first delta is awaited before anything is sent. Until then, a failure can st
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import Request, Response
 
@@ -16,14 +15,14 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
-from slora_api.generation.sse import EventStream, unless_disconnected
+from slora_api.generation.sse import EventStream, encode_event, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import GenerationFields
 
 __all__ = ["answer_request"]
 
-_Deltas = AsyncGenerator[CompletionDelta, None]
-_Chunks = AsyncGenerator[dict[str, Any], None]
+_Deltas = AsyncGenerator[list[CompletionDelta], None]
+_Events = AsyncGenerator[bytes, None]
 
 
 async def answer_request(
@@ -53,9 +52,9 @@ async def answer_request(
         return PartedResponse(parts, headers)
     if echoes:
         deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
-    chunks = _chunks(deltas, shape, usage, include_usage=fields.include_usage)
-    first = await unless_disconnected(request.receive, _first(chunks))
-    return EventStream([first], chunks, headers)
+    events = _events(deltas, shape, usage, include_usage=fields.include_usage)
+    first = await unless_disconnected(request.receive, _first(events))
+    return EventStream(first, events, headers)
 
 
 async def _complete(
@@ -63,8 +62,9 @@ async def _complete(
 ) -> list[Completion]:
     """Returns the completions in the order of the prompts. All computed tokens count as usage."""
     async with aclosing(deltas):
-        async for delta in deltas:
-            usage.add(delta)
+        async for arrived in deltas:
+            for delta in arrived:
+                usage.add(delta)
     completions = [answer.completion() for answer in answers]
     for index, text in enumerate(echoes):
         echo = await PromptEcho.read(text, answers[index], generator.tokenizer)
@@ -72,25 +72,25 @@ async def _complete(
     return completions
 
 
-async def _first(chunks: _Chunks) -> dict[str, Any]:
-    """Returns the first chunk, and closes the stream if that fails."""
+async def _first(events: _Events) -> bytes:
+    """Returns the first events, and closes the stream if that fails."""
     try:
-        return await anext(chunks)
+        return await anext(events)
     except BaseException:
-        await chunks.aclose()
+        await events.aclose()
         raise
 
 
-async def _chunks(deltas: _Deltas, shape: AnswerFormat, usage: Usage, *, include_usage: bool) -> _Chunks:
+async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, *, include_usage: bool) -> _Events:
     opened = False
     async with aclosing(deltas):
-        async for delta in deltas:
-            if not opened:
-                opened = True
-                for chunk in shape.opening(usage):
-                    yield chunk
-            usage.add(delta)
-            for chunk in shape.chunk(delta, usage):
-                yield chunk
+        async for arrived in deltas:
+            chunks = [] if opened else shape.opening(usage)
+            opened = True
+            for delta in arrived:
+                usage.add(delta)
+                chunks += shape.chunk(delta, usage)
+            if chunks:
+                yield b"".join(map(encode_event, chunks))
     if include_usage:
-        yield shape.usage(usage)
+        yield encode_event(shape.usage(usage))

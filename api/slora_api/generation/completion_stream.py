@@ -7,7 +7,7 @@ This module does not depend on HTTP or JSON.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -17,15 +17,19 @@ from slora.text.answer import Answer, CompletionDelta, stream_answer
 
 __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
 
-# Deltas per stream that may wait for a slow reader. While this many wait, no further delta is taken from the engine.
-_QUEUE_DELTAS = 16
+# Lists of deltas per stream that may wait for a slow reader. While this many wait, no further one is taken from the
+# engine.
+_QUEUE_LISTS = 16
 # The most tokens with log-probabilities in one delta. For 64 tokens with the 20 most probable tokens of each, writing
 # the JSON takes 3 ms, and looking up the texts takes 4 ms.
 TOKENS_AT_ONCE = 32
 
 
-async def stream_completion(client: EngineClient, answer: Answer) -> AsyncGenerator[CompletionDelta, None]:
-    """Streams the answers to one prompt. The last delta of each has a finish_reason.
+async def stream_completion(
+    client: EngineClient, answer: Answer
+) -> AsyncGenerator[list[CompletionDelta], None]:
+    """Streams the answers to one prompt. The last delta of each has a finish_reason. No list is empty. Deltas with
+    log-probabilities come alone.
 
     Raises what `EngineClient.generate` raises.
     """
@@ -33,32 +37,40 @@ async def stream_completion(client: EngineClient, answer: Answer) -> AsyncGenera
     if answer.request.sampling.logprobs is not None:
         tokens = _split_long(tokens)
     async with aclosing(stream_answer(tokens, answer, client.end_choice)) as deltas:
-        async for delta in deltas:
-            if delta.prompt_logprobs:  # `answer` has collected them
-                continue
-            yield delta
-            if delta.tokens:
+        async for arrived in deltas:
+            # `answer` has collected the log-probabilities of the prompt.
+            if shown := [delta for delta in arrived if not delta.prompt_logprobs]:
+                yield shown
+            if shown and shown[-1].tokens:
                 # The next deltas may be ready already, and the reader writes each of them without yielding to the
                 # event loop.
                 await asyncio.sleep(0)
 
 
-async def _split_long(deltas: AsyncGenerator[TokenDelta, None]) -> AsyncGenerator[TokenDelta, None]:
-    """Bounds the number of tokens of a delta. A beam search returns each answer in one delta."""
+async def _split_long(
+    deltas: AsyncGenerator[list[TokenDelta], None],
+) -> AsyncGenerator[list[TokenDelta], None]:
+    """Yields each delta alone, and bounds its number of tokens. A beam search returns each answer in one delta."""
     async with aclosing(deltas):
-        async for delta in deltas:
-            if len(delta.token_ids) <= TOKENS_AT_ONCE:
-                yield delta
-                continue
-            for start in range(0, len(delta.token_ids), TOKENS_AT_ONCE):
-                end = start + TOKENS_AT_ONCE
-                yield TokenDelta(
-                    delta.token_ids[start:end],
-                    delta.finish_reason if end >= len(delta.token_ids) else None,
-                    delta.logprobs[start:end] if delta.logprobs is not None else None,
-                    delta.index,
-                    num_cached=0 if start else delta.num_cached,
-                )
+        async for arrived in deltas:
+            for delta in arrived:
+                for part in _split(delta):
+                    yield [part]
+
+
+def _split(delta: TokenDelta) -> Iterator[TokenDelta]:
+    if len(delta.token_ids) <= TOKENS_AT_ONCE:
+        yield delta
+        return
+    for start in range(0, len(delta.token_ids), TOKENS_AT_ONCE):
+        end = start + TOKENS_AT_ONCE
+        yield TokenDelta(
+            delta.token_ids[start:end],
+            delta.finish_reason if end >= len(delta.token_ids) else None,
+            delta.logprobs[start:end] if delta.logprobs is not None else None,
+            delta.index,
+            num_cached=0 if start else delta.num_cached,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +80,14 @@ class _Ended:
     error: Exception | None = None
 
 
-_Queue = asyncio.Queue[CompletionDelta | _Ended]
+_Queue = asyncio.Queue[list[CompletionDelta] | _Ended]
 
 
-async def _pump(stream: AsyncGenerator[CompletionDelta, None], queue: _Queue) -> None:
+async def _pump(stream: AsyncGenerator[list[CompletionDelta], None], queue: _Queue) -> None:
     try:
         async with aclosing(stream):
-            async for delta in stream:
-                await queue.put(delta)
+            async for deltas in stream:
+                await queue.put(deltas)
     except Exception as error:  # the reader of the queue raises it
         await queue.put(_Ended(error))
     else:
@@ -83,16 +95,16 @@ async def _pump(stream: AsyncGenerator[CompletionDelta, None], queue: _Queue) ->
 
 
 async def merge_streams(
-    streams: Sequence[AsyncGenerator[CompletionDelta, None]],
-) -> AsyncGenerator[CompletionDelta, None]:
+    streams: Sequence[AsyncGenerator[list[CompletionDelta], None]],
+) -> AsyncGenerator[list[CompletionDelta], None]:
     """Merges several streams in order of arrival. If one stream fails, all end with its error."""
-    queue: _Queue = asyncio.Queue(maxsize=_QUEUE_DELTAS * len(streams))
+    queue: _Queue = asyncio.Queue(maxsize=_QUEUE_LISTS * len(streams))
     pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(pumps)
     try:
         while running:
             item = await queue.get()
-            if isinstance(item, CompletionDelta):
+            if isinstance(item, list):
                 yield item
             elif item.error is not None:
                 raise item.error

@@ -79,9 +79,9 @@ class Generator:
 
     async def run(
         self, answers: Sequence[Answer], meter: RequestMeter
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        """Fills the answers of one tenant and streams their deltas as they arrive. Closing the stream early aborts all
-        of their requests.
+    ) -> AsyncGenerator[list[CompletionDelta], None]:
+        """Fills the answers of one tenant and streams their deltas as they arrive. No list is empty. Closing the stream
+        early aborts all of their requests.
 
         The last delta leaves when the usage of all requests is durable. Raises what the meter, the limiter, the engine
         and the usage journal raise. No request is left running then.
@@ -98,29 +98,30 @@ class Generator:
                 streams = [self._stream(answer, sent, spending) for answer in answers]
                 num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
                 seen_first = False
-                last: CompletionDelta | None = None
+                last: list[CompletionDelta] = []
                 async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
-                    async for delta in deltas:
+                    async for arrived in deltas:
                         if not seen_first:
                             seen_first = True
                             self.metrics.first_token(time.perf_counter() - started_at)
-                        if delta.finish_reason is not None:
-                            num_unfinished -= 1
-                            self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
-                        if last is not None:
-                            yield last
-                        last = None if num_unfinished else delta
-                        if last is None:
-                            yield delta
+                        for delta in arrived:
+                            if delta.finish_reason is not None:
+                                num_unfinished -= 1
+                                self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
+                        if not num_unfinished:
+                            *arrived, last_delta = arrived
+                            last = [last_delta]
+                        if arrived:
+                            yield arrived
                 await self.usage.wait(sent)
-                if last is not None:
+                if last:
                     yield last
 
     async def _stream(
         self, answer: Answer, sent: list[OpenRequest], spending: Spending
-    ) -> AsyncGenerator[CompletionDelta, None]:
+    ) -> AsyncGenerator[list[CompletionDelta], None]:
         """Streams one answer. The request is added to `sent` and `spending` when it is sent to the engine."""
         sent.append(self.usage.open(answer, spending.open()))
         async with aclosing(stream_completion(self.client, answer)) as deltas:
-            async for delta in deltas:
-                yield delta
+            async for arrived in deltas:
+                yield arrived

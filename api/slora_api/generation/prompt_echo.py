@@ -50,27 +50,28 @@ class PromptEcho:
 
 
 async def stream_with_echoes(
-    deltas: AsyncGenerator[CompletionDelta, None],
+    deltas: AsyncGenerator[list[CompletionDelta], None],
     texts: Sequence[str],
     answers: Sequence[Answer],
     tokenizer: Tokenizer,
-) -> AsyncGenerator[CompletionDelta, None]:
+) -> AsyncGenerator[list[CompletionDelta], None]:
     """Precedes the text of each choice with the text of the prompt that the choice answers. `texts` and `answers` have
     one entry for each prompt.
     """
     echoes: dict[int, PromptEcho] = {}
     echoed: set[tuple[int, int]] = set()
     async with aclosing(deltas):
-        async for delta in deltas:
-            index, choice = delta.index, delta.choice
-            if (index, choice) not in echoed:
-                echoed.add((index, choice))
-                if index not in echoes:
-                    echoes[index] = await PromptEcho.read(texts[index], answers[index], tokenizer)
-                for part in echoes[index].divide(index):
-                    yield replace(part, choice=choice)
-                    await asyncio.sleep(0)
-            yield delta
+        async for arrived in deltas:
+            for delta in arrived:
+                index, choice = delta.index, delta.choice
+                if (index, choice) not in echoed:
+                    echoed.add((index, choice))
+                    if index not in echoes:
+                        echoes[index] = await PromptEcho.read(texts[index], answers[index], tokenizer)
+                    for part in echoes[index].divide(index):
+                        yield [replace(part, choice=choice)]
+                        await asyncio.sleep(0)
+                yield [delta]
 
 
 def _align_prompt(answer: Answer, tokenizer: Tokenizer) -> tuple[AlignedToken, ...]:

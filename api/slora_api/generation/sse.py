@@ -1,15 +1,15 @@
-"""Server-sent events in OpenAI's form, and the detection of clients that hang up or do not read.
+"""Streams of server-sent events, and the detection of clients that hang up or do not read.
 
-Each chunk is one `data: {json}`, and `data: [DONE]` ends the stream. After the first byte the status line has been
-sent, so an error is sent as an event. uvicorn does not cancel a handler when its client disconnects. Code that waits
-for tokens therefore also waits for the disconnect.
+Each event is one `data: {json}`, and `data: [DONE]` ends the stream. After the first byte the
+status line has been sent, so an error is sent as an event. uvicorn does not cancel a handler when its client
+disconnects. Code that waits for tokens therefore also waits for the disconnect.
 
 A client that does not read its stream is treated like one that hung up. While the connection holds more than 64 KiB of
-the stream, `send` blocks and no further chunk is rendered. If the client then reads nothing for 20 s, or less than 16
+the stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16
 KiB/s on average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the
 engine request and gives the permit back.
 
-A stream thus buffers at most 64 KiB and one chunk in this process, and 512 KiB in the kernel. The tokens that the
+A stream thus buffers at most 64 KiB and one write in this process, and 512 KiB in the kernel. The tokens that the
 engine computes meanwhile are limited by the bounds of the request.
 """
 
@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
+# Events are pure ASCII, because some clients also end a line at U+2028 or U+0085.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def encode_event(chunk: dict[str, Any]) -> bytes:
-    """Encodes one event on one line. It is pure ASCII, because some clients also end a line at U+2028 or U+0085."""
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+def encode_event(content: dict[str, Any]) -> bytes:
+    return f"data: {_encode(content)}\n\n".encode("ascii")
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -48,42 +49,57 @@ async def _disconnect(receive: Receive) -> None:
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Awaits `work`. If the client hangs up first, cancels it and raises ClientGone. The body must have been read
     before.
+
+    It works like `asyncio.timeout`: the work runs in the task of the caller, and only the disconnect has its own.
     """
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client closed the connection")
-        return task.result()
-    finally:
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels, is_gone = task.cancelling(), False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await _disconnect(receive)
+        is_gone = True
         task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # A cancel that came from elsewhere, too, has precedence.
+        if is_gone and task.cancelling() == num_cancels + 1:
+            raise ClientGone("the client closed the connection") from None
+        raise
+    finally:
+        watching.cancel()
+        if is_gone:
+            task.uncancel()
 
 
 class EventStream(Response):
-    """Sends `chunks` as events. It subclasses Response because FastAPI requires that, and shares only the headers.
+    """Sends `events`, and one of its own that ends the stream. Each item is written at once and has one or more events.
+    It subclasses Response because FastAPI requires that, and shares only the headers.
 
-    first: the chunks that are ready already. The status is 200 because they exist.
+    first: the events that are ready already. The status is 200 because they exist.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: list[dict[str, Any]],
-        chunks: AsyncGenerator[dict[str, Any], None],
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
     ) -> None:
         # X-Accel-Buffering keeps nginx from collecting the whole answer before it passes it on.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first = first
-        self._chunks = chunks
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        async with aclosing(self._chunks):
+        async with aclosing(self._events):
             await send(start)
             try:
                 await unless_disconnected(receive, self._send_events(send))
@@ -104,9 +120,9 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
-        await send(_body(b"".join(encode_event(chunk) for chunk in self._first)))
-        async for chunk in self._chunks:
-            await send(_body(encode_event(chunk)))
+        await send(_body(self._first))
+        async for events in self._events:
+            await send(_body(events))
 
 
 def _body(content: bytes) -> Message:

@@ -1,9 +1,8 @@
 """/v1/completions and /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from slora.errors import (
     AdapterFetchFailed,
@@ -95,30 +94,16 @@ def _logprobs_format(tokenizer: Tokenizer, body: GenerationFields, num_top: int 
     )
 
 
-async def _completion_body(request: Request, _meter: Metered, services: Wired) -> CompletionRequest:
-    bounds = services.bounds()
-    return await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
-
-
-async def _chat_body(request: Request, _meter: Metered, services: Wired) -> ChatRequest:
-    bounds = services.bounds()
-    return await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
-
-
-_CompletionBody = Annotated[CompletionRequest, Depends(_completion_body)]
-_ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
-
-
 @router.post(
     "/v1/completions",
     response_model=Completion,
     responses=event_stream(CompletionChunk) | _ERRORS,
     openapi_extra=json_body(CompletionRequest),
 )
-async def complete(
-    request: Request, body: _CompletionBody, key: InferenceKey, meter: Metered, services: Wired
-) -> Response:
+async def complete(request: Request, key: InferenceKey, meter: Metered, services: Wired) -> Response:
     """Continues one or several prompts."""
+    bounds = services.bounds()
+    body = await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, meter, services, model)
     )
@@ -161,10 +146,10 @@ async def _complete(
     responses=event_stream(ChatCompletionChunk) | _ERRORS,
     openapi_extra=json_body(ChatRequest),
 )
-async def chat(
-    request: Request, body: _ChatBody, key: InferenceKey, meter: Metered, services: Wired
-) -> Response:
+async def chat(request: Request, key: InferenceKey, meter: Metered, services: Wired) -> Response:
     """Answers a conversation."""
+    bounds = services.bounds()
+    body = await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, meter, services, model)
     )

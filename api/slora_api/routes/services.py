@@ -92,7 +92,8 @@ class Services:
         return PromptTokenizer(tenant, meter, model, self.encoder, self.templates, self.bounds())
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:
+    # FastAPI calls a dependency that is not a coroutine on a thread.
     services: Services = request.app.state.services
     return services
 

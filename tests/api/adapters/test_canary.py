@@ -182,13 +182,13 @@ class SlowCanaries(ScriptedEngine):
     go_on: threading.Event = field(default_factory=threading.Event)
     num_waiting: int = 0
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         if request.adapter is not None and request.adapter.tenant != "fast":
             self.num_waiting += 1
             while not self.go_on.is_set():
                 await asyncio.sleep(0.01)
-        async for delta in super().generate(request):
-            yield delta
+        async for arrived in super().generate(request):
+            yield arrived
 
 
 def test_uploads_that_wait_for_their_canaries_do_not_hold_up_another(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def request(**sampling: object) -> EngineRequest:
     return EngineRequest("r", "t", [1], None, SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
-async def gather(stream: AsyncGenerator[CompletionDelta, None]) -> list[CompletionDelta]:
+async def gather(stream: AsyncGenerator[list[CompletionDelta], None]) -> list[CompletionDelta]:
     async with aclosing(stream) as deltas:
-        return [delta async for delta in deltas]
+        return [delta async for arrived in deltas for delta in arrived]
 
 
 def run(engine: ScriptedEngine, **sampling: object) -> list[CompletionDelta]:
@@ -128,7 +128,7 @@ def test_closing_a_stream_early_aborts_its_request() -> None:
     assert engine.aborted == ["r"]
 
 
-def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[CompletionDelta, None]:
+def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[list[CompletionDelta], None]:
     return merge_streams(
         [
             stream_completion(engine, Answer(replace(request(), request_id=f"r{index}"), TOKENIZER, index))

@@ -24,7 +24,7 @@ from slora.request import EngineRequest, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source
-from tests.support.engine_stack import EngineStack, connect
+from tests.support.engine_stack import EngineStack, connect, one_by_one
 from tests.support.model_kit import ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -94,7 +94,9 @@ class Crowd:
             except EngineUnavailable:
                 self.fates["disconnected"] += 1
 
-    def _ask(self, client: RemoteEngine, name: str) -> tuple[AsyncGenerator[TokenDelta, None], list[int]]:
+    def _ask(
+        self, client: RemoteEngine, name: str
+    ) -> tuple[AsyncGenerator[list[TokenDelta], None], list[int]]:
         """A stream, and the expected tokens of each choice. Sampling is greedy, so all choices are equal."""
         question = self._rng.choice(self._questions)
         n = self._rng.choice((1, 1, 1, 3))
@@ -105,7 +107,7 @@ class Crowd:
     async def _end(self, client: RemoteEngine, name: str) -> None:
         stream, expected = self._ask(client, name)
         answers: dict[int, list[int]] = defaultdict(list)
-        async for delta in stream:
+        async for delta in one_by_one(stream):
             answers[delta.index] += delta.token_ids
         assert all(tokens == expected for tokens in answers.values()), (
             f"{name} got another answer in the crowd"
@@ -115,8 +117,8 @@ class Crowd:
         stream, expected = self._ask(client, name)
         answers: dict[int, list[int]] = defaultdict(list)
         enough = self._rng.randint(0, len(expected))
-        async with aclosing(stream):
-            async for delta in stream:
+        async with aclosing(one_by_one(stream)) as deltas:
+            async for delta in deltas:
                 tokens = answers[delta.index]
                 tokens += delta.token_ids
                 if len(tokens) >= enough and delta.index != 1:

@@ -44,13 +44,13 @@ class CachingEngine(ScriptedEngine):
     scope: Callable[[EngineRequest], object] = tenant_and_weights
     seen: set[object] = field(default_factory=set)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         key = self.scope(request), tuple(request.prompt_token_ids)
         num_cached = _BLOCK if key in self.seen and request.tenant != CANARY_TENANT else 0
         self.seen.add(key)
         async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                yield replace(delta, num_cached=num_cached)
+            async for arrived in deltas:
+                yield [replace(delta, num_cached=num_cached) for delta in arrived]
 
 
 @pytest.fixture
