@@ -73,7 +73,9 @@ def corpus(kit: Kit, soak: bool) -> dict[str, HostileUpload]:
     """
     every = kinds(read_model_spec(kit.base).shape("float32"))
     return {
-        name: one for at, (name, one) in enumerate(every.items()) if soak or not one.inspected or at % 24 == 12
+        name: one
+        for at, (name, one) in enumerate(every.items())
+        if soak or not one.inspected or at % 24 == 12
     }
 
 
