@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slora.errors import RequestRefused
+from slora.structured_output import StructuredOutput
 from slora.surrogate import refuse_surrogate
 
 MAX_LOGPROBS = 20
@@ -66,6 +67,7 @@ class SamplingParams:
         (`beam_search`). No token is reported before the search is over.
     length_penalty: a hypothesis' sum of log-probabilities is divided by its length to this power.
     early_stopping: whether the search ends as soon as there are best_of hypotheses.
+    structured_output: the form of the answers; None is any text. A stop token is sampled only where the answer may end.
     """
 
     max_tokens: int | None = 16
@@ -91,6 +93,7 @@ class SamplingParams:
     early_stopping: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._check_between("max_tokens", 1, _MAX_COUNT)
@@ -110,6 +113,7 @@ class SamplingParams:
         self._check_between("logprobs", 0, MAX_LOGPROBS)
         self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
         self._check_choices()
+        self._check_structured_output()
         self._check_between("length_penalty", -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
         if self.use_beam_search:
             self._check_beam_search()
@@ -144,6 +148,17 @@ class SamplingParams:
                 "all are complete, so they cannot be streamed; omit best_of or stream",
                 "best_of",
             )
+
+    def _check_structured_output(self) -> None:
+        if self.structured_output is None:
+            return
+        for name, neutral in (("min_tokens", 0), ("ignore_eos", False)):
+            if getattr(self, name) != neutral:
+                raise RequestRefused(
+                    f"{name} is {getattr(self, name)}, but {self.structured_output.param} decides where the answer "
+                    f"ends; omit {name}",
+                    name,
+                )
 
     def _check_beam_search(self) -> None:
         for name, neutral in _NOT_SEARCHED.items():

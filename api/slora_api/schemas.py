@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
 from slora_api.listing import MAX_LIMIT
+from slora_api.output_fields import OutputFields
 from slora_api.request_bounds import MAX_NAME_CHARS
 from slora_api.unsupported import Unsupported
 
@@ -183,7 +184,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(OutputFields):
     """The fields that both kinds of completion share. None: the client did not send the field.
 
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
@@ -235,7 +236,6 @@ class GenerationFields(BaseModel):
     priority: int | None = None
     deadline_ms: int | None = None
     # OpenAI's fields.
-    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
     store: Annotated[Any, Unsupported(False)] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     prompt_cache_options: Annotated[Any, Unsupported({})] = None

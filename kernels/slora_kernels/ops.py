@@ -111,6 +111,13 @@ class Kernels(Protocol):
         KV that no query sees may hold any bytes, even NaN, without affecting the result.
         """
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Sets the logits of tokens that a mask does not allow to minus infinity, in place.
+
+        logits: [B, V], float32 or the model dtype. rows: int64 [N], distinct and ascending, the rows with a mask.
+        masks: int32 [N, ceil(V / 32)]; bit t % 32 of word t // 32 is 1 if token t is allowed.
+        """
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The maximum of each row of logits [B, V], float32 [B], and its argmax, int64 [B].
 

@@ -30,6 +30,7 @@ from slora_kernels.lora_embedding import shrink_embedding
 from slora_kernels.lora_matmuls import HostLoraTile, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
+from slora_kernels.token_masks import mask_logits
 from slora_kernels.token_sampling import sample_tokens
 
 # Context tokens per iteration: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
@@ -351,6 +352,9 @@ class TorchKernels:
             else:
                 out[work.tokens[work.keep]] = flat[work.keep]
         return out
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        mask_logits(logits, rows, masks)
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return find_argmax(logits)

@@ -6,6 +6,7 @@ API keys.
 
 import secrets
 import time
+from collections.abc import Callable
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel, StepTimes
@@ -16,6 +17,7 @@ from slora.engine.pin import Pin
 from slora.engine.request_check import check_request, find_stop_token_ids
 from slora.engine_config import EngineConfig
 from slora.errors import RequestFailed, RequestRefused, StepFailed
+from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
@@ -28,6 +30,7 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler_config import SchedulerConfig
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
+from slora.text.spelling import read_spelling
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
@@ -51,6 +54,8 @@ class Engine:
     costs: the cost model. With None, the engine measures it at start and learns it from each step. A fixed cost model
     makes runs reproducible: the same requests give the same batches, and therefore the same results to the last bit.
     load: the function that loads the model; by default it reads the checkpoint.
+    notify: called, from another thread, when a grammar has been compiled, so that `step` can start its requests. None:
+    `add` compiles grammars itself.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Engine:
         source: AdapterSource,
         costs: CostModel | None = None,
         load: LoadModel = load_model,
+        notify: Callable[[], None] | None = None,
     ) -> None:
         self._config = config
         self._runner = Runner(config, model, load)
@@ -89,7 +95,13 @@ class Engine:
             eviction=config.eviction,
         )
         self._source, self._fixed_costs = source, costs
-        self._scheduler = Scheduler(scheduler, source, self._learned or self._costs)
+        self._grammars = GrammarCompiler(
+            lambda: read_spelling(config.model, model.vocab_size),
+            model.eos_token_ids,
+            threaded=notify is not None,
+            notify=notify or _do_nothing,
+        )
+        self._scheduler = Scheduler(scheduler, source, self._learned or self._costs, self._grammars)
         self._was_timed = True
         self._tenants = self._scheduler.paging.tenants
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
@@ -208,6 +220,10 @@ class Engine:
         """Checks that no page is lost. Raises AssertionError, naming the numbers that do not add up."""
         self._scheduler.check_invariants()
 
+    def close(self) -> None:
+        """Ends the thread that compiles grammars. The engine must not be used afterwards."""
+        self._grammars.close()
+
     def stats(self) -> EngineStats:
         scheduler, memory = self._scheduler, self._scheduler.paging
         residents = list(memory.residency)
@@ -270,3 +286,7 @@ class Engine:
             swap_s, load_s = self._runner.swap_s, self._runner.load_s
             times = StepTimes(seconds - swap_s - load_s, swap_s, load_s)
             self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
+
+
+def _do_nothing() -> None:
+    pass

@@ -76,7 +76,7 @@ class LocalEngine:
             self._thread.join()
 
     def wake(self) -> None:
-        """Tells the engine that an adapter arrived. May be called from any thread."""
+        """Tells the engine that an adapter or a grammar arrived. May be called from any thread."""
         self._worker.post(Wake())
 
     @property
@@ -159,6 +159,7 @@ class LocalEngine:
         except BaseException:
             _log.critical("the engine failed and serves no more requests", exc_info=True)
             reason = "the engine failed; the log has the reason"
+        engine.close()
         with self._gate:
             self._down_reason = reason
         self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)], [])

@@ -27,11 +27,12 @@ from slora.errors import (
 )
 from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
+from slora.structured_output import OutputKind, StructuredOutput
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 Message = dict[str, Any]
 
@@ -39,7 +40,7 @@ _KINDS: dict[type[Exception], str] = {DeadlineMissed: "deadline", StepFailed: "s
 
 
 def encode_add(request: EngineRequest) -> Message:
-    sampling = request.sampling
+    sampling, output = request.sampling, request.sampling.structured_output
     return {
         "op": "add",
         "id": request.request_id,
@@ -53,7 +54,8 @@ def encode_add(request: EngineRequest) -> Message:
         "adapter_weight": request.adapter_weight,
         "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)}
         # Maps of the wire format have string keys only, so logit_bias travels as a list of pairs.
-        | {"logit_bias": list(sampling.logit_bias.items())},
+        | {"logit_bias": list(sampling.logit_bias.items())}
+        | {"structured_output": output if output is None else astuple(output)},
     }
 
 
@@ -62,6 +64,8 @@ def decode_add(message: Message) -> EngineRequest:
     sampling["stop"] = tuple(sampling["stop"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     sampling["logit_bias"] = dict(sampling["logit_bias"])
+    output = sampling["structured_output"]
+    sampling["structured_output"] = output if output is None else _decode_form(output)
     adapter = message["adapter"]
     return EngineRequest(
         request_id=message["id"],
@@ -75,6 +79,11 @@ def decode_add(message: Message) -> EngineRequest:
         deadline_s=message["deadline_s"],
         account=message["account"],
     )
+
+
+def _decode_form(row: list[str]) -> StructuredOutput:
+    kind, text, param = row
+    return StructuredOutput(OutputKind(kind), text, param)
 
 
 def encode_version(version: AdapterVersion) -> list[str]:

@@ -384,14 +384,15 @@ class EngineProcess:
         try:
             config = self._config
             model = read_model_spec(config.engine.model, config.engine.model_impl)
-            self._loader = _connect_loader(config, lambda: self._worker.post(Wake()))
-            engine = Engine(config.engine, model, self._loader)
+            self._loader = _connect_loader(config, self._wake)
+            engine = Engine(config.engine, model, self._loader, notify=self._wake)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._started.set_exception, error)
             return
         self._loop.call_soon_threadsafe(self._started.set_result, engine)
         try:
             self._worker.run(engine)
+            engine.close()
         except BaseException as error:
             _log.critical("the engine failed; this process exits", exc_info=True)
             self._heartbeat.explain(f"the engine failed: {type(error).__name__}: {error}")
@@ -402,6 +403,10 @@ class EngineProcess:
         if self._server is not None:
             server = self._server
             _call_in(self._loop, lambda: server.deliver(outputs, ended))
+
+    def _wake(self) -> None:
+        """Tells the engine that an adapter or a grammar has arrived. May be called from any thread."""
+        self._worker.post(Wake())
 
     def _loader_connected(self) -> bool:
         return self._loader is not None and self._loader.connected

@@ -78,7 +78,7 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Wakes the thread after an event outside the inbox, such as the arrival of an adapter."""
+    """Wakes the thread after an event outside the inbox, such as the arrival of an adapter or a grammar."""
 
 
 @dataclass(frozen=True, slots=True)

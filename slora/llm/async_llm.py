@@ -48,7 +48,9 @@ class AsyncLLM:
         self._engine = LocalEngine()
         # Threads load adapters while the engine computes steps for running requests.
         self._builder = RequestBuilder(config, notify=self._engine.wake, num_threads=2)
-        self._engine.start(lambda: Engine(config, self._builder.model, self._builder.source))
+        self._engine.start(
+            lambda: Engine(config, self._builder.model, self._builder.source, notify=self._engine.wake)
+        )
         self._builder.max_model_len = self._engine.info.max_model_len
 
     async def __aenter__(self) -> Self:

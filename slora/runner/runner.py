@@ -32,6 +32,7 @@ from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_logprobs import compute_prompt_logprobs
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
+from slora.sampling.token_masks import TokenMasks
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
@@ -165,10 +166,10 @@ class Runner:
         compute_prompt_logprobs(hidden[num_sampled:], batch.prompts, self._score)
         if not num_sampled:
             return []
+        masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
-        return sample(
-            self._model.logits(hidden[:num_sampled], deltas), self._sampling, batch.sampling, self.kernels
-        )
+        logits = self._model.logits(hidden[:num_sampled], deltas)
+        return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
 
     def _transfer_pages(self, plan: StepPlan) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.

@@ -1,9 +1,9 @@
 """The sampler: chooses the next token of every sequence in a step. Each row depends only on itself, bit for bit.
 
-First the logits are processed (`logits_processing`). Then each row takes the argmax token or samples one
-(`Kernels.sample`). The parameters of each row are in the `SamplingTable`. The random number is a hash of the request's
-seed and the token's position. So a request gets the same tokens alone, in any batch and after a preemption, provided
-the model gives the same logits.
+First the logits are processed (`logits_processing`), and tokens that a grammar forbids are masked. Then each row takes
+the argmax token or samples one (`Kernels.sample`). The parameters of each row are in the `SamplingTable`. The random
+number is a hash of the request's seed and the token's position. So a request gets the same tokens alone, in any batch
+and after a preemption, provided the model gives the same logits.
 """
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from slora.request import TokenLogprobs
 from slora.sampling.logits_processing import process_logits
 from slora.sampling.sampling_table import Column, SamplingFeature, SamplingRows, SamplingTable
+from slora.sampling.token_masks import TokenMasks
 from slora.sampling_params import MAX_LOGPROBS
 from slora.scheduler.beam_search import Proposal
 from slora.scheduler.sequence import Sequence
@@ -27,11 +28,20 @@ _NEEDS_FLOAT32 = (
     | SamplingFeature.BEAM_SEARCH
 )
 
+# Rows with any of these need the model's own logits besides the processed ones.
+_NEEDS_RAW_LOGITS = SamplingFeature.LOGPROBS | SamplingFeature.BEAM_SEARCH
+
 
 def sample(
-    logits: Tensor, table: SamplingTable, sequences: list[Sequence], kernels: Kernels
+    logits: Tensor,
+    table: SamplingTable,
+    sequences: list[Sequence],
+    kernels: Kernels,
+    masks: TokenMasks | None = None,
 ) -> list[SampledToken]:
-    """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. Does not change `logits`.
+    """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. May overwrite `logits`.
+
+    masks: the tokens that the grammars of the sequences allow.
 
     A row whose greatest logit is not finite gets None instead of a token: the caller must fail that request. A beam
     gets its proposal, and its argmax token, which the caller ignores.
@@ -40,6 +50,10 @@ def sample(
     if rows.rows_with(_NEEDS_FLOAT32) is not None:  # the argmax and sampling work in the logits' own dtype
         logits = table.widen(logits)
     processed = process_logits(logits, rows, table)
+    if masks is not None:
+        if processed is logits and rows.rows_with(_NEEDS_RAW_LOGITS) is not None:
+            processed = logits.clone()
+        kernels.mask_logits(processed, masks.rows, masks.words)
     max_logits, choice = kernels.argmax(processed)
     sampling = rows.sampling_tensors(logits.device)
     if sampling is not None:

@@ -10,6 +10,7 @@ A preempted beam withdraws its proposal. So every beam that has proposed is runn
 
 from dataclasses import replace
 
+from slora.errors import RequestRefused
 from slora.request import StepOutput, TokenDelta
 from slora.scheduler.beam_search import BeamSearch, Proposal
 from slora.scheduler.charges import charge_output
@@ -43,28 +44,40 @@ class Beams:
             return self._finish(beams, search)
         for index in next_beams.dropped:
             self._lifecycle.finish(beams[index])
+        # A grammar may allow fewer continuations than the search has beams. Their places stay reserved.
+        num_spare = search.width - len(next_beams.kept) - len(next_beams.forks)
         for parent, index, token_id in next_beams.forks:
             self._fork(beams[parent], index, token_id)
         for index, token_id in next_beams.kept.items():
-            beams[index].token_ids.append(token_id)
+            beams[index].append(token_id)
+            beams[index].num_choices, num_spare = 1 + num_spare, 0
         return []
 
     def _fork(self, parent: Sequence, index: int, token_id: int) -> None:
-        parent.num_choices = 1  # each fork takes a place of its own from here on
         fork = parent.fork(index)
-        fork.token_ids.append(token_id)
+        fork.append(token_id)
         self._lifecycle.batch.assign_row(fork)
         self._lifecycle.add_fork(fork, parent)
         self._forks.append(fork)
 
     def _finish(self, beams: dict[int, Sequence], search: BeamSearch) -> list[StepOutput]:
+        first, *_ = beams.values()
+        num_wanted = first.request.sampling.num_choices
+        best = search.best(num_wanted)
+        if len(best) < num_wanted:  # a grammar may allow fewer texts
+            return [self._lifecycle.fail(first, _too_few(len(best), num_wanted))]
         for beam in beams.values():
             self._lifecycle.finish(beam)
-        first, *_ = beams.values()
-        best = search.best(first.request.sampling.num_choices)
         deltas = [
             TokenDelta(one.token_ids, one.finish_reason, one.logprobs, index)
             for index, one in enumerate(best)
         ]
         deltas[0] = replace(deltas[0], num_cached=first.num_cached)
         return [StepOutput(first.request.request_id, delta) for delta in deltas]
+
+
+def _too_few(num_found: int, num_wanted: int) -> RequestRefused:
+    return RequestRefused(
+        f"n is {num_wanted}, but the beam search found only {num_found} answers of the required form; lower n",
+        "n",
+    )

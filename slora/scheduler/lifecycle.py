@@ -14,13 +14,15 @@ resources, in any state. This module makes no decisions: `Admission` decides whi
 from collections import defaultdict
 from collections.abc import Iterator
 
-from slora.errors import AdapterFetchFailed, ContextTooLong
+from slora.errors import AdapterFetchFailed, ContextTooLong, RequestRefused
+from slora.grammar.grammar_source import GrammarSource
 from slora.pool.unified_paging import UnifiedPaging
 from slora.request import RequestUsage, StepOutput
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.fair_queue import FairQueue
 from slora.scheduler.fifo_queue import FifoQueue
+from slora.scheduler.grammar_waiting import GrammarWaiting
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
@@ -38,11 +40,17 @@ _PAGE_SECOND = 1 << 20
 class Lifecycle:
     """Every unfinished sequence is in `unfinished`.
 
-    It is also in exactly one of three places: the batch, the queue, or `adapters`, where it waits for its adapter.
+    It is also in exactly one of four places: the batch, the queue, `adapters`, where it waits for its adapter, or
+    `grammars`, where it waits until the form of its answer is compiled.
     """
 
     def __init__(
-        self, config: SchedulerConfig, paging: UnifiedPaging, adapters: AdapterLoading, swapping: Swapping
+        self,
+        config: SchedulerConfig,
+        paging: UnifiedPaging,
+        adapters: AdapterLoading,
+        swapping: Swapping,
+        grammars: GrammarSource | None = None,
     ) -> None:
         self.queue: WaitingQueue = FairQueue() if config.scheduling == "fair" else FifoQueue()
         self.batch = RunningBatch(config.max_num_seqs)
@@ -54,11 +62,28 @@ class Lifecycle:
         self._paging = paging
         self._adapters = adapters
         self._swapping = swapping
+        self.grammars = GrammarWaiting(grammars)
 
     def add(self, sequence: Sequence) -> None:
         """Raises ContextTooLong if the sequence could not run even alone in the pool."""
-        self._enqueue(sequence)
+        if sequence.awaits_grammar:
+            self.grammars.add(sequence)
+        else:
+            self._enqueue(sequence)
         self.unfinished.add(sequence)
+
+    def collect_grammars(self) -> Iterator[StepOutput]:
+        """Queues the sequences whose grammar has been compiled.
+
+        Yields an error output for each sequence that can't run.
+        """
+        for sequence, error in self.grammars.collect():
+            try:
+                if error is not None:
+                    raise error
+                self._enqueue(sequence)
+            except RequestRefused as refusal:
+                yield self.fail(sequence, refusal)
 
     def collect_fetches(self) -> Iterator[StepOutput]:
         """Moves sequences whose adapter has been fetched to the queue.
@@ -274,6 +299,8 @@ class Lifecycle:
         version = sequence.request.adapter
         if sequence.is_running:
             self._stop_running(sequence)
+        elif sequence.awaits_grammar:
+            self.grammars.remove(sequence)
         elif sequence in self.queue:
             self.dequeue(sequence)
         elif version is not None:

@@ -34,7 +34,8 @@ from dataclasses import replace
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import Costs
-from slora.errors import DeadlineMissed, RequestFailed
+from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
+from slora.grammar.grammar_source import GrammarSource
 from slora.pool.swap_space import SwapSpace
 from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
@@ -77,7 +78,14 @@ class Scheduler:
         prewarming  loads adapters before their first request, if there is room
     """
 
-    def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: Costs) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        source: AdapterSource,
+        costs: Costs,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        """grammars: None means that no request has a structured form."""
         self.num_deadlines_missed = 0
         self.paging = UnifiedPaging(config, costs)
         self.adapters = AdapterLoading(self.paging, source, costs, config.full_page_bytes, config.load_pages)
@@ -86,7 +94,7 @@ class Scheduler:
         self._config = config
         self._was_idle = True  # the last step had nothing to do
         self._stale_rows: list[Sequence] = []  # their sampling table rows are outdated since `undo_step`
-        self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping)
+        self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
         self._preemption = Preemption(self.paging, self._lifecycle, self.swapping)
@@ -198,6 +206,7 @@ class Scheduler:
         self._beams.start_forks(plan)
         plan.rows_to_write.extend(sequence for sequence in self._stale_rows if sequence.is_running)
         self._stale_rows = []
+        plan.ended.extend(self._lifecycle.collect_grammars())
         plan.ended.extend(self._lifecycle.collect_fetches())
         self.adapters.begin_step(plan, self._batch)
         budget = self._continue_running(plan, self._config.max_num_batched_tokens)
@@ -370,6 +379,8 @@ class Scheduler:
         chunk.sequence.num_choices = 1
 
     def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
+        if sequence.matcher is not None and sequence.matcher.error is not None:
+            return [self._lifecycle.fail(sequence, _cannot_continue(sequence, sequence.matcher.error))]
         if sampled.token_id is None:
             self.paging.kv.invalidate(
                 sequence.block_keys
@@ -384,7 +395,7 @@ class Scheduler:
         return [self._append(sequence, sampled.token_id, sampled.logprobs)]
 
     def _append(self, sequence: Sequence, token_id: int, entry: TokenLogprobs | None) -> StepOutput:
-        sequence.token_ids.append(token_id)
+        sequence.append(token_id)
         charge_output(sequence)
         reason = None
         if token_id in sequence.stop_ids:
@@ -418,6 +429,15 @@ def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
     """
     slot = chunk.slot if chunk.slot is not None else 1 << 31
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
+
+
+def _cannot_continue(sequence: Sequence, reason: str) -> RequestRefused:
+    output = sequence.request.sampling.structured_output
+    param = "structured_output" if output is None else output.param
+    return RequestRefused(
+        f"{param} can't be enforced after {sequence.num_generated} tokens of the answer: {reason}; simplify it",
+        param,
+    )
 
 
 def _deadline_missed(sequence: Sequence, num_others: int) -> DeadlineMissed:

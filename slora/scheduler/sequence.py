@@ -13,12 +13,15 @@ Invariants:
     named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
+    matcher   of an answer with a structured form: in the state after the generated tokens; None until the form is
+              compiled, and then the sequence waits
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
 """
 
 import itertools
 from typing import NamedTuple
 
+from slora.grammar.grammar_source import Matcher
 from slora.pool.block_table import BlockTable
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
@@ -68,6 +71,7 @@ class Sequence:
         "is_finished",
         "is_running",
         "len_at_preemption",
+        "matcher",
         "max_chunk_tokens",
         "max_tokens",
         "num_cached",
@@ -124,6 +128,7 @@ class Sequence:
         self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None
         self.resident: Resident | None = None
+        self.matcher: Matcher | None = None
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None
         self.row = 0
         self.is_running = False
@@ -146,6 +151,7 @@ class Sequence:
         choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
         choice.usage = self.usage
+        choice.matcher = None if self.matcher is None else self.matcher.copy()
         choice.num_charged, choice.num_cached = self.num_prompt, self.num_cached
         choice.max_chunk_tokens, choice.uses_long_rope = self.max_chunk_tokens, self.uses_long_rope
         choice.scores, choice.num_scored = [], self.num_prompt
@@ -160,6 +166,17 @@ class Sequence:
         arrived first is not preempted at all. So at least one sequence makes progress.
         """
         return self.num_repeat_preemptions >= _MAX_REPEAT_PREEMPTIONS
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether the form of its answer is not compiled yet."""
+        return self.matcher is None and self.request.sampling.structured_output is not None
+
+    def append(self, token_id: int) -> None:
+        """Appends a generated token. A stop token ends the sequence, so its matcher does not take it."""
+        self.token_ids.append(token_id)
+        if self.matcher is not None and token_id not in self.stop_ids:
+            self.matcher.accept(token_id)
 
     def record_preemption(self) -> None:
         self.num_preemptions += 1

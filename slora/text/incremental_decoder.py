@@ -42,6 +42,12 @@ class _Stage(Protocol):
     def clone(self) -> Self:
         """Returns an independent stage in the same state."""
 
+    def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
+        """What the string of one token becomes, as the first token of a text or as a later one.
+
+        None: that depends on further tokens.
+        """
+
 
 class _EachToken:
     """Maps every string independently. The first string may be mapped differently from the others."""
@@ -65,6 +71,11 @@ class _EachToken:
         copy = _EachToken(self._first, self._later)
         copy._is_first = self._is_first
         return copy
+
+    def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
+        if isinstance(piece, bytes):
+            return piece
+        return self._first(piece) if is_first else self._later(piece)
 
 
 class _AllButLast:
@@ -90,6 +101,9 @@ class _AllButLast:
         copy._waiting = self._waiting
         return copy
 
+    def spell(self, piece: str | bytes, *, is_first: bool) -> None:
+        return None
+
 
 class _ByteRuns:
     """`ByteFallback`: a run of byte tokens becomes its UTF-8 text, or one U+FFFD per byte if it is invalid."""
@@ -114,6 +128,10 @@ class _ByteRuns:
     def clone(self) -> "_ByteRuns":
         return _ByteRuns(self._run)
 
+    def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes:
+        match = _BYTE_TOKEN.fullmatch(piece) if isinstance(piece, str) else None
+        return piece if match is None else bytes([int(match[1], 16)])
+
 
 class _ByteLevel:
     """`ByteLevel`: each character of a token is one byte, and all bytes together are UTF-8 text."""
@@ -135,6 +153,9 @@ class _ByteLevel:
 
     def clone(self) -> "_ByteLevel":
         return _ByteLevel(self._incomplete)
+
+    def spell(self, piece: str | bytes, *, is_first: bool) -> bytes:
+        return _bytes_of(piece) if isinstance(piece, str) else piece
 
 
 class _StripStart:
@@ -159,6 +180,10 @@ class _StripStart:
     def clone(self) -> "_StripStart":
         return _StripStart(self._char, self._count)
 
+    def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes:
+        char = self._char if isinstance(piece, str) else self._char.encode()
+        return piece.removeprefix(char) if is_first else piece  # type: ignore[arg-type]
+
 
 class _WholeText:
     """Replaces the stages of a decoder that does not support streaming: decodes the text after the last token."""
@@ -178,6 +203,9 @@ class _WholeText:
 
     def clone(self) -> "_WholeText":
         return _WholeText(self._decoder, self._pieces)
+
+    def spell(self, piece: str | bytes, *, is_first: bool) -> None:
+        return None
 
 
 class DecoderChain:
@@ -199,6 +227,17 @@ class DecoderChain:
         pieces = map(self._tokenizer.id_to_token, token_ids)
         skipped = self._special if skip_special_tokens else frozenset()
         return [piece for piece in pieces if piece is not None and piece not in skipped]
+
+    def spell(self, token_id: int, *, is_first: bool) -> bytes | None:
+        """The bytes that a token adds to a text, as its first token or as a later one. A special token adds none.
+
+        None: that depends on further tokens.
+        """
+        spelled: str | bytes | None = "".join(self.read_pieces([token_id], skip_special_tokens=True))
+        for stage in self._stages if spelled else ():
+            if spelled is not None:
+                spelled = stage.spell(spelled, is_first=is_first)
+        return spelled.encode() if isinstance(spelled, str) else spelled
 
 
 class IncrementalDecoder:

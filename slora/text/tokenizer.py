@@ -138,6 +138,13 @@ class Tokenizer:
             found[-1] += len(self.decode(token_ids)) - sum(found)
         return found
 
+    def spell(self, token_id: int, *, is_first: bool) -> bytes | None:
+        """The bytes that a token adds to a text, as its first token or as a later one. A special token adds none.
+
+        None: the decoder needs further tokens.
+        """
+        return self._decoder_chain.spell(token_id, is_first=is_first)
+
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens included, as logprobs show it."""
         text: str = self._fast.decode([token_id], skip_special_tokens=False)

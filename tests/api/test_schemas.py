@@ -113,7 +113,6 @@ def test_metadata_has_openais_bounds(metadata: Any) -> None:
         (ChatRequest, "tool_choice", "required"),
         (ChatRequest, "logprob_token_ids", [1]),
         (CompletionRequest, "truncate_prompt_tokens", 5),
-        (ChatRequest, "response_format", {"type": "json_object"}),
         (ChatRequest, "reasoning_effort", "high"),
         (ChatRequest, "service_tier", "priority"),
         (ChatRequest, "store", True),

@@ -87,6 +87,8 @@ def _sampling(
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
     """
     values = defaults.cap_min_tokens(max_tokens).explicit_fields()
+    if fields.structured_output is not None:
+        values.pop("min_tokens", None)  # the form decides where the answer ends
     if fields.use_beam_search:
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
             "temperature": 0.0
@@ -99,7 +101,7 @@ def _sampling(
         *(fields.stop_token_ids or ()),
         *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
-    values |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured_output": fields.structured_output}
     sampling = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
     check_sampling(sampling, info)
     if fields.stream:

@@ -36,6 +36,7 @@ from slora_kernels.layout import LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
+from slora_kernels.token_masks import mask_logits
 from slora_kernels.token_sampling import sample_tokens
 
 # Reading fewer elements than this takes less time than waking a second thread (about 10 us).
@@ -189,6 +190,9 @@ class NumbaKernels:
         _, worker = _KV_WORKERS[geometry.kv_format]
         self._run(worker, geometry.dtype, job, num_elements=num_elements)
         return out
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        mask_logits(logits, rows, masks)
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits.shape

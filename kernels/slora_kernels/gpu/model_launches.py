@@ -28,6 +28,7 @@ from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
 from slora_kernels.gpu.lora_sizes import LoraSizes
+from slora_kernels.gpu.mask_logits import bind_mask_logits
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.gpu.quantized_linear import bind_quantized_linear
@@ -113,7 +114,9 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
     ints[2] = NO_TOP_K
     sampling = SamplingTensors.upload(ints, floats, logits.device)
     launch, weights = bind_token_weights(logits, torch.zeros(count), sampling)
-    launches = [launch, bind_token_cutoffs(weights, sampling)[0]]
+    masks = torch.zeros(count, -(-logits.shape[1] // 32), dtype=torch.int32)
+    masked = bind_mask_logits(logits, sampling.rows, masks)
+    launches = [masked, launch, bind_token_cutoffs(weights, sampling)[0]]
     return launches + [
         bind_gumbel_sample(weights, w, sampling, logits.shape[1])[0] for w in (None, weights[:, 0])
     ]

@@ -30,6 +30,7 @@ from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
 from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
+from slora_kernels.gpu.mask_logits import bind_mask_logits
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.gpu.quantized_linear import bind_quantized_linear
@@ -128,6 +129,9 @@ class TritonKernels:
         if batch.max_query_len > 1:
             self._launch(bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule))
         return out
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        self._launch(bind_mask_logits(logits, rows, masks))
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return find_argmax(logits)

@@ -42,6 +42,8 @@ WIDE_LOADS = {
     "_lora_shrink_embedding_kernel": set(),
     # Each thread reads a few numbers of a head, and a step has few of them.
     "_rotate_and_write_kv_kernel": set(),
+    # It reads one bit for each token.
+    "_mask_logits_kernel": set(),
     # Prefill is bound by its matrix product. The conversion of numbers in registers decides the data layout.
     "_quantized_linear_kernel": set(),
 }

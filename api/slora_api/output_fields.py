@@ -1,0 +1,146 @@
+"""The fields of a request that set the form of its answers.
+
+They are OpenAI's `response_format`, vLLM's `structured_outputs`, and the `guided_*` fields of older versions of vLLM.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from slora.errors import RequestRefused
+from slora.structured_output import StructuredOutput
+from slora_api.unsupported import Unsupported
+
+__all__ = ["OutputFields"]
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_Schema = dict[str, Any] | bool
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's object around a schema. name, description: no effect.
+
+    strict: has no effect, because a schema is always enforced, and one that cannot be enforced is refused.
+    """
+
+    model_config = _STRICT
+    name: str
+    description: str | None = None
+    json_schema: Annotated[_Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's response_format. json_schema: with the type `json_schema` only."""
+
+    model_config = _STRICT
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_the_type_needs_one(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise PydanticCustomError(
+                "invalid_value",
+                "must have `json_schema` with the type `json_schema`, and with no other type",
+            )
+        return self
+
+    def read(self) -> StructuredOutput | None:
+        """None: any text."""
+        if self.json_schema is not None:
+            return StructuredOutput.json_schema(self.json_schema.json_schema, "response_format")
+        return StructuredOutput.json_object("response_format") if self.type == "json_object" else None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's structured_outputs: exactly one form.
+
+    json: a JSON schema, as an object or as text. grammar: in Lark's syntax or GBNF.
+    """
+
+    model_config = _STRICT
+    json_form: Annotated[_Schema | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[Any, Unsupported()] = None
+    disable_fallback: Annotated[Any, Unsupported(True, False)] = None
+    disable_any_whitespace: Annotated[Any, Unsupported(False)] = None
+    disable_additional_properties: Annotated[Any, Unsupported(False)] = None
+    whitespace_pattern: Annotated[Any, Unsupported()] = None
+
+
+class OutputFields(BaseModel):
+    """At most one of these fields may ask for a form. `structured_output` raises RequestRefused."""
+
+    model_config = _STRICT
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: Annotated[Any, Unsupported("auto")] = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
+
+    @cached_property
+    def structured_output(self) -> StructuredOutput | None:
+        """The form of the answers; None is any text."""
+        forms = list(self._read_forms())
+        if len(forms) > 1:
+            raise RequestRefused(
+                f"{forms[0].param} and {forms[1].param} both set the form of the answer; send only one form",
+                forms[1].param,
+            )
+        return forms[0] if forms else None
+
+    def _read_forms(self) -> Iterator[StructuredOutput]:
+        form = None if self.response_format is None else self.response_format.read()
+        if form is not None:
+            yield form
+        if self.structured_outputs is not None:
+            found = list(_read_vllm_forms(self.structured_outputs))
+            if not found:
+                raise RequestRefused(
+                    "structured_outputs has no form; give one of json, regex, choice, grammar or json_object",
+                    "structured_outputs",
+                )
+            yield from found
+        if self.guided_json is not None:
+            yield _read_schema(self.guided_json, "guided_json")
+        if self.guided_regex is not None:
+            yield StructuredOutput.regex(self.guided_regex, "guided_regex")
+        if self.guided_choice is not None:
+            yield StructuredOutput.choice(self.guided_choice, "guided_choice")
+        if self.guided_grammar is not None:
+            yield StructuredOutput.grammar(self.guided_grammar, "guided_grammar")
+
+
+def _read_vllm_forms(sent: StructuredOutputs) -> Iterator[StructuredOutput]:
+    param = "structured_outputs"
+    if sent.json_form is not None:
+        yield _read_schema(sent.json_form, param)
+    if sent.regex is not None:
+        yield StructuredOutput.regex(sent.regex, param)
+    if sent.choice is not None:
+        yield StructuredOutput.choice(sent.choice, param)
+    if sent.grammar is not None:
+        yield StructuredOutput.grammar(sent.grammar, param)
+    if sent.json_object:
+        yield StructuredOutput.json_object(param)
+
+
+def _read_schema(sent: _Schema | str, param: str) -> StructuredOutput:
+    if not isinstance(sent, str):
+        return StructuredOutput.json_schema(sent, param)
+    try:
+        schema = json.loads(sent)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"{param} is not JSON: {error}; send a JSON schema", param) from None
+    return StructuredOutput.json_schema(schema, param)

@@ -1,0 +1,69 @@
+"""How the scheduler gets compiled grammars: it requests them, continues to step, and polls for the results.
+
+Plain protocols and values. `grammar_compiler` implements them with the library llguidance.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from slora.errors import RequestRefused
+from slora.structured_output import StructuredOutput
+from slora_kernels.layout import Int32Array
+
+__all__ = ["Compiled", "Grammar", "GrammarSource", "Matcher", "Refused"]
+
+
+class Matcher(Protocol):
+    """The state of one answer within its grammar: which tokens may come next."""
+
+    @property
+    def error(self) -> str | None:
+        """Why no token can come next; None while there is one, or until `write_mask` has found out."""
+
+    def copy(self) -> "Matcher":
+        """Returns an independent matcher in the same state."""
+
+    def accept(self, token_id: int) -> None:
+        """Appends a token to the answer. The last mask must have allowed it, and it must not be a stop token."""
+
+    def write_mask(self, words: Int32Array) -> None:
+        """Writes the mask of the next token into words int32 [ceil(vocab_size / 32)].
+
+        Bit t % 32 of word t // 32 is 1 if token t is allowed. Stop tokens are allowed where the answer may end. All
+        bits are 0 if there is no such token; `error` then has the reason. Repeating the call has no effect.
+        """
+
+
+class Grammar(Protocol):
+    """A compiled form of answers."""
+
+    def start(self, stop_ids: Set[int]) -> Matcher:
+        """Returns a matcher of an empty answer. stop_ids: the tokens that end the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    output: StructuredOutput
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    output: StructuredOutput
+    error: RequestRefused
+
+
+class GrammarSource(Protocol):
+    """Compiles grammars. All methods are called from one thread, and none blocks for long."""
+
+    def request(self, output: StructuredOutput) -> None:
+        """Starts to compile a form. Every request is answered by one result of `poll`, or joins an earlier request that
+        is not answered yet.
+        """
+
+    def poll(self) -> list[Compiled | Refused]:
+        """Returns the results since the last call."""
+
+    def close(self) -> None:
+        """Ends the threads."""

@@ -1,0 +1,71 @@
+"""The form that an answer must have: a JSON schema, any JSON object, a regular expression, one of several texts, or a
+grammar.
+
+A plain value. `slora.grammar` compiles it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from slora.errors import RequestRefused
+from slora.surrogate import refuse_surrogate
+
+__all__ = ["MAX_FORM_CHARS", "OutputKind", "StructuredOutput"]
+
+MAX_FORM_CHARS = 65_536
+
+
+class OutputKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """Raises RequestRefused, which names `param`, for a form that is too long.
+
+    text: the JSON schema, the regular expression in Rust's syntax, a JSON list of choices, or the grammar in Lark's
+        syntax or GBNF. Empty for JSON_OBJECT.
+    param: the field of the request that holds the form. Errors name it.
+
+    An answer that ends with finish_reason `stop` has this form, unless a stop string has cut it.
+    """
+
+    kind: OutputKind
+    text: str
+    param: str = "structured_output"
+
+    def __post_init__(self) -> None:
+        refuse_surrogate(self.text, self.param, self.param)
+        if len(self.text) > MAX_FORM_CHARS:
+            raise RequestRefused(
+                f"{self.param} has {len(self.text)} characters; at most {MAX_FORM_CHARS} are accepted, so "
+                "shorten it",
+                self.param,
+            )
+
+    @staticmethod
+    def json_schema(schema: Mapping[str, Any] | bool, param: str = "structured_output") -> "StructuredOutput":
+        return StructuredOutput(OutputKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")), param)
+
+    @staticmethod
+    def json_object(param: str = "structured_output") -> "StructuredOutput":
+        return StructuredOutput(OutputKind.JSON_OBJECT, "", param)
+
+    @staticmethod
+    def regex(pattern: str, param: str = "structured_output") -> "StructuredOutput":
+        return StructuredOutput(OutputKind.REGEX, pattern, param)
+
+    @staticmethod
+    def choice(choices: Sequence[str], param: str = "structured_output") -> "StructuredOutput":
+        return StructuredOutput(OutputKind.CHOICE, json.dumps(list(choices)), param)
+
+    @staticmethod
+    def grammar(text: str, param: str = "structured_output") -> "StructuredOutput":
+        return StructuredOutput(OutputKind.GRAMMAR, text, param)

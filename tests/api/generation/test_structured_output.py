@@ -1,0 +1,93 @@
+"""The fields that set the form of an answer: what reaches the engine, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slora.structured_output import MAX_FORM_CHARS, OutputKind, StructuredOutput
+from tests.api.platform import Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": "base", "prompt": "hello"},
+    CHAT: {"model": "base", "messages": [{"role": "user", "content": "hello"}]},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    engine = ScriptedEngine([deltas_of(b"Hi!")] * 1)
+    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def key(platform: Platform) -> str:
+    return platform.key("acme")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "text"}}, None, ""),
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"response_format": JSON_SCHEMA}, "json_schema", SCHEMA_TEXT),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA_TEXT),
+        ({"structured_outputs": {"json": SCHEMA_TEXT, "disable_fallback": True}}, "json_schema", SCHEMA_TEXT),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA_TEXT),
+        ({"guided_json": SCHEMA_TEXT, "response_format": {"type": "text"}}, "json_schema", SCHEMA_TEXT),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", '["a", "b"]'),
+        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+    ],
+)
+def test_each_field_gives_the_engine_its_form(
+    platform: Platform, key: str, path: str, fields: dict[str, Any], kind: str | None, text: str
+) -> None:
+    post(platform, key, path, {**BODIES[path], **fields}).raise_for_status()
+    found = platform.engine.requests[-1].sampling.structured_output
+    if kind is None:
+        assert found is None
+    else:
+        assert found == StructuredOutput(OutputKind(kind), text, next(iter(fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must have `json_schema`"),
+        ({"response_format": {**JSON_SCHEMA, "type": "text"}}, "response_format", "with no other type"),
+        ({"response_format": {**JSON_SCHEMA, "strict": True}}, "response_format.strict", "not a parameter"),
+        ({"structured_outputs": {}}, "structured_outputs", "has no form"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "only one form"),
+        (
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "not supported",
+        ),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one form"),
+        ({"guided_json": "{"}, "guided_json", "is not JSON"),
+        ({"guided_regex": "a" * (MAX_FORM_CHARS + 1)}, "guided_regex", f"at most {MAX_FORM_CHARS}"),
+        ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "omit min_tokens"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "omit ignore_eos"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "not supported"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(
+    platform: Platform, key: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    answer = post(platform, key, CHAT, {**BODIES[CHAT], **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"], error

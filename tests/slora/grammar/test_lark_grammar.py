@@ -1,0 +1,223 @@
+"""Grammars and their masks, walked through at random without a model."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from slora.errors import ConfigError, RequestRefused
+from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
+from slora.structured_output import MAX_FORM_CHARS, StructuredOutput
+from slora.text.spelling import spell_tokens
+from slora.text.tokenizer import Tokenizer
+from tests.slora.grammar.random_schemas import RECURSIVE, SCHEMAS
+from tests.support.tiny_tokenizers import TOKENIZERS
+
+EOS = 1  # a special token of all tiny tokenizers
+MAX_STEPS = 400
+VOCAB_SIZE = 400  # a model may have more ids than its tokenizer
+
+
+def make_library(name: str) -> tuple[GrammarLibrary, Tokenizer]:
+    tokenizer = Tokenizer(TOKENIZERS[name](), {}, None)
+    assert tokenizer.decode([EOS]) == ""
+    return GrammarLibrary(spell_tokens(tokenizer, VOCAB_SIZE), [EOS]), tokenizer
+
+
+# A schema with 5 ** 10 combinations of properties.
+COMBINED = {
+    "allOf": [{"anyOf": [{"properties": {f"{i}{j}": {"const": 1}}} for j in range(5)]} for i in range(10)]
+}
+# Each further character has more ways to continue what came before.
+BRANCHY = r"(?i)(hello|world|foo|bar|[\p{L}]+){1,300}"
+
+LIBRARY, TOKENIZER = make_library("byte_level")
+
+
+def allowed(matcher: LarkMatcher) -> list[int]:
+    words = np.full(-(-VOCAB_SIZE // 32), -1, np.int32)
+    matcher.write_mask(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def write_at_random(
+    output: StructuredOutput, seed: int, library: GrammarLibrary = LIBRARY
+) -> list[int] | None:
+    """Random tokens of an answer that ended. None: it did not end within MAX_STEPS tokens."""
+    rng, matcher = random.Random(seed), library.compile(output).start({EOS})
+    token_ids: list[int] = []
+    for step in range(MAX_STEPS):
+        tokens = allowed(matcher)
+        assert tokens and matcher.error is None, matcher.error
+        if EOS in tokens and rng.random() < 0.5 + step / MAX_STEPS:
+            return token_ids
+        # Quotation marks and brackets end what is open, so that most answers end.
+        ends = [token for token in tokens if TOKENIZER.token_text(token)[:1] in ('"', "}", "]")]
+        few = ends if library is LIBRARY and ends and rng.random() < step / MAX_STEPS else tokens
+        token_ids.append(rng.choice([token for token in few if token != EOS] or [EOS]))
+        if token_ids[-1] == EOS:
+            return token_ids[:-1]
+        matcher.accept(token_ids[-1])
+    return None
+
+
+def test_answers_of_random_schemas_are_valid(*, soak: bool) -> None:
+    num_ended = 0
+
+    @settings(max_examples=1000 if soak else 60, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(SCHEMAS, st.integers(0, 2**32))
+    def check(schema: dict[str, object], seed: int) -> None:
+        nonlocal num_ended
+        try:
+            token_ids = write_at_random(StructuredOutput.json_schema(schema), seed)
+        except RequestRefused as error:
+            assert "can't be enforced" in error.message
+            return
+        if token_ids is not None:
+            num_ended += 1
+            Draft202012Validator(schema).validate(json.loads(TOKENIZER.decode(token_ids)))
+
+    check()
+    assert num_ended >= (600 if soak else 30), "too few answers ended for this test to prove anything"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_of_a_recursive_schema_are_valid(seed: int) -> None:
+    token_ids = write_at_random(StructuredOutput.json_schema(RECURSIVE), seed)
+    assert token_ids is not None
+    Draft202012Validator(RECURSIVE).validate(json.loads(TOKENIZER.decode(token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("output", "pattern"),
+    [
+        (StructuredOutput.regex("[a-f]{2,5}/é"), "[a-f]{2,5}/é"),
+        (StructuredOutput.choice(["yes", 'n"o\n', "日本"]), 'yes|n"o\n|日本'),
+        (StructuredOutput.grammar('start: NAME ("," NAME)*\nNAME: /[xy]+/'), "[xy]+(,[xy]+)*"),
+        (StructuredOutput.grammar('root ::= "a" [0-9]+ end\nend ::= "." | "!"'), r"a[0-9]+[.!]"),
+        (StructuredOutput.json_object(), r"(?s:\{.*\})"),
+    ],
+    ids=["regex", "choice", "Lark", "GBNF", "JSON object"],
+)
+def test_answers_have_the_form(output: StructuredOutput, pattern: str) -> None:
+    texts = [TOKENIZER.decode(ids) for seed in range(8) if (ids := write_at_random(output, seed)) is not None]
+    assert len(texts) > 3
+    for text in texts:
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "gemma_like", "metaspace"])
+def test_the_text_of_a_tokenizer_that_strips_a_space_has_the_form(name: str) -> None:
+    """The first token of a text loses its space, so no such token may be the first."""
+    library, tokenizer = make_library(name)
+    for form in ("( ?a| *h?lo| *)*", "a.*"):
+        try:
+            token_ids = write_at_random(StructuredOutput.regex(form), 3, library)
+        except RequestRefused:
+            continue
+        if token_ids is not None:
+            assert re.fullmatch(form, tokenizer.decode(token_ids)), tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("name", ["word_suffix", "connectionist"])
+def test_a_tokenizer_that_needs_further_tokens_to_decode_one_is_refused(name: str) -> None:
+    tokenizer = Tokenizer(TOKENIZERS[name](), {}, None)
+    with pytest.raises(ConfigError, match="structured output does not support"):
+        spell_tokens(tokenizer, tokenizer.vocab_size)
+
+
+def test_each_token_spells_what_it_adds_to_a_text() -> None:
+    for name in ("byte_level", "byte_fallback", "gemma_like", "metaspace", "word_piece", "undecoded"):
+        tokenizer = Tokenizer(TOKENIZERS[name](), {}, None)
+        spelling = spell_tokens(tokenizer, tokenizer.vocab_size)
+        rng = random.Random(name)
+        for _ in range(50):
+            ids = rng.choices([token for token, piece in enumerate(spelling.pieces) if piece], k=5)
+            if ids[0] in spelling.not_first:
+                continue
+            raw = b"".join(spelling.pieces[token] for token in ids)
+            text = tokenizer.decode(ids)
+            if "\ufffd" not in text:
+                assert raw.decode() == text, (name, ids)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            StructuredOutput.json_schema({"type": "array", "uniqueItems": True}, "response_format"),
+            "uniqueItems",
+        ),
+        (StructuredOutput.json_schema({"not": {"type": "null"}}), "not"),
+        (StructuredOutput.json_schema({"if": {}, "then": {}}), "if"),
+        (StructuredOutput.json_schema({"$ref": "#"}), "refers to itself without end"),
+        (StructuredOutput.json_schema({"$ref": "https://example.com/schema"}), "not present"),
+        (StructuredOutput.json_schema({"$ref": "#/$defs/none"}), "none"),
+        (StructuredOutput.json_schema({"type": "text"}), "Invalid type: text"),
+        (StructuredOutput.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
+        (StructuredOutput.json_schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+        (StructuredOutput.json_schema(False), "schema is false"),
+        (StructuredOutput.json_schema(COMBINED), "schema too large"),
+        (StructuredOutput.regex("(a"), "unclosed group"),
+        (StructuredOutput.regex("a(?=b)"), "look-around"),
+        (StructuredOutput.choice([]), "empty list"),
+        (StructuredOutput.grammar("start: start"), "refers to itself without end"),
+        (StructuredOutput.grammar('start: a\na: b "x"\nb: a'), "refers to itself without end"),
+        (StructuredOutput.grammar("start: other"), 'unknown name: "other"'),
+        (StructuredOutput.grammar('first: "a"'), "no start rule"),
+        (StructuredOutput.grammar("root ::= (("), "not a valid grammar"),
+        (StructuredOutput.grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "%llguidance"),
+    ],
+)
+def test_a_form_that_cannot_be_enforced_is_refused_with_its_field(
+    output: StructuredOutput, message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape(message)) as refused:
+        LIBRARY.compile(output)
+    assert refused.value.param == output.param and output.param in refused.value.message
+
+
+def test_a_form_that_is_too_long_is_refused() -> None:
+    with pytest.raises(RequestRefused, match=f"at most {MAX_FORM_CHARS}"):
+        StructuredOutput.regex("a" * (MAX_FORM_CHARS + 1))
+
+
+def test_a_form_with_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="surrogate"):
+        StructuredOutput.regex("\ud800")
+
+
+def test_stop_tokens_are_allowed_only_where_the_answer_may_end() -> None:
+    (stop,) = TOKENIZER.encode("q")
+    matcher = LIBRARY.compile(StructuredOutput.regex("[pq]{2}")).start({EOS, stop})
+    (p,) = TOKENIZER.encode("p")
+    assert allowed(matcher) == [p]
+    matcher.accept(p)
+    assert allowed(matcher) == [p]
+    matcher.accept(p)
+    assert allowed(matcher) == sorted([EOS, stop])
+
+
+def test_a_copy_of_a_matcher_is_independent() -> None:
+    matcher = LIBRARY.compile(StructuredOutput.choice(["ab", "ac"])).start({EOS})
+    (a,), (b,), (c,) = map(TOKENIZER.encode, "abc")
+    matcher.accept(a)
+    other = matcher.copy()
+    matcher.accept(b)
+    assert allowed(matcher) == [EOS]
+    assert allowed(other) == sorted([b, c]) and allowed(other) == sorted([b, c])
+
+
+def test_a_grammar_beyond_the_limits_of_a_mask_ends_with_the_reason() -> None:
+    matcher, rng = LIBRARY.compile(StructuredOutput.regex(BRANCHY)).start({EOS}), random.Random(0)
+    for _ in range(500):
+        if not (tokens := [token for token in allowed(matcher) if token != EOS]):
+            break
+        matcher.accept(rng.choice(tokens))
+    assert matcher.error is not None and "too many expressions" in matcher.error
+    assert not allowed(matcher) and not allowed(matcher.copy())
