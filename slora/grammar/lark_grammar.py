@@ -3,9 +3,9 @@
 The library was chosen by measurement (bench/results/LOG.md): it compiles most schemas in a few milliseconds, and it
 refuses a schema that it can't enforce instead of ignoring keywords. All forms become grammars in Lark's syntax.
 
-The limits below bound the work of one compilation and of one mask. They do not bound everything: a schema with
-thousands of properties or a `multipleOf` of a million compiles for seconds. A server therefore first compiles a
-client's grammar in a process that it can kill (`slora_api.generation.grammar_checks`).
+The limits below bound the work of one compilation and of one mask. They do not bound everything: a `multipleOf` of a
+million compiles for minutes, and a chain of thousands of rules overflows the stack. A server therefore first compiles a
+form in a process that it can kill (`slora_api.generation.grammar_checks`).
 """
 
 import json
@@ -36,6 +36,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+# The library repeats a whole regular expression in its error.
+_MAX_ERROR_CHARS = 300
 _SCHEMA_PREFIX = "failed to compile JSON schema: "
 _DEAD_END = (
     "no token of this model's vocabulary can come next: the grammar allows no text there, for example because a rule "
@@ -190,4 +192,4 @@ def _explain(error: str) -> str:
         return _DEAD_END
     _, _, of_schema = first.partition(_SCHEMA_PREFIX)
     details = [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
-    return ": ".join([(of_schema or first).removesuffix(":"), *details])
+    return ": ".join([(of_schema or first).removesuffix(":")[:_MAX_ERROR_CHARS], *details])

@@ -41,6 +41,7 @@ from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
+from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
@@ -162,6 +163,7 @@ def running_platform(
     database = Database(chosen.database or directory / "slora.db", reserve)
     pepper = Pepper.from_file(directory / "pepper")
     templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
+    grammars = GrammarChecks(chosen.max_concurrent_per_tenant)
     limits = AdapterLimits(
         max_lora_rank=chosen.engine.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )
@@ -208,6 +210,7 @@ def running_platform(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
         ),
         templates,
+        grammars,
         Generator(engine, tokenizer, limiter, metrics, recorder),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
         UsageReport(ledger, registry.find_names, "base"),
@@ -220,6 +223,7 @@ def running_platform(
 
     async def close() -> None:
         await templates.close()
+        await grammars.close()
         await counters.close()
 
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))

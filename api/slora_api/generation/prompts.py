@@ -19,6 +19,7 @@ from slora.engine.request_check import (
 from slora.sampling_params import SamplingParams
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.generation.answer_size import AnswerSize
+from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.service_terms import ServiceTerms
@@ -115,6 +116,7 @@ class PromptMaker:
 
     terms: ServiceTerms
     tokenizer: PromptTokenizer
+    grammars: GrammarChecks
     limiter: RequestLimiter
     info: EngineInfo
 
@@ -124,6 +126,7 @@ class PromptMaker:
         """
         given = body.prompts
         draft = self._draft(body, body.logprobs, len(given))
+        await self.grammars.check(self.terms.tenant, draft.structured_output)
         for item in given:
             if isinstance(item, list):
                 find_answer_room(len(item), self.info.max_model_len)
@@ -156,6 +159,7 @@ class PromptMaker:
         """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
+        await self.grammars.check(self.terms.tenant, draft.structured_output)
         token_ids = await self.tokenizer.encode_chat(body.messages, body)
         room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
         wanted, param = body.max_tokens, "max_tokens"

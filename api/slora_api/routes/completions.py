@@ -85,7 +85,7 @@ def _prompt_maker(
 ) -> PromptMaker:
     generator = services.generator
     tokenizer = services.prompt_tokenizer(terms.tenant, meter, model)
-    return PromptMaker(terms, tokenizer, generator.limiter, generator.engine_info())
+    return PromptMaker(terms, tokenizer, services.grammars, generator.limiter, generator.engine_info())
 
 
 def _logprobs_format(tokenizer: Tokenizer, body: GenerationFields, num_top: int | None) -> LogprobsFormat:

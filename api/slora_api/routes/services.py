@@ -21,6 +21,7 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
+from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.served_model import ServedModel
@@ -67,6 +68,7 @@ class Services:
     uploads: Uploads
     local_adapters: LocalAdapters
     templates: ChatTemplates
+    grammars: GrammarChecks
     generator: Generator
     encoder: PromptEncoder
     usage: UsageReport

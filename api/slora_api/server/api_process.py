@@ -46,6 +46,7 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.data_dir import DataDir
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
+from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.metrics import Metrics, share_metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
@@ -111,6 +112,8 @@ async def open_services(
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant, num_processes=num_serving)
     stack.push_async_callback(templates.close)
+    grammars = GrammarChecks(settings.max_concurrent_per_tenant, num_processes=num_serving)
+    stack.push_async_callback(grammars.close)
     limiter = RequestLimiter(
         max_requests=settings.max_concurrent_requests,
         max_uploads=settings.max_concurrent_uploads,
@@ -180,6 +183,7 @@ async def open_services(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),
         templates,
+        grammars,
         Generator(client, model.tokenizer, limiter, counted, UsageRecorder(client, usage_journal)),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name),

@@ -5,7 +5,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,10 +14,10 @@ import pytest
 
 from slora.errors import RequestRefused
 from slora_api.errors import ServerBusy, TenantBusy
-from slora_api.generation import chat_templates, template_process
+from slora_api.generation import chat_templates, sandbox_pool, template_process
 from slora_api.generation.chat_templates import ChatTemplates
-from slora_api.generation.template_process import RenderedText
-from slora_api.generation.template_renderer import TemplateRenderer
+from slora_api.generation.sandbox import SandboxAnswer
+from slora_api.generation.sandbox_process import SandboxProcess
 from tests.adapters.hand_made import make_members
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of
@@ -64,16 +63,16 @@ def renderers() -> list[psutil.Process]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TemplateRenderer]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SandboxProcess]]:
     """The renderer process of each request that was sent to one, in order."""
-    seen: list[TemplateRenderer] = []
-    original = TemplateRenderer.ask
+    seen: list[SandboxProcess] = []
+    original = SandboxProcess.ask
 
-    async def ask(self: TemplateRenderer, request: bytes, timeout_s: float) -> tuple[RenderedText, float]:
+    async def ask(self: SandboxProcess, request: bytes, timeout_s: float) -> tuple[SandboxAnswer, float]:
         seen.append(self)
         return await original(self, request, timeout_s)
 
-    monkeypatch.setattr(TemplateRenderer, "ask", ask)
+    monkeypatch.setattr(SandboxProcess, "ask", ask)
     yield seen
 
 
@@ -148,7 +147,7 @@ def test_a_template_that_was_too_slow_once_still_renders_other_messages_and_for_
 
 
 def test_the_cpu_limit_of_a_rendering_excludes_time_spent_waiting_for_a_cpu(
-    asked: list[TemplateRenderer],
+    asked: list[SandboxProcess],
 ) -> None:
     """A stopped process uses no CPU time, like a process on a busy machine."""
 
@@ -185,7 +184,7 @@ def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not(
     assert with_templates(use, 0.05, clock) == "refilled"
 
 
-def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[TemplateRenderer]) -> None:
+def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[SandboxProcess]) -> None:
     """Born from an attack: with first come, first served, 50 chats of one tenant delayed another tenant by 32 s."""
 
     async def use(templates: ChatTemplates) -> int:
@@ -202,7 +201,7 @@ def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[
     assert with_templates(use, 300.0) == 0
 
 
-def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[TemplateRenderer]) -> None:
+def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[SandboxProcess]) -> None:
     """Born from an attack: another tenant waited for 11 s after all 40 clients of the hostile tenant had
     disconnected."""
 
@@ -223,7 +222,7 @@ def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[Te
 def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
         templates = platform.services.templates
-        templates._settings = replace(templates._settings, cpu_limit_s=300.0)
+        templates._pool = ChatTemplates(byte_tokenizer(), 8, 300.0)._pool
         key = platform.key("hostile")
         members = make_members(chat_template_dot_jinja=DEPENDS)
         assert platform.upload(key, "slow", members).status_code == 201
@@ -237,7 +236,7 @@ def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def test_a_tenant_with_too_many_waiting_renderings_is_refused(asked: list[TemplateRenderer]) -> None:
+def test_a_tenant_with_too_many_waiting_renderings_is_refused(asked: list[SandboxProcess]) -> None:
     async def use(templates: ChatTemplates) -> None:
         hostile = [asyncio.create_task(templates.render("hostile", MESSAGES, ENDLESS)) for _ in range(10)]
         await until(lambda: len(asked) == 2)
@@ -264,15 +263,15 @@ def test_the_memory_of_renderings_is_released() -> None:
             # Long templates, whose compiled code stays in memory.
             await templates.check(f"tenant {number}", f"{number}" + "{{ a }}" * 4_000)
         resident = [process.memory_info().rss for process in renderers()]
-        assert len(resident) <= 1 and sum(resident) <= chat_templates._MAX_RESIDENT_BYTES
+        assert len(resident) <= 1 and sum(resident) <= sandbox_pool._MAX_RESIDENT_BYTES
 
     with_templates(use)
 
 
 def test_a_renderer_that_grew_too_large_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, asked: list[TemplateRenderer]
+    monkeypatch: pytest.MonkeyPatch, asked: list[SandboxProcess]
 ) -> None:
-    monkeypatch.setattr(chat_templates, "_MAX_RESIDENT_BYTES", 1)
+    monkeypatch.setattr(sandbox_pool, "_MAX_RESIDENT_BYTES", 1)
 
     async def use(templates: ChatTemplates) -> list[str]:
         return [await templates.render("acme", MESSAGES, text) for text in ("one", "two")]
@@ -282,7 +281,7 @@ def test_a_renderer_that_grew_too_large_is_replaced(
 
 
 def test_a_dead_renderer_is_replaced_and_its_request_retried(
-    asked: list[TemplateRenderer],
+    asked: list[SandboxProcess],
 ) -> None:
     async def use(templates: ChatTemplates) -> list[str]:
         first = await templates.render("acme", MESSAGES, "first")
@@ -296,17 +295,17 @@ def test_a_dead_renderer_is_replaced_and_its_request_retried(
 
 
 def test_a_stalled_renderer_is_replaced_and_its_request_retried(
-    monkeypatch: pytest.MonkeyPatch, asked: list[TemplateRenderer]
+    monkeypatch: pytest.MonkeyPatch, asked: list[SandboxProcess]
 ) -> None:
     """Found in review: after one stall for any reason, the template was refused until the server restarted."""
 
     async def use(templates: ChatTemplates) -> str:
         await templates.render("acme", MESSAGES, "first")
         os.kill(asked[0].pid, signal.SIGSTOP)
-        monkeypatch.setattr(chat_templates, "_RENDER_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(sandbox_pool, "_ANSWER_TIMEOUT_S", 0.2)
         rendering = asyncio.create_task(templates.render("acme", MESSAGES, "second"))
         await until(lambda: len(asked) == 2)
-        monkeypatch.setattr(chat_templates, "_RENDER_TIMEOUT_S", 120.0)
+        monkeypatch.setattr(sandbox_pool, "_ANSWER_TIMEOUT_S", 120.0)
         return await rendering
 
     assert with_templates(use) == "second" and len(asked) == 3
@@ -318,7 +317,7 @@ def test_renderers_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest
 
     async def use(templates: ChatTemplates) -> str:
         with monkeypatch.context() as broken:
-            broken.setattr(chat_templates, "_START_TIMEOUT_S", 0.0)
+            broken.setattr(sandbox_pool, "_START_TIMEOUT_S", 0.0)
             with pytest.raises(ServerBusy, match=r"could be started; .* Try again in 2 s") as refused:
                 await templates.render("acme", MESSAGES, "x")
         # During the pause, no further start is tried.

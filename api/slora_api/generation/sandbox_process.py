@@ -1,30 +1,25 @@
-"""The server's side of one rendering process: starts it, sends one request at a time, and ends it."""
+"""The server's side of one sandbox: starts the process, sends one request at a time, and ends it."""
 
 import asyncio
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 
-from slora_api.generation.template_process import (
-    MAX_RENDERED_BYTES,
-    RenderedText,
-    RendererSettings,
-    pack_request,
-    read_length,
-)
+from slora_api.generation.sandbox import SandboxAnswer, read_length
 
-__all__ = ["RendererDied", "RendererStalled", "TemplateRenderer"]
+__all__ = ["SandboxDied", "SandboxProcess", "SandboxStalled"]
 
-# Tenants' templates run in the process, so it receives no secrets, only what Python needs to start.
+# What tenants sent runs in the process, so it receives no secrets, only what Python needs to start.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 
-class RendererDied(Exception):
+class SandboxDied(Exception):
     """The process ended before it answered. exit_code: negative if a signal ended the process."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__(f"the rendering process ended with exit code {exit_code}")
+        super().__init__(f"the process ended with exit code {exit_code}")
         self.exit_code = exit_code
 
     @property
@@ -32,32 +27,33 @@ class RendererDied(Exception):
         return self.exit_code == -signal.SIGPROF
 
 
-class RendererStalled(Exception):
+class SandboxStalled(Exception):
     """The process neither answered nor ended in time."""
 
 
-class TemplateRenderer:
-    """Create it with `start`. After any error the process has ended, and the renderer cannot be used again."""
+class SandboxProcess:
+    """Create it with `start`. After any error the process has ended, and the sandbox cannot be used again."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._cpu_s = 0.0
 
     @staticmethod
-    async def start(settings: RendererSettings, timeout_s: float) -> "TemplateRenderer":
-        """Starts a process and waits until it answers. Raises RendererDied, RendererStalled or OSError."""
+    async def start(
+        command: Sequence[str], first: bytes, timeout_s: float, limit: int = 1 << 20
+    ) -> "SandboxProcess":
+        """Starts a process and waits until it answers. Raises SandboxDied, SandboxStalled or OSError.
+
+        command: the module and its arguments. first: a packed request. limit: bytes of an answer that are read ahead.
+        """
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "slora_api.generation.template_process", settings.to_json()),
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=MAX_RENDERED_BYTES,
-            env=environment,
+            *(sys.executable, "-P", "-m", *command), stdin=PIPE, stdout=PIPE, limit=limit, env=environment
         )
-        renderer = TemplateRenderer(process)
+        sandbox = SandboxProcess(process)
         # The first answer shows that the process has finished its imports.
-        await renderer._exchange(pack_request(""), timeout_s)
-        return renderer
+        await sandbox._exchange(first, timeout_s)
+        return sandbox
 
     @property
     def pid(self) -> int:
@@ -67,11 +63,11 @@ class TemplateRenderer:
     def is_alive(self) -> bool:
         return self._process.returncode is None
 
-    async def ask(self, request: bytes, timeout_s: float) -> tuple[RenderedText, float]:
+    async def ask(self, request: bytes, timeout_s: float) -> tuple[SandboxAnswer, float]:
         """Returns the answer to a packed request and the CPU seconds used for it. For the first request, these include
         the start of the process.
 
-        Ends the process on any error, and when the caller is cancelled. Raises RendererDied or RendererStalled.
+        Ends the process on any error, and when the caller is cancelled. Raises SandboxDied or SandboxStalled.
         """
         answer = await self._exchange(request, timeout_s)
         used_s, self._cpu_s = answer.cpu_s - self._cpu_s, answer.cpu_s
@@ -82,21 +78,21 @@ class TemplateRenderer:
             self._process.kill()
         await self._process.wait()
 
-    async def _exchange(self, request: bytes, timeout_s: float) -> RenderedText:
+    async def _exchange(self, request: bytes, timeout_s: float) -> SandboxAnswer:
         answered = False
         try:
             async with asyncio.timeout(timeout_s):
                 content = await self._round_trip(request)
             answered = True
         except TimeoutError:
-            raise RendererStalled from None
+            raise SandboxStalled from None
         except (OSError, asyncio.IncompleteReadError):
-            raise RendererDied(await self._process.wait()) from None
+            raise SandboxDied(await self._process.wait()) from None
         finally:
             # Also after a cancellation, because the next request must not read this answer.
             if not answered:
                 await self.close()
-        return RenderedText.unpack(content)
+        return SandboxAnswer.unpack(content)
 
     async def _round_trip(self, request: bytes) -> bytes:
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -1,0 +1,115 @@
+"""Checks the forms of structured output before the engine compiles them.
+
+A form that compiles within the limits of a sandbox here also does so in the engine, where a compilation can't be
+stopped. Accepted forms are remembered by their digest.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+
+from slora.errors import RequestRefused
+from slora.structured_output import OutputKind, StructuredOutput
+from slora_api.cpu_budget import CpuBudget
+from slora_api.fair_slots import FairSlots, slots_of_process
+from slora_api.generation.sandbox import pack_frame
+from slora_api.generation.sandbox_pool import SandboxPool, SandboxWork
+from slora_api.generation.sandbox_process import SandboxDied, SandboxProcess
+
+__all__ = ["COMPILE_CPU_S", "GrammarChecks"]
+
+# CPU seconds of one form. Common forms take a few milliseconds, and 2,000 properties with patterns 0.4 s.
+COMPILE_CPU_S = 0.5
+# A tenant can use 20 new forms of 5 ms each second indefinitely.
+_BURST_CPU_S, _REFILL = 5.0, 0.1
+_NUM_COMPILERS, _NUM_RESERVED = 2, 1
+# Digests of 32 bytes.
+_MAX_ACCEPTED = 4096
+_LIBRARY = "llguidance"
+
+
+class GrammarChecks:
+    """Call `close` at the end. The first check starts a process; an idle process is kept.
+
+    max_waiting: forms of one tenant that may wait for a process. num_processes: API processes of the host, which divide
+    slots and CPU budgets. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        max_waiting: int = 256,
+        clock: Callable[[], float] = time.monotonic,
+        num_processes: int = 1,
+        compile_cpu_s: float = COMPILE_CPU_S,
+    ) -> None:
+        first = pack_frame({"kind": OutputKind.JSON_OBJECT, "text": "", "param": ""})
+
+        def start(timeout_s: float) -> Awaitable[SandboxProcess]:
+            command = "slora_api.generation.grammar_process", str(compile_cpu_s)
+            return SandboxProcess.start(command, first, timeout_s)
+
+        num_compilers = slots_of_process(_NUM_COMPILERS, _NUM_RESERVED, num_processes)
+        self._pool = SandboxPool(
+            SandboxWork(start, compile_cpu_s, "compiled", "form"),
+            FairSlots(num_compilers, max_waiting, "forms to compile", clock, num_reserved=_NUM_RESERVED),
+            CpuBudget(
+                _BURST_CPU_S / num_processes, _REFILL / num_processes, "compiling structured output", clock
+            ),
+            clock,
+        )
+        # The least recently used digest is first.
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+        self._is_installed = _is_installed()
+
+    async def check(self, tenant: str, output: StructuredOutput | None) -> None:
+        """Raises RequestRefused, naming the field, if the form can't be compiled or its compilation takes too long.
+
+        Also raises TenantBusy, and ServerBusy if no process can be started.
+        """
+        if output is None:
+            return
+        if not self._is_installed:
+            raise RequestRefused(
+                f"{output.param} is not supported, because this server lacks the package {_LIBRARY}; its operator "
+                "can install it (pip install 'slora[serve]')",
+                output.param,
+            )
+        digest = sha256(f"{output.kind} {output.text}".encode()).digest()
+        if digest in self._accepted:
+            self._accepted.move_to_end(digest)
+            return
+        # All errors name the field of the request, so the process gets it, too.
+        request = pack_frame({"kind": output.kind, "text": output.text, "param": output.param})
+        try:
+            answer = await self._pool.ask(tenant, request)
+        except SandboxDied as death:
+            raise RequestRefused(
+                f"{output.param} can't be compiled: it ended its process with exit code {death.exit_code}; simplify it",
+                output.param,
+            ) from death
+        if answer.error is not None:
+            # An error without the field is that of a limit.
+            error = answer.error
+            named = (
+                error
+                if error.startswith(output.param)
+                else f"{output.param} can't be compiled: {error}; simplify it"
+            )
+            raise RequestRefused(named, output.param)
+        self._accepted[digest] = None
+        if len(self._accepted) > _MAX_ACCEPTED:
+            self._accepted.popitem(last=False)
+
+    async def close(self) -> None:
+        """Ends the idle processes. A busy one ends with its request or with this process."""
+        await self._pool.close()
+
+
+def _is_installed() -> bool:
+    try:
+        version(_LIBRARY)
+    except PackageNotFoundError:
+        return False
+    return True

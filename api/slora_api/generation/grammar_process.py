@@ -1,0 +1,68 @@
+"""A process that compiles the forms of structured output: `python -m slora_api.generation.grammar_process LIMIT`.
+
+The engine compiles each form again, for its own vocabulary. This process decides whether that is safe: on a hostile
+form the library may compute for minutes, take gigabytes or overflow the stack, and here that ends only this process.
+LIMIT is in CPU seconds.
+"""
+
+import random
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from slora.errors import RequestRefused
+from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
+from slora.grammar.token_spelling import TokenSpelling
+from slora.structured_output import OutputKind, StructuredOutput
+from slora_api.generation.sandbox import serve_requests
+
+__all__ = ["main"]
+
+# A vocabulary of single bytes, and an end token. It makes compiling no cheaper than a large vocabulary does.
+_EOS = 256
+_SPELLING = TokenSpelling([*(bytes([byte]) for byte in range(_EOS)), b""])
+
+
+# The engine's threads have four times as much.
+_STACK_BYTES = 2 << 20
+# Tokens of the trial answer.
+_TRIAL_TOKENS = 100
+
+
+def _compile(library: GrammarLibrary, request: Mapping[str, str]) -> tuple[str | None, str | None]:
+    output = StructuredOutput(OutputKind(request["kind"]), request["text"], request["param"])
+    try:
+        _try(library.compile(output))
+    except RequestRefused as error:
+        return None, error.message
+    except (MemoryError, RecursionError, ValueError, TypeError) as error:
+        return None, f"{output.param} can't be compiled: {error or type(error).__name__}"
+    return "", None
+
+
+def _try(grammar: LarkGrammar) -> None:
+    """Writes the beginning of an answer at random, because later masks take other paths through the library."""
+    rng, matcher = random.Random(0), grammar.start({_EOS})
+    words = np.empty(-(-len(_SPELLING.pieces) // 32), np.int32)
+    for _ in range(_TRIAL_TOKENS):
+        matcher.write_mask(words)
+        bits = np.unpackbits(words.view(np.uint8), count=_EOS, bitorder="little")
+        if not bits.any():
+            return
+        matcher.accept(int(rng.choice(np.flatnonzero(bits))))
+
+
+def main() -> None:
+    """Answers requests until stdin is closed."""
+    library = GrammarLibrary(_SPELLING, [_EOS])
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=serve_requests, args=(partial(_compile, library), float(sys.argv[1])))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

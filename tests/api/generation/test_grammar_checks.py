@@ -1,0 +1,87 @@
+"""Forms of structured output are compiled in a process that a hostile form may end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from slora.errors import RequestRefused
+from slora.structured_output import StructuredOutput
+from slora_api.errors import TenantBusy
+from slora_api.generation import grammar_checks
+from slora_api.generation.grammar_checks import GrammarChecks
+
+T = TypeVar("T")
+FINE = StructuredOutput.choice(["yes", "no"], "guided_choice")
+# Its lexer has a state for each remainder.
+SLOW = StructuredOutput.json_schema({"type": "integer", "multipleOf": 999983}, "response_format")
+# Each rule takes a frame of the library's stack.
+DEEP = StructuredOutput.grammar(
+    "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3500)) + '\nr3500: "a"', "guided_grammar"
+)
+
+
+class Clock:
+    def __call__(self) -> float:
+        return 0.0
+
+
+def with_checks(use: Callable[[GrammarChecks], Awaitable[T]], compile_cpu_s: float = 0.3) -> T:
+    async def run() -> T:
+        checks = GrammarChecks(8, Clock(), compile_cpu_s=compile_cpu_s)
+        try:
+            return await use(checks)
+        finally:
+            await checks.close()
+
+    return asyncio.run(run())
+
+
+def compilers() -> list[psutil.Process]:
+    found = psutil.Process().children()
+    return [one for one in found if "grammar_process" in " ".join(one.cmdline())]
+
+
+def test_a_form_is_compiled_once_for_all_tenants() -> None:
+    async def use(checks: GrammarChecks) -> None:
+        await checks.check("acme", FINE)
+        (process,) = compilers()
+        process.suspend()
+        await checks.check("globex", FINE)  # would wait for the process
+        process.resume()
+
+    with_checks(use)
+
+
+def test_hostile_forms_are_refused_and_do_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would hang or crash an engine, which cannot stop a compilation. The clock stands still, so a killed process
+    costs the 0.2 s of its start."""
+    monkeypatch.setattr(grammar_checks, "_BURST_CPU_S", 0.5)
+
+    async def use(checks: GrammarChecks) -> None:
+        with pytest.raises(
+            RequestRefused, match=r"response_format .* takes more than 0.3 s of CPU time"
+        ) as slow:
+            await checks.check("hostile", SLOW)
+        with pytest.raises(RequestRefused, match=r"guided_grammar .* exit code -11; simplify it") as deep:
+            await checks.check("hostile", DEEP)
+        assert (slow.value.param, deep.value.param) == ("response_format", "guided_grammar")
+        with pytest.raises(TenantBusy, match="compiling structured output is used up"):
+            await checks.check("hostile", SLOW)
+        await checks.check("acme", FINE)
+
+    with_checks(use)
+
+
+def test_a_server_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "_LIBRARY", "a-package-that-nobody-has")
+
+    async def use(checks: GrammarChecks) -> None:
+        await checks.check("acme", None)
+        with pytest.raises(RequestRefused, match=r"slora\[serve\]") as refused:
+            await checks.check("acme", FINE)
+        assert refused.value.param == "guided_choice" and not compilers()
+
+    with_checks(use)
