@@ -25,9 +25,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
+from slora_api.field_types import Name, Text, refuse_surrogates
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
-from slora_api.request_bounds import MAX_NAME_CHARS
+from slora_api.tool_schemas import SentCall, Tool, ToolChoice, Tools, check_tool_choice, check_tool_messages
 from slora_api.unsupported import Unsupported
 
 __all__ = [
@@ -62,40 +63,6 @@ Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
 
-def _refuse_surrogates(value: str) -> None:
-    """Refuses half of a surrogate pair. JSON can contain one, but it is not a character, and tokenizers and databases
-    fail on it.
-    """
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError(
-            "invalid_value",
-            "character {position} is {half}, a lone surrogate and not a character; remove it",
-            {"position": error.start, "half": f"U+{ord(value[error.start]):04X}"},
-        ) from None
-
-
-def _check_text(value: str) -> str:
-    _refuse_surrogates(value)
-    return value
-
-
-def _check_name(value: str) -> str:
-    _refuse_surrogates(value)
-    if len(value) > MAX_NAME_CHARS:
-        raise PydanticCustomError(
-            "invalid_value",
-            "it has {length} characters, and at most {limit} are accepted; shorten it",
-            {"length": len(value), "limit": MAX_NAME_CHARS},
-        )
-    return value
-
-
-_Text = Annotated[str, AfterValidator(_check_text)]
-_Name = Annotated[str, AfterValidator(_check_name)]
-
-
 def _check_prompt(value: Any) -> Any:
     """Checks all four forms of a prompt with one error message. A pydantic union would try every branch and report
     each.
@@ -104,7 +71,7 @@ def _check_prompt(value: Any) -> Any:
     kinds = set(map(type, items))
     if kinds == {str}:
         for text in items:
-            _refuse_surrogates(text)
+            refuse_surrogates(text)
         return value
     if kinds == {int} and isinstance(value, list):
         return value
@@ -166,8 +133,8 @@ def _as_list(value: Any) -> Any:
 # OpenAI's bounds.
 _Metadata = Annotated[
     dict[
-        Annotated[_Text, Field(max_length=64)],
-        Annotated[_Text, Field(max_length=512)],
+        Annotated[Text, Field(max_length=64)],
+        Annotated[Text, Field(max_length=512)],
     ],
     Field(max_length=16),
 ]
@@ -199,7 +166,7 @@ class GenerationFields(OutputFields):
     """
 
     model_config = _STRICT
-    model: _Name
+    model: Name
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -217,7 +184,7 @@ class GenerationFields(OutputFields):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     stop: Annotated[
-        list[_Text] | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
+        list[Text] | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
     ] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -226,11 +193,11 @@ class GenerationFields(OutputFields):
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: _Name | None = None
-    safety_identifier: _Name | None = None
-    prompt_cache_key: _Name | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
     metadata: _Metadata | None = None
-    request_id: _Name | None = None
+    request_id: Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
@@ -326,32 +293,70 @@ class ChatMessage(BaseModel):
     """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`.
 
     content: only a message of the assistant may have none.
+    tool_call_id: the call whose result a message with the role `tool` has.
+    reasoning, reasoning_content: two names of the reasoning of an earlier answer. The chat template decides whether the
+    model sees it.
     provider_specific_fields: what litellm keeps with an answer. It has no effect.
 
     Clients send the messages of earlier answers back, with all fields of an answer.
     """
 
     model_config = _STRICT
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        _Text, BeforeValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
+        Text, BeforeValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
     ] = Field(None, validate_default=True)
-    name: _Name | None = None
+    name: Name | None = None
     provider_specific_fields: dict[str, Any] | None = None
     refusal: Annotated[Any, Unsupported("")] = None
     annotations: Annotated[Any, Unsupported([])] = None
     audio: Annotated[Any, Unsupported()] = None
-    tool_calls: Annotated[Any, Unsupported([])] = None
+    tool_calls: list[SentCall] | None = None
+    tool_call_id: Name | None = None
     function_call: Annotated[Any, Unsupported()] = None
     parsed: Annotated[Any, Unsupported()] = None
-    reasoning: Annotated[Any, Unsupported("")] = None
-    reasoning_content: Annotated[Any, Unsupported("")] = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> Self:
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise PydanticCustomError(
+                "invalid_value", "must have `tool_call_id` with the role `tool`, and with no other role"
+            )
+        if self.role != "assistant" and (self.tool_calls or self.reasoning or self.reasoning_content):
+            raise PydanticCustomError(
+                "invalid_value",
+                "has the role `{role}`; only a message of the assistant has calls and reasoning",
+                {"role": self.role},
+            )
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """The characters that a chat template may show."""
+        num_chars = len(self.content) + len(self.name or "") + len(self.thoughts)
+        for call in self.tool_calls or ():
+            num_chars += len(call.id) + len(call.function.name) + len(call.function.arguments)
+        return num_chars
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+    def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
         role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.content, **named}
+        made: dict[str, Any] = {"role": role, "content": self.content}
+        if self.name is not None:
+            made["name"] = self.name
+        if self.tool_call_id is not None:
+            made["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.thoughts:
+            made["reasoning"] = made["reasoning_content"] = self.thoughts
+        return made
 
 
 class ChatTemplateFields(BaseModel):
@@ -361,6 +366,7 @@ class ChatTemplateFields(BaseModel):
     add_generation_prompt: whether the prompt ends with the beginning of an answer; by default, it does.
     continue_final_message: the prompt ends with the text of the last message, which the answer continues.
     add_special_tokens: whether the tokenizer adds its special tokens to those of the template; by default, it does not.
+    tools: the functions that the model may call.
     """
 
     model_config = _STRICT
@@ -369,10 +375,15 @@ class ChatTemplateFields(BaseModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: Annotated[Any, Unsupported(instead="Upload the template with the adapter.")] = None
-    tools: Annotated[Any, Unsupported([])] = None
+    tools: Tools | None = None
     documents: Annotated[Any, Unsupported([])] = None
     media_io_kwargs: Annotated[Any, Unsupported({})] = None
     mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model sees."""
+        return self.tools or []
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
@@ -385,21 +396,31 @@ class ChatTemplateFields(BaseModel):
         return self
 
 
-_Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+def _check_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
+    check_tool_messages(messages)
+    return messages
+
+
+_Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), AfterValidator(_check_messages)]
 
 
 class ChatRequest(ChatTemplateFields, GenerationFields):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    tool_choice: `none` leaves the tools out of the prompt.
+    parallel_tool_calls: with false, an answer has at most one call.
+    include_reasoning: as in vLLM, with false the reasoning is left out of the answer.
+    """
 
     messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # OpenAI's fields.
-    tool_choice: Annotated[Any, Unsupported("none")] = None
-    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
-    functions: Annotated[Any, Unsupported([])] = None
-    function_call: Annotated[Any, Unsupported("none")] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, Unsupported([], instead="Send `tools`.")] = None
+    function_call: Annotated[Any, Unsupported("none", instead="Send `tool_choice`.")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
@@ -410,12 +431,17 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     verbosity: Annotated[Any, Unsupported("medium")] = None
     web_search_options: Annotated[Any, Unsupported()] = None
     # vLLM's fields.
-    include_reasoning: Annotated[Any, Unsupported(True)] = None
+    include_reasoning: bool | None = None
     echo: Annotated[Any, Unsupported(False)] = None
     return_prompt_text: Annotated[Any, Unsupported(False)] = None
 
+    @property
+    def shown_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> Self:
+        check_tool_choice(self.tool_choice, self.tools)
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
                 "invalid_value",
@@ -440,8 +466,8 @@ class TokenizeRequest(ChatTemplateFields):
     return_token_strs: adds the token strings of the vocabulary.
     """
 
-    model: _Name = "default"
-    prompt: _Text | None = None
+    model: Name = "default"
+    prompt: Text | None = None
     messages: _Messages | None = None
     return_token_strs: bool | None = None
 
@@ -458,7 +484,7 @@ class DetokenizeRequest(BaseModel):
     """POST /detokenize, with vLLM's fields."""
 
     model_config = _STRICT
-    model: _Name = "default"
+    model: Name = "default"
     tokens: list[int]
 
 
@@ -475,7 +501,7 @@ class TenantChanges(BaseModel):
 class TenantPatch(TenantChanges):
     """PATCH /admin/tenants/{tenant}: changes the share, or renames the tenant. One request cannot do both."""
 
-    name: _Name | None = None
+    name: Name | None = None
 
 
 class QuotaChanges(BaseModel):
@@ -494,7 +520,7 @@ class QuotaChanges(BaseModel):
 class NewTenantRequest(TenantChanges):
     """POST /admin/tenants. Fields of the share that are left out get their defaults."""
 
-    name: _Name
+    name: Name
 
 
 class PurgeRequest(BaseModel):
@@ -514,10 +540,10 @@ class NewKeyRequest(BaseModel):
     """
 
     model_config = _STRICT
-    name: _Name = ""
-    scopes: list[_Name] | None = None
-    adapter: _Name | None = None
-    models: list[_Name] | None = None
+    name: Name = ""
+    scopes: list[Name] | None = None
+    adapter: Name | None = None
+    models: list[Name] | None = None
     expires_at: int | None = None
 
 
@@ -537,7 +563,7 @@ class NewOperatorKeyRequest(BaseModel):
     """POST /admin/keys."""
 
     model_config = _STRICT
-    name: _Name
+    name: Name
     expires_at: int | None = None
 
 
@@ -584,7 +610,7 @@ class UploadForm(BaseModel):
     base_fingerprint: of the base model that the adapter was trained on.
     """
 
-    name: _Name
+    name: Name
     config: _File | None = None
     weights: _File | None = None
     tokenizer_config: _File | None = None
@@ -602,16 +628,16 @@ class LoadLoraRequest(BaseModel):
     """
 
     model_config = _STRICT
-    lora_name: _Name
-    lora_path: _Text
+    lora_name: Name
+    lora_path: Text
     load_inplace: bool | None = None
-    tenant: _Name | None = None
+    tenant: Name | None = None
 
 
 class UnloadLoraRequest(BaseModel):
     """POST /v1/unload_lora_adapter. lora_int_id: vLLM's internal number of the adapter, which this server ignores."""
 
     model_config = _STRICT
-    lora_name: _Name
+    lora_name: Name
     lora_int_id: int | None = None
-    tenant: _Name | None = None
+    tenant: Name | None = None

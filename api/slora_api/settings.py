@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from slora.engine_config import EngineConfig
-from slora.setting import Auto, ByteSize, Seconds, SettingRefused, SettingSpec, Whole, setting, setting_specs
+from slora.setting import (
+    Auto,
+    ByteSize,
+    Choice,
+    Seconds,
+    SettingRefused,
+    SettingSpec,
+    Whole,
+    setting,
+    setting_specs,
+)
 
-__all__ = ["Settings", "read_settings", "server_setting_specs", "unknown_variables"]
+__all__ = ["TOOL_CALL_PARSERS", "Settings", "read_settings", "server_setting_specs", "unknown_variables"]
 
+# The names of `slora_api.chat.call_format`.
+TOOL_CALL_PARSERS = ("auto", "mistral", "hermes", "phi4", "llama3", "gemma")
 _PREFIX = "SLORA_"
 # Variables of the client commands, often set in the same shell.
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
@@ -57,6 +69,14 @@ class Settings:
         "", "names of additional environment variables that the loader may read, separated by commas, "
         "with * for any text. Some libraries for --store read their credentials from environment "
         "variables (default: none)", metavar="NAMES",
+    )  # fmt: skip
+    tool_call_parser: str = setting(
+        "auto", "format in which the base model writes tool calls; auto recognizes it by the chat template. A template "
+        "of an adapter is always recognized first", Choice(TOOL_CALL_PARSERS), metavar="FORMAT",
+    )  # fmt: skip
+    reasoning_parser: str = setting(
+        "auto", "whether answers begin with reasoning between <think> and </think>, which then becomes a field of its "
+        "own; auto recognizes it by the chat template", Choice(("auto", "think", "none")), metavar="FORMAT",
     )  # fmt: skip
     lora_root: str = setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",

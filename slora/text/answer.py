@@ -92,6 +92,7 @@ class Answer:
     needs to rank the answers.
     prompt_logprobs: log-probabilities of the prompt tokens, if they were requested. The list is complete when the first
     answer token arrives.
+    shown: special tokens that the text contains, such as those that mark tool calls.
     prompt_only: the answer is empty and ends when its first token arrives. The engine has to compute that token: it
     computes log-probabilities of a prompt only for a request that generates a token.
     """
@@ -103,6 +104,7 @@ class Answer:
         index: int = 0,
         *,
         prompt_only: bool = False,
+        shown: frozenset[str] = frozenset(),
     ) -> None:
         self.index = index
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
@@ -112,7 +114,8 @@ class Answer:
         self._num_cached = 0
         stops = [StopString(text) for text in request.sampling.stop]
         self._choices = [
-            _ChoiceState(request.sampling, tokenizer, stops) for _ in range(request.sampling.num_choices)
+            _ChoiceState(request.sampling, tokenizer, stops, shown)
+            for _ in range(request.sampling.num_choices)
         ]
 
     @property
@@ -171,7 +174,11 @@ class _ChoiceState:
     """The state of one choice. reason: why the choice ended; None while it is unfinished."""
 
     def __init__(
-        self, sampling: SamplingParams, tokenizer: Tokenizer | None, stops: Sequence[StopString]
+        self,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[StopString],
+        shown: frozenset[str],
     ) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
@@ -184,13 +191,13 @@ class _ChoiceState:
         if tokenizer is not None:
             skip = sampling.skip_special_tokens
             self._detokenizer = Detokenizer(
-                tokenizer.start_decoding(skip_special_tokens=skip),
+                tokenizer.start_decoding(skip_special_tokens=skip, shown=shown),
                 stops,
                 sampling.min_tokens,
                 includes_stop=self._includes_stop,
             )
             if sampling.logprobs is not None:
-                self._aligner = TokenAligner(tokenizer.start_measuring(skip_special_tokens=skip))
+                self._aligner = TokenAligner(tokenizer.start_measuring(skip_special_tokens=skip, shown=shown))
 
     @property
     def logprob(self) -> float:

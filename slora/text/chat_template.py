@@ -137,11 +137,33 @@ def render_chat(
 
     variables: further variables of the template. `add_generation_prompt` is true by default.
     """
+    messages = [_with_parsed_arguments(message) for message in messages]
     names = {"add_generation_prompt": True, "tools": None, "documents": None, **special_tokens, **variables}
     return compile_chat_template(source).render(names | {"messages": messages})
 
 
-def mark_end(messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates expect the arguments of a tool call as an object, and OpenAI's API has them as JSON text. A text that
+    is not an object, because the model wrote invalid JSON, stays as it is.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [{**call, "function": _parse_arguments(call["function"])} for call in calls],
+    }
+
+
+def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return function
+    return {**function, "arguments": arguments} if isinstance(arguments, dict) else function
+
+
+def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the messages with a mark at the end of the last one, for `cut_at_mark`."""
     last = messages[-1]
     return [*messages[:-1], {**last, "content": last["content"] + _MARK}]

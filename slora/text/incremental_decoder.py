@@ -217,15 +217,17 @@ class DecoderChain:
         self._special = frozenset(token.content for token in added if token.special)
         self._stages = _make_stages(tokenizer.decoder)
 
-    def start(self, *, skip_special_tokens: bool = True) -> "IncrementalDecoder":
-        """Returns a decoder for a new text."""
+    def start(
+        self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
+    ) -> "IncrementalDecoder":
+        """Returns a decoder for a new text. shown: special tokens that are not skipped."""
         stages = [stage.clone() for stage in self._stages]
-        return IncrementalDecoder(self, stages, skip_special_tokens=skip_special_tokens)
-
-    def read_pieces(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[str]:
-        """The strings of the tokens. Ids outside the vocabulary are left out."""
-        pieces = map(self._tokenizer.id_to_token, token_ids)
         skipped = self._special if skip_special_tokens else frozenset()
+        return IncrementalDecoder(self, stages, skipped - shown if shown else skipped)
+
+    def read_pieces(self, token_ids: Sequence[int], skipped: frozenset[str]) -> list[str]:
+        """The strings of the tokens. Skipped tokens and ids outside the vocabulary are left out."""
+        pieces = map(self._tokenizer.id_to_token, token_ids)
         return [piece for piece in pieces if piece is not None and piece not in skipped]
 
     def spell(self, token_id: int, *, is_first: bool) -> bytes | None:
@@ -233,7 +235,7 @@ class DecoderChain:
 
         None: that depends on further tokens.
         """
-        spelled: str | bytes | None = "".join(self.read_pieces([token_id], skip_special_tokens=True))
+        spelled: str | bytes | None = "".join(self.read_pieces([token_id], self._special))
         for stage in self._stages if spelled else ():
             if spelled is not None:
                 spelled = stage.spell(spelled, is_first=is_first)
@@ -243,13 +245,14 @@ class DecoderChain:
 class IncrementalDecoder:
     """Decodes one text.
 
-    The joined results of `push` and the final `finish` equal decoding all of its tokens at once.
+    The joined results of `push` and the final `finish` equal decoding all of its tokens at once, except the skipped
+    ones.
     """
 
-    def __init__(self, chain: DecoderChain, stages: list[_Stage], *, skip_special_tokens: bool) -> None:
+    def __init__(self, chain: DecoderChain, stages: list[_Stage], skipped: frozenset[str]) -> None:
         self._chain = chain
         self._stages = stages
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens and returns the text that is now certain."""
@@ -257,7 +260,7 @@ class IncrementalDecoder:
 
     def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The strings of the tokens that belong to the text."""
-        return self._chain.read_pieces(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._chain.read_pieces(token_ids, self._skipped)
 
     def push_pieces(self, pieces: list[str]) -> list[str]:
         """Like `push`, for the strings of `read_pieces`.

@@ -34,15 +34,20 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     `chat_template` is None if the checkpoint has none. The model then serves completions, and chats only with an
-    adapter's template.
+    adapter's template. `tool_template` is its template for conversations with tools, if it has one besides.
     """
 
     def __init__(
-        self, fast: FastTokenizer, special_tokens: Mapping[str, str], chat_template: str | None
+        self,
+        fast: FastTokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        tool_template: str | None = None,
     ) -> None:
         self._fast = fast
         self._special_tokens = dict(special_tokens)
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars: int = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
         self._decoder_chain = DecoderChain(fast)
@@ -72,7 +77,9 @@ class Tokenizer:
             special_tokens = resolved.special_tokens
         fast.no_truncation()
         fast.no_padding()
-        return Tokenizer(fast, special_tokens, _chat_template(directory, config))
+        return Tokenizer(
+            fast, special_tokens, _chat_template(directory, config), _tool_template(directory, config)
+        )
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -116,16 +123,20 @@ class Tokenizer:
         text: str = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
-    def start_decoding(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
+    def start_decoding(
+        self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
+    ) -> IncrementalDecoder:
         """Returns a decoder for the tokens of one text as they arrive.
 
-        Its joined text equals `decode` of all tokens.
+        Its joined text equals `decode` of all tokens. shown: special tokens that are not skipped.
         """
-        return self._decoder_chain.start(skip_special_tokens=skip_special_tokens)
+        return self._decoder_chain.start(skip_special_tokens=skip_special_tokens, shown=shown)
 
-    def start_measuring(self, *, skip_special_tokens: bool = True) -> TokenWidths:
+    def start_measuring(
+        self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
+    ) -> TokenWidths:
         """Returns an object that takes tokens as they arrive, and counts the characters that belong to each token."""
-        return TokenWidths(self.start_decoding(skip_special_tokens=skip_special_tokens))
+        return TokenWidths(self.start_decoding(skip_special_tokens=skip_special_tokens, shown=shown))
 
     def measure(self, token_ids: Sequence[int]) -> list[int]:
         """For each token, the number of characters of `decode(token_ids)` that belong to it.
@@ -214,6 +225,21 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
         return path.read_text()
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
+        template = _named_templates(template).get("default")
     return template if isinstance(template, str) else None
+
+
+def _tool_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """transformers takes the template `tool_use` for conversations with tools, if there is one."""
+    path = directory / "additional_chat_templates" / "tool_use.jinja"
+    if path.is_file():
+        return path.read_text()
+    templates = config.get("chat_template")
+    if not isinstance(templates, list) or (directory / "chat_template.jinja").is_file():
+        return None
+    template = _named_templates(templates).get("tool_use")
+    return template if isinstance(template, str) else None
+
+
+def _named_templates(templates: Sequence[Any]) -> dict[object, object]:
+    return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}

@@ -89,8 +89,8 @@ def test_every_field_of_the_openai_package_is_known() -> None:
 
 
 def test_the_document_lists_the_accepted_values_of_an_unsupported_field() -> None:
-    tools = ChatRequest.model_json_schema()["properties"]["tools"]
-    assert tools["enum"] == [[], None] and tools["description"].startswith("Not supported")
+    functions = ChatRequest.model_json_schema()["properties"]["functions"]
+    assert functions["enum"] == [[], None] and functions["description"].startswith("Not supported")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,6 @@ def test_metadata_has_openais_bounds(metadata: Any) -> None:
         (ChatRequest, "store", 1),
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "cache_salt", "mine"),
-        (ChatRequest, "tools", [{"type": "function"}]),
-        (ChatRequest, "tool_choice", "auto"),
-        (ChatRequest, "tool_choice", "required"),
         (ChatRequest, "logprob_token_ids", [1]),
         (CompletionRequest, "truncate_prompt_tokens", 5),
         (ChatRequest, "reasoning_effort", "high"),
@@ -232,7 +229,7 @@ def test_an_answer_is_accepted_as_a_message_with_all_its_fields(content: str | N
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("refusal", "No."), ("tool_calls", [{"id": "1"}]), ("reasoning_content", "Hm."), ("audio", {"id": "1"})],
+    [("refusal", "No."), ("function_call", {"name": "f"}), ("audio", {"id": "1"})],
 )
 def test_a_field_of_a_message_with_an_effect_is_refused(field: str, value: Any) -> None:
     error = refusal(ChatRequest, CHAT | {"messages": [{"role": "assistant", "content": "a", field: value}]})

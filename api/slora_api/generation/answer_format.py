@@ -17,6 +17,7 @@ from slora.request import FinishReason, TokenLogprobs
 from slora.text.answer import Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer
+from slora_api.chat.chat_parts import ChatParts
 from slora_api.generation.json_slices import LongList
 from slora_api.schemas import GenerationFields
 
@@ -241,6 +242,7 @@ class ChatFormat:
     """/v1/chat/completions.
 
     model: the name in the request. prompt: its token ids. num_choices: choices of a stream.
+    parts: divides answers with tool calls or reasoning; None if an answer is content only.
     """
 
     def __init__(
@@ -250,7 +252,9 @@ class ChatFormat:
         logprobs: LogprobsFormat,
         prompt: Sequence[int],
         num_choices: int = 1,
+        parts: ChatParts | None = None,
     ) -> None:
+        self._parts = parts
         self._envelope = _Envelope("chatcmpl", model, fields)
         self._has_ids = bool(fields.return_token_ids)
         self._logprobs = logprobs
@@ -258,7 +262,7 @@ class ChatFormat:
         self._num_choices = num_choices
 
     def opening(self, usage: Usage) -> list[Json]:
-        first = {"role": "assistant", "content": ""}
+        first = {"role": "assistant", "content": "" if self._parts is None else None}
         chunks = [self._delta(index, first, usage) for index in range(self._num_choices)]
         if self._has_ids:
             chunks[0]["prompt_token_ids"] = list(self._prompt)
@@ -267,11 +271,31 @@ class ChatFormat:
     def chunk(self, delta: CompletionDelta, usage: Usage) -> list[Json]:
         chunks = []
         token_ids = delta.token_ids if self._has_ids else ()
+        if self._parts is not None:
+            return self._part_chunks(self._parts, delta, token_ids, usage)
         if delta.text or delta.tokens or token_ids:
             content = {"content": delta.text}
             chunks.append(self._delta(delta.choice, content, usage, delta.tokens, token_ids=token_ids))
         if delta.finish_reason is not None:
             chunks.append(self._delta(delta.choice, {}, usage, (), delta.finish_reason))
+        return chunks
+
+    def _part_chunks(
+        self, parts: ChatParts, delta: CompletionDelta, token_ids: Sequence[int], usage: Usage
+    ) -> list[Json]:
+        """The first chunk has the tokens. It has no text if the text of these tokens is held back."""
+        choice, reason = delta.choice, delta.finish_reason
+        fields = parts.deltas(choice, delta.text, is_last=reason is not None)
+        if not fields and (delta.tokens or token_ids):
+            fields = [{}]
+        chunks = [
+            self._delta(
+                choice, part, usage, () if position else delta.tokens, token_ids=() if position else token_ids
+            )
+            for position, part in enumerate(fields)
+        ]
+        if reason is not None:
+            chunks.append(self._delta(choice, {}, usage, (), parts.finish_reason(choice, reason)))
         return chunks
 
     def usage(self, usage: Usage) -> Json:
@@ -287,6 +311,9 @@ class ChatFormat:
                 "logprobs": self._logprobs.content(choice.tokens, LongList),
                 "finish_reason": choice.finish_reason,
             }
+            if self._parts is not None:
+                made["message"] = self._parts.message(len(choices), choice.text)
+                made["finish_reason"] = self._parts.finish_reason(len(choices), choice.finish_reason)
             if self._has_ids:
                 made["token_ids"] = _long_list(choice.token_ids)
             choices.append(made)
@@ -301,7 +328,7 @@ class ChatFormat:
         delta: Json,
         usage: Usage,
         tokens: Sequence[AlignedToken] = (),
-        reason: FinishReason | None = None,
+        reason: str | None = None,
         token_ids: Sequence[int] = (),
     ) -> Json:
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None

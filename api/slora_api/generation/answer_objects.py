@@ -108,17 +108,39 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    """arguments: JSON, as the model wrote it. It may be invalid, or cut off if the answer is."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+# A complete answer with tool calls ends for the reason `tool_calls`.
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
 class ChatAnswer(TypedDict):
+    """content: null if the answer has only tool calls or reasoning. reasoning, reasoning_content: the same text."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     token_ids: NotRequired[list[int]]
 
 
@@ -134,9 +156,28 @@ class ChatCompletion(TypedDict):
     service_tier: NotRequired[ServiceTier]
 
 
+class CalledFunctionDelta(TypedDict):
+    """name: only in the first delta of a call."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """id, type: only in the first delta of a call."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class ChatChunkChoice(TypedDict):
@@ -145,7 +186,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: NotRequired[list[int]]
 
 

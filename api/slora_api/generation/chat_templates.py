@@ -31,7 +31,7 @@ _NUM_RENDERERS, _NUM_RESERVED = 4, 2
 # The base model's template renders a conversation of this size in less than a millisecond.
 _SHORT_CHARS, _SHORT_MESSAGES = 8_000, 32
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplates:
@@ -68,6 +68,13 @@ class ChatTemplates:
             clock,
         )
 
+    def find_template(self, own_template: str | None, *, has_tools: bool) -> str | None:
+        """Returns the template that `render` uses. A model may have one for tools. None: the model has no template."""
+        if own_template is not None:
+            return own_template
+        tool_template = self._tokenizer.tool_template if has_tools else None
+        return tool_template or self._tokenizer.chat_template
+
     async def render(
         self,
         tenant: str,
@@ -80,12 +87,12 @@ class ChatTemplates:
         """Returns the text of the prompt.
 
         own_template: the adapter's chat template; None selects the base model's.
-        variables: further variables of the template, from the client.
+        variables: further variables of the template, such as `tools`, from the client.
 
         Raises RequestRefused if the template refuses the messages, TenantBusy, and ServerBusy if no process can be
         started.
         """
-        template = self._tokenizer.chat_template if own_template is None else own_template
+        template = self.find_template(own_template, has_tools=bool((variables or {}).get("tools")))
         is_trusted = own_template is None and not variables
         if template is None or (is_trusted and _is_short(messages)):
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
@@ -123,6 +130,7 @@ class ChatTemplates:
 
 
 def _is_short(messages: Messages) -> bool:
-    if len(messages) > _SHORT_MESSAGES:
+    """Messages with tool calls, whose arguments have to be parsed, do not count as short."""
+    if len(messages) > _SHORT_MESSAGES or any("tool_calls" in message for message in messages):
         return False
     return sum(len(text) for message in messages for text in message.values()) <= _SHORT_CHARS

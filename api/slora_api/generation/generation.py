@@ -73,6 +73,7 @@ class Generator:
                 self.tokenizer,
                 index,
                 prompt_only=prompt.is_alone,
+                shown=frozenset() if prompt.syntax is None else prompt.syntax.markers,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -1,14 +1,18 @@
 """Turns the texts and conversations of one request into token ids."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from slora.errors import RequestRefused
 from slora.text.chat_template import RESERVED_NAMES, cut_at_mark, mark_end
 from slora.text.resolved_tokenizer import SPECIAL_NAMES
+from slora_api.chat.answer_reader import THINK_START
+from slora_api.chat.call_format import CALL_FORMATS
+from slora_api.chat.call_ids import shorten_call_ids
+from slora_api.chat.template_traits import TemplateTraits, read_traits
 from slora_api.errors import BadRequest
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.prompt_encoder import PromptEncoder
@@ -16,8 +20,18 @@ from slora_api.generation.served_model import ServedModel
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatMessage, ChatTemplateFields
+from slora_api.settings import Settings
 
-__all__ = ["PromptTokenizer"]
+__all__ = ["PromptTokenizer", "TokenizedChat"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedChat:
+    """A conversation as a prompt. ends_in_thought: the answer continues the reasoning that the prompt begins."""
+
+    token_ids: list[int]
+    traits: TemplateTraits
+    ends_in_thought: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,7 @@ class PromptTokenizer:
     encoder: PromptEncoder
     templates: ChatTemplates
     bounds: RequestBounds
+    settings: Settings
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool | None) -> list[list[int]]:
         """Returns the token ids of each text. By default, the special tokens of the tokenizer are added."""
@@ -44,19 +59,63 @@ class PromptTokenizer:
         )
         return await self._encode(texts, encode, "prompt")
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], fields: ChatTemplateFields) -> list[int]:
-        """Returns the token ids of a conversation. Raises BadRequest and RequestRefused, too."""
-        num_chars = sum(len(message.content) + len(message.name or "") for message in messages)
-        self.bounds.check_chars(num_chars, "messages")
-        text = await self._render([message.for_template() for message in messages], fields)
+    async def encode_chat(self, messages: Sequence[ChatMessage], fields: ChatTemplateFields) -> TokenizedChat:
+        """Raises BadRequest and RequestRefused, too."""
+        self.bounds.check_chars(sum(message.num_chars for message in messages), "messages")
+        tools = [tool.for_template() for tool in fields.shown_tools]
+        traits = self._traits(has_tools=bool(tools))
+        self._check_template(traits, messages, tools)
+        made = [message.for_template() for message in messages]
+        if traits.call_format is not None and traits.call_format.has_short_ids:
+            shorten_call_ids(made)
+        text = await self._render(made, tools, fields)
         self.bounds.check_chars(len(text), "messages")
         encode = partial(
             self.encoder.tokenizer.encode_chat, add_special_tokens=bool(fields.add_special_tokens)
         )
         (token_ids,) = await self._encode([text], encode, "messages")
-        return token_ids
+        return TokenizedChat(token_ids, traits, ends_in_thought=text.rstrip().endswith(THINK_START))
 
-    async def _render(self, messages: list[dict[str, str]], fields: ChatTemplateFields) -> str:
+    def _traits(self, *, has_tools: bool) -> TemplateTraits:
+        """Returns the traits of the model's template, as the settings correct them."""
+        own = self.model.chat_template
+        traits = read_traits(self.templates.find_template(own, has_tools=has_tools) or "")
+        chosen, thinks = CALL_FORMATS.get(self.settings.tool_call_parser), self.settings.reasoning_parser
+        if chosen is not None and (own is None or traits.call_format is None):
+            traits = replace(traits, call_format=chosen)
+        return traits if thinks == "auto" else replace(traits, thinks=thinks == "think")
+
+    def _check_template(
+        self, traits: TemplateTraits, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raises BadRequest for tools that the model would not see, and for calls that could not be read."""
+        name = self.model.asked_for
+        remedy = "Choose a model with tools, or upload an adapter with a chat template that has them."
+        if tools:
+            self.bounds.check_chars(len(json.dumps(tools, ensure_ascii=False)), "tools")
+            if not traits.reads_tools:
+                raise BadRequest(
+                    f"`tools` has {len(tools)} tools, but the chat template of the model {name!r} does not show tools "
+                    f"to the model. {remedy}",
+                    "tools",
+                )
+            if traits.call_format is None:
+                raise BadRequest(
+                    f"`tools` has {len(tools)} tools, but this server does not know the format in which the model "
+                    f"{name!r} writes tool calls. The operator can set it with --tool-call-parser; without it, send "
+                    "`tool_choice: none`.",
+                    "tools",
+                )
+        if not traits.reads_calls and any(message.tool_calls for message in messages):
+            raise BadRequest(
+                f"`messages` has tool calls, but the chat template of the model {name!r} does not show them to the "
+                f"model. {remedy}",
+                "messages",
+            )
+
+    async def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], fields: ChatTemplateFields
+    ) -> str:
         add_generation_prompt = fields.add_generation_prompt
         if add_generation_prompt is None:
             add_generation_prompt = not fields.continue_final_message
@@ -65,7 +124,8 @@ class PromptTokenizer:
             mark_end(messages) if fields.continue_final_message else messages,
             self.model.chat_template,
             add_generation_prompt=add_generation_prompt,
-            variables=self._variables(fields.chat_template_kwargs or {}),
+            variables=self._variables(fields.chat_template_kwargs or {})
+            | ({"tools": tools} if tools else {}),
         )
         if not fields.continue_final_message:
             return text

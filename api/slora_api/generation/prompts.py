@@ -18,9 +18,10 @@ from slora.engine.request_check import (
 )
 from slora.sampling_params import SamplingParams
 from slora.text.generation_defaults import GenerationDefaults
+from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.grammar_checks import GrammarChecks
-from slora_api.generation.prompt_tokenizer import PromptTokenizer
+from slora_api.generation.prompt_tokenizer import PromptTokenizer, TokenizedChat
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
@@ -66,12 +67,14 @@ class Prompt:
 
     echo: the text to repeat before each answer; None if the prompt is not repeated.
     is_alone: whether the prompt is only scored and repeated (max_tokens 0).
+    syntax: how the answer's tool calls and reasoning are written; None if it has neither.
     """
 
     token_ids: list[int]
     sampling: SamplingParams
     echo: str | None = None
     is_alone: bool = False
+    syntax: AnswerSyntax | None = None
 
 
 def _sampling(
@@ -108,6 +111,19 @@ def _sampling(
     if fields.stream:
         sampling.refuse_streaming()
     return sampling
+
+
+def _answer_syntax(body: ChatRequest, chat: TokenizedChat) -> AnswerSyntax | None:
+    tools, traits = body.shown_tools, chat.traits
+    if not tools and not traits.thinks:
+        return None
+    return AnswerSyntax(
+        traits.thinks,
+        chat.ends_in_thought,
+        traits.call_format if tools else None,
+        frozenset(tool.function.name for tool in tools),
+        1 if body.parallel_tool_calls is False else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +176,8 @@ class PromptMaker:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
         await self.grammars.check(self.terms.tenant, draft.structured_output)
-        token_ids = await self.tokenizer.encode_chat(body.messages, body)
+        chat = await self.tokenizer.encode_chat(body.messages, body)
+        token_ids = chat.token_ids
         room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
         wanted, param = body.max_tokens, "max_tokens"
         if body.max_completion_tokens is not None:
@@ -175,7 +192,8 @@ class PromptMaker:
             check_max_tokens(wanted, len(token_ids), self.info.max_model_len, param)
         max_tokens = min(default, room) if wanted is None else wanted
         size.check(self.tokenizer.bounds, len(token_ids), max_tokens)
-        return Prompt(token_ids, self._sampling(body, max_tokens, logprobs, body.prompt_logprobs))
+        sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs)
+        return Prompt(token_ids, sampling, syntax=_answer_syntax(body, chat))
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
         """Makes all checks that need no token ids. Returns the sampling parameters, without max_tokens."""

@@ -14,6 +14,7 @@ from slora.errors import (
 )
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterCorrupt
+from slora_api.chat.chat_parts import ChatParts
 from slora_api.errors import ModelNotFound
 from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat
 from slora_api.generation.answer_objects import (
@@ -173,6 +174,9 @@ async def _chat(
         _logprobs_format(generator.tokenizer, body, num_top),
         prompt.token_ids,
         prompt.sampling.num_choices,
+        None
+        if prompt.syntax is None
+        else ChatParts(prompt.syntax, shows_reasoning=body.include_reasoning is not False),
     )
     return await answer_request(
         request,

@@ -91,7 +91,9 @@ class Services:
 
     def prompt_tokenizer(self, tenant: str, meter: RequestMeter, model: ServedModel) -> PromptTokenizer:
         """Returns the tokenizer of one request. Raises Starting while there is no engine."""
-        return PromptTokenizer(tenant, meter, model, self.encoder, self.templates, self.bounds())
+        return PromptTokenizer(
+            tenant, meter, model, self.encoder, self.templates, self.bounds(), self.settings
+        )
 
 
 async def _services(request: Request) -> Services:

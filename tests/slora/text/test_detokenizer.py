@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from slora.text.detokenizer import Detokenizer
 from slora.text.stop_matcher import StopString
 from slora.text.tokenizer import Tokenizer
-from tests.support.tiny_tokenizers import TOKENIZERS
+from tests.support.tiny_tokenizers import TOKENIZERS, byte_level
 
 
 @cache
@@ -217,3 +217,15 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer(kind: str) -> None:
     pieces = feed(detokenizer, [[token] for token in tokens])
     assert time.thread_time() - before < 5
     assert "".join(pieces) == "�" * len(tokens)
+
+
+def test_a_shown_special_token_is_part_of_the_text_and_others_are_not() -> None:
+    fast = byte_level()
+    fast.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>"])
+    tokenizer = Tokenizer(fast, {}, None)
+    tokens = tokenizer.encode("<s>a[TOOL_CALLS]b<|python_tag|></s>")
+    shown = frozenset({"[TOOL_CALLS]", "not in the vocabulary"})
+    decoder = tokenizer.start_decoding(shown=shown)
+    assert decoder.push(tokens) + decoder.finish() == "a[TOOL_CALLS]b"
+    widths = tokenizer.start_measuring(shown=shown)
+    assert widths.push(tokens) + widths.finish() == [0, 1, len("[TOOL_CALLS]"), 1, 0, 0]

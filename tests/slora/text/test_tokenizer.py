@@ -1,6 +1,8 @@
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from slora.errors import ConfigError, RequestRefused
-from slora.text.chat_template import cut_at_mark, mark_end
+from slora.text.chat_template import cut_at_mark, mark_end, render_chat
 from slora.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import (
     CHAT_TEMPLATE,
@@ -19,6 +21,7 @@ from tests.support.tiny_tokenizers import (
     byte_level,
     write_tokenizer,
 )
+from tests.support.tool_templates import TOOL_TEMPLATES
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
 KINDS: dict[str, Callable[[], FastTokenizer]] = {"byte_level": byte_level, "byte_fallback": byte_fallback}
@@ -116,6 +119,70 @@ def test_template_features_behave_as_in_transformers(pair: Pair, template: str) 
     ours, theirs = pair
     expected = theirs.apply_chat_template(CHAT, chat_template=TEMPLATES[template], tokenize=False)
     assert ours.apply_chat_template(CHAT, TEMPLATES[template]) == expected
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "Größe <&>",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
+    {"type": "function", "function": {"name": "g"}},
+]
+
+
+def conversation_with_calls(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "  Größe? "},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"x": 1}'},
+    ]
+
+
+# The template of Gemma shows only arguments that are objects.
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [
+        *itertools.product(TOOL_TEMPLATES, ['{"city": "Köln", "n": [1.5, null]}', "{}", ""]),
+        *((family, "not JSON") for family in TOOL_TEMPLATES if family != "gemma"),
+    ],
+)
+def test_tools_and_calls_are_rendered_as_in_transformers(pair: Pair, family: str, arguments: str) -> None:
+    """transformers wants the arguments of calls as an object, where they are one."""
+    ours, theirs = pair
+    template = TOOL_TEMPLATES[family]
+    parsed = arguments if arguments == "not JSON" else json.loads(arguments or "{}")
+    expected = theirs.apply_chat_template(
+        conversation_with_calls(parsed),
+        tools=TOOLS,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    messages = conversation_with_calls(arguments)
+    assert render_chat(template, messages, ours.special_tokens, {"tools": TOOLS}) == expected
+
+
+def test_a_model_with_a_template_for_tools_has_both(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, byte_level(), None)
+    config = tmp_path / "tokenizer_config.json"
+    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": both}))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
+    assert ours.chat_template == theirs.get_chat_template() == "plain"
+    assert ours.tool_template == theirs.get_chat_template(tools=TOOLS) == "with tools"
+    theirs.save_pretrained(tmp_path)
+    assert Tokenizer.from_directory(tmp_path).tool_template == "with tools"
 
 
 # Each template would reach Python itself, or run for ever.

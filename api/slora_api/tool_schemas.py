@@ -1,0 +1,267 @@
+"""The JSON of tools: what a request offers, how it chooses, and the calls and results in its conversation.
+
+The limits are OpenAI's. This module does not depend on the format in which a model writes calls.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from slora_adapters.abbreviation import abbreviate
+from slora_api.field_types import Name, Text, refuse_surrogates
+
+__all__ = ["MAX_TOOLS", "SentCall", "Tool", "ToolChoice", "Tools", "check_tool_choice", "check_tool_messages"]
+
+MAX_TOOLS = 128
+_MAX_NAME_CHARS = 64
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+# Deeper than any schema that OpenAI accepts.
+_MAX_SCHEMA_DEPTH = 64
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _refusal(text: str, **values: object) -> PydanticCustomError:
+    return PydanticCustomError("invalid_value", text, values)
+
+
+def _check_tool_name(name: str) -> str:
+    if len(name) > _MAX_NAME_CHARS:
+        raise _refusal(
+            "it has {length} characters, and at most {limit} are accepted; shorten it",
+            length=len(name),
+            limit=_MAX_NAME_CHARS,
+        )
+    if not _NAME.fullmatch(name):
+        raise _refusal(
+            "it is {value}; the name of a function has letters, digits, `_` and `-` only",
+            value=abbreviate(name),
+        )
+    return name
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise _refusal(
+            "it has the type {value}; the parameters of a function are a JSON schema of the type 'object'",
+            value=abbreviate(kind),
+        )
+    if not isinstance(properties := schema.get("properties", {}), dict):
+        raise _refusal("its `properties` are {value}; they must be an object", value=abbreviate(properties))
+    _check_depth(schema, _MAX_SCHEMA_DEPTH)
+    refuse_surrogates(json.dumps(schema, ensure_ascii=False))
+    return schema
+
+
+def _check_depth(value: object, left: int) -> None:
+    if not left:
+        raise _refusal("it is nested more than {limit} levels deep; flatten it", limit=_MAX_SCHEMA_DEPTH)
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
+
+
+class FunctionTool(BaseModel):
+    """One function. parameters: its JSON schema; without it, the function has no parameters.
+
+    strict: accepted, because clients send it. The model gets the schema either way; calls are not held to it.
+    """
+
+    model_config = _STRICT
+    name: Annotated[str, AfterValidator(_check_tool_name)]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = _STRICT
+    type: Literal["function"]
+    function: FunctionTool
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        if self.function.parameters is not None:
+            function["parameters"] = self.function.parameters
+        return {"type": "function", "function": function}
+
+
+def _check_tools(tools: list[Tool]) -> list[Tool]:
+    seen = set()
+    for index, tool in enumerate(tools):
+        if tool.function.name in seen:
+            raise _refusal(
+                "`tools.{index}.function.name` is '{name}', which an earlier tool has, too; give each function its own "
+                "name",
+                param="tools",
+                index=index,
+                name=tool.function.name,
+            )
+        seen.add(tool.function.name)
+    return tools
+
+
+def _check_count(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_TOOLS:
+        raise _refusal(
+            "`tools` has {count} tools; at most {limit} are accepted, so send fewer",
+            param="tools",
+            count=len(value),
+            limit=MAX_TOOLS,
+        )
+    return value
+
+
+Tools = Annotated[
+    list[Tool],
+    Field(fail_fast=True),
+    BeforeValidator(_check_count, json_schema_input_type=list[Tool]),
+    AfterValidator(_check_tools),
+]
+
+
+class NamedFunction(BaseModel):
+    model_config = _STRICT
+    name: Name
+
+
+class NamedChoice(BaseModel):
+    """The model must call this function."""
+
+    model_config = _STRICT
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _read_choice(value: Any) -> Any:
+    """Reads the name of a mode, or a NamedChoice."""
+    if value is None or value in _MODES:
+        return value
+    try:
+        return NamedChoice.model_validate(value)
+    except ValidationError:
+        raise _refusal(
+            "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",
+            param="tool_choice",
+            example='{"type": "function", "function": {"name": "..."}}',
+            value=abbreviate(value),
+        ) from None
+
+
+_Mode = Literal["auto", "none", "required"]
+_MODES = ("auto", "none", "required")
+ToolChoice = Annotated[
+    _Mode | NamedChoice | None,
+    PlainValidator(_read_choice, json_schema_input_type=_Mode | NamedChoice | None),
+]
+
+
+def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | None) -> None:
+    """Raises a refusal for a choice that these tools do not allow."""
+    if choice in (None, "none"):
+        return
+    if not tools:
+        raise _refusal("`tool_choice` is only allowed when `tools` are sent.", param="tool_choice")
+    if isinstance(choice, NamedChoice):
+        names = [tool.function.name for tool in tools]
+        if choice.function.name not in names:
+            raise _refusal(
+                "`tool_choice` names the function {name}, which is not in `tools`; choose one of them: {known}",
+                param="tool_choice",
+                known=abbreviate(names),
+                name=abbreviate(choice.function.name),
+            )
+    if choice != "auto":
+        shown = "required" if choice == "required" else "a named function"
+        raise PydanticCustomError(
+            "unsupported_parameter",
+            "is not supported by this server with the value {value}; send 'auto' (accepted: 'auto', 'none' or null).",
+            {"param": "tool_choice", "value": repr(shown)},
+        )
+
+
+class SentFunction(BaseModel):
+    """arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: what the openai SDK adds."""
+
+    model_config = _STRICT
+    name: Name
+    arguments: Text
+    parsed_arguments: Any = None
+
+
+class SentCall(BaseModel):
+    """A call in a message of the assistant, as an earlier answer had it. index: what streams add; it has no effect."""
+
+    model_config = _STRICT
+    id: Name
+    type: Literal["function"] = "function"
+    function: SentFunction
+    index: int | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it, with the arguments as JSON text."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class _Message(Protocol):
+    @property
+    def role(self) -> str: ...
+    @property
+    def tool_calls(self) -> Sequence[SentCall] | None: ...
+    @property
+    def tool_call_id(self) -> str | None: ...
+
+
+def check_tool_messages(messages: Sequence[_Message]) -> None:
+    """Raises a refusal unless the results of all calls, and nothing else, follow each message with calls."""
+    waiting: dict[str, None] = {}
+    for index, message in enumerate(messages):
+        if message.role == "tool":
+            if message.tool_call_id not in waiting:
+                raise _refusal(
+                    "`messages.{index}.tool_call_id` is {value}, but no call of the message of the assistant before it "
+                    "waits for a result with this id{known}",
+                    param="messages",
+                    index=index,
+                    known=f"; these do: {abbreviate(list(waiting))}" if waiting else "",
+                    value=abbreviate(message.tool_call_id),
+                )
+            del waiting[message.tool_call_id]
+            continue
+        if waiting:
+            break
+        for call in message.tool_calls or ():
+            if call.id in waiting:
+                raise _refusal(
+                    "`messages.{index}.tool_calls` has the id {value} twice; give each call an id of its own",
+                    param="messages",
+                    index=index,
+                    value=abbreviate(call.id),
+                )
+            waiting[call.id] = None
+    if waiting:
+        raise _refusal(
+            "`messages` has no result of the calls {value}; a message with the role 'tool' must follow for each "
+            "call of a message of the assistant",
+            param="messages",
+            value=abbreviate(list(waiting)),
+        )

@@ -1,0 +1,284 @@
+"""Tool calls and reasoning through the chat route, over an engine whose text the test chooses."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from tests.adapters.hand_made import make_members
+from tests.api.platform import Platform, post, running_platform
+from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
+from tests.support.tool_templates import LLAMA3, MISTRAL, QWEN3, R1
+
+CHAT = "/v1/chat/completions"
+TEMPLATES = {"qwen": QWEN3, "llama": LLAMA3, "mistral": MISTRAL, "r1": R1, "odd": "{{ tools }}{{ messages }}"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+BODY = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+ARGUMENTS = '{"city": "Köln"}'
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    engine = ScriptedEngine(max_model_len=4096)
+    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
+        key = running.key("acme")
+        for name, template in TEMPLATES.items():
+            members = make_members() | {"chat_template.jinja": template.encode()}
+            assert running.upload(key, name, members).status_code == 201
+        yield running
+
+
+@pytest.fixture
+def platform(shared: Platform) -> Platform:
+    shared.engine.requests.clear()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def key(shared: Platform) -> str:
+    return shared.key("acme")
+
+
+def says(platform: Platform, text: str, reason: FinishReason = FinishReason.STOP) -> None:
+    platform.engine.answers = [deltas_of(text.encode(), reason)]
+
+
+def ask(platform: Platform, key: str, **fields: Any) -> Any:
+    return post(platform, key, CHAT, BODY | fields).json()
+
+
+def stream(platform: Platform, key: str, **fields: Any) -> list[Any]:
+    answer = post(platform, key, CHAT, BODY | {"stream": True} | fields)
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def prompt(platform: Platform) -> str:
+    ids = platform.engine.requests[-1].prompt_token_ids
+    return b"".join(b"<eos>" if token == EOS else bytes([token]) for token in ids).decode()
+
+
+def test_a_call_has_openais_shape(platform: Platform, key: str) -> None:
+    says(platform, f"<think>\nHm.\n</think>\n\n{CALL}")
+    (choice,) = ask(platform, key)["choices"]
+    (call,) = choice["message"].pop("tool_calls")
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    assert choice == {
+        "index": 0,
+        "message": {
+            "role": "assistant", "content": None, "refusal": None, "reasoning": "Hm.", "reasoning_content": "Hm.",
+        },
+        "logprobs": None,
+        "finish_reason": "tool_calls",
+    }  # fmt: skip
+    assert f"{json.dumps(WEATHER)}\n" in prompt(platform)
+
+
+def test_a_call_is_streamed_by_deltas_as_openai_does(platform: Platform, key: str) -> None:
+    says(platform, f"<think>Hm.</think>So:\n{CALL}{CALL}")
+    chunks = stream(platform, key)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    first, *deltas, last = [choice["delta"] for choice in choices]
+    assert first == {"role": "assistant", "content": None} and last == {}
+    assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("content", "") for delta in deltas) == "So:"
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    for index in (0, 1):
+        begin, *more = [call for call in calls if call["index"] == index]
+        assert begin.pop("id").startswith("call_")
+        assert begin == {
+            "index": index,
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": ""},
+        }
+        assert len(more) > 3 and all(piece.keys() == {"index", "function"} for piece in more)
+        assert "".join(piece["function"]["arguments"] for piece in more) == ARGUMENTS
+
+
+def test_without_a_call_tools_change_nothing_in_the_answer(platform: Platform, key: str) -> None:
+    says(platform, " Just text.\n")
+    (choice,) = ask(platform, key)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " Just text.\n", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_max_tokens_cuts_off_ends_with_length(platform: Platform, key: str) -> None:
+    says(platform, CALL[:-25], FinishReason.LENGTH)
+    (choice,) = ask(platform, key)["choices"]
+    assert choice["finish_reason"] == "length"
+    cut = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert ARGUMENTS.startswith(cut) and cut != ARGUMENTS
+    assert stream(platform, key)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_disabled_second_call_is_left_out(platform: Platform, key: str) -> None:
+    says(platform, CALL + CALL)
+    assert len(ask(platform, key)["choices"][0]["message"]["tool_calls"]) == 2
+    chosen = ask(platform, key, parallel_tool_calls=False)["choices"][0]
+    assert len(chosen["message"]["tool_calls"]) == 1 and chosen["finish_reason"] == "tool_calls"
+
+
+def test_the_choice_none_hides_the_tools_and_calls_nothing(platform: Platform, key: str) -> None:
+    says(platform, CALL)
+    (choice,) = ask(platform, key, tool_choice="none")["choices"]
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+    assert "get_weather" not in prompt(platform)
+
+
+def test_each_choice_has_its_own_calls(platform: Platform, key: str) -> None:
+    texts = [CALL.encode(), b"No call."]
+    answers = [
+        TokenDelta((token,), FinishReason.STOP if token == 256 else None, index=index)
+        for index, text in enumerate(texts)
+        for token in (*text, 256)
+    ]
+    platform.engine.answers = [answers]
+    first, second = ask(platform, key, n=2)["choices"]
+    assert first["finish_reason"] == "tool_calls" and second["finish_reason"] == "stop"
+    assert second["message"]["content"] == "No call." and "tool_calls" not in second["message"]
+    ends = [chunk["choices"][0] for chunk in stream(platform, key, n=2)]
+    assert {end["index"]: end["finish_reason"] for end in ends if end["finish_reason"]} == {
+        0: "tool_calls",
+        1: "stop",
+    }
+
+
+def test_the_results_of_a_beam_search_are_read_in_one_piece(platform: Platform, key: str) -> None:
+    platform.engine.answers = [[TokenDelta((*CALL.encode(), 256), FinishReason.STOP)]]
+    (choice,) = ask(platform, key, use_beam_search=True, best_of=2, n=1)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+
+
+def test_all_tokens_of_a_call_have_log_probabilities(platform: Platform, key: str) -> None:
+    entry = TokenLogprobs(-1.0, ())
+    tokens = [*CALL.encode()]
+    platform.engine.answers = [
+        [TokenDelta((token,), None, (entry,)) for token in tokens]
+        + [TokenDelta((256,), FinishReason.STOP, (entry,))]
+    ]
+    (choice,) = ask(platform, key, logprobs=True)["choices"]
+    assert len(choice["logprobs"]["content"]) == len(tokens)
+    listed = [chunk["choices"][0]["logprobs"] for chunk in stream(platform, key, logprobs=True)]
+    assert sum(len(some["content"]) for some in listed if some) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "thoughts", "content"),
+    [
+        ("r1", "Hm.\n</think>\n\nHi", "Hm.", "Hi"),
+        ("qwen", "<think>\nHm.\n</think>\n\nHi", "Hm.", "Hi"),
+        ("qwen", "Hi </think>", None, "Hi </think>"),
+        ("r1", "Hm.", "Hm.", None),
+        ("base", "<think>Hm.</think>Hi", None, "<think>Hm.</think>Hi"),
+    ],
+)
+def test_reasoning_is_a_field_of_its_own(
+    platform: Platform, key: str, model: str, text: str, thoughts: str | None, content: str | None
+) -> None:
+    says(platform, text)
+    message = ask(platform, key, model=model, tools=None)["choices"][0]["message"]
+    assert message.get("reasoning") == message.get("reasoning_content") == thoughts
+    assert message["content"] == content
+    hidden = ask(platform, key, model=model, tools=None, include_reasoning=False)["choices"][0]["message"]
+    assert "reasoning" not in hidden and hidden["content"] == content
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in stream(platform, key, model=model, include_reasoning=False, tools=None)
+    ]
+    assert not any("reasoning" in delta or "reasoning_content" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("base", {}, "`tools` has 1 tools, but the chat template of the model 'base' does not show tools"),
+        ("odd", {}, "does not know the format in which the model 'odd' writes tool calls"),
+        ("qwen", {"tool_choice": "required"}, "not supported by this server"),
+    ],
+)
+def test_tools_that_cannot_work_are_refused_with_the_model_and_the_remedy(
+    platform: Platform, key: str, model: str, fields: dict[str, Any], message: str
+) -> None:
+    error = ask(platform, key, model=model, **fields)["error"]
+    assert message in error["message"] and error["type"] == "invalid_request_error"
+    assert not platform.engine.requests
+
+
+def test_calls_that_a_template_does_not_show_are_refused(platform: Platform, key: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "a"},
+    ]
+    error = ask(platform, key, model="base", messages=messages, tools=None)["error"]
+    assert "does not show them to the model" in error["message"] and error["param"] == "messages"
+
+
+def test_a_format_that_the_operator_sets_is_used_where_a_template_shows_none(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    engine = ScriptedEngine([deltas_of(CALL.encode(), FinishReason.STOP)], max_model_len=4096)
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "none"}
+    with running_platform(tmp_path_factory.mktemp("set"), engine, **settings) as platform:
+        key = platform.key("acme")
+        for name in ("odd", "llama", "qwen"):
+            platform.upload(key, name, make_members() | {"chat_template.jinja": TEMPLATES[name].encode()})
+        assert ask(platform, key, model="odd")["choices"][0]["finish_reason"] == "tool_calls"
+        assert ask(platform, key, model="llama")["choices"][0]["message"]["content"] == CALL
+        engine.answers = [deltas_of(b"<think>a</think>b", FinishReason.STOP)]
+        assert ask(platform, key)["choices"][0]["message"]["content"] == "<think>a</think>b"
+
+
+class GetWeather(BaseModel):
+    """The weather."""
+
+    city: str
+
+
+def test_the_openai_package_streams_and_parses_calls_over_several_turns(platform: Platform, key: str) -> None:
+    client = openai.OpenAI(base_url=platform.url + "/v1", api_key=key)
+    tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    says(platform, f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
+    with client.chat.completions.stream(model="qwen", messages=messages, tools=tools) as events:
+        done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        answer = events.get_final_completion().choices[0]
+    assert [event.parsed_arguments for event in done] == [GetWeather(city="Köln")] * 2
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "Let me see."
+    assert answer.message.tool_calls is not None
+    messages.append(answer.message)
+    messages += [
+        {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
+        for call in answer.message.tool_calls
+    ]
+    says(platform, "It is warm.")
+    last = client.chat.completions.create(model="qwen", messages=messages, tools=tools).choices[0].message
+    assert last.content == "It is warm." and last.tool_calls is None
+    said = "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nLet me see." + f"\n{CALL}" * 2 + "<|im_end|>\n"
+    assert said + "<|im_start|>tool\n20 degrees<|im_end|>\n" * 2 in prompt(platform)
+
+
+def test_ids_of_other_servers_are_shortened_for_mistrals_templates(platform: Platform, key: str) -> None:
+    says(platform, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]')
+    message = ask(platform, key, model="mistral")["choices"][0]["message"]
+    call_id = message["tool_calls"][0]["id"]
+    results = {"role": "tool", "tool_call_id": call_id, "content": "20"}
+    ask(platform, key, model="mistral", messages=[*BODY["messages"], message, results])
+    calls = prompt(platform).partition("[TOOL_CALLS]")[2]
+    (made,) = json.loads(calls.partition("<eos>")[0])
+    assert len(made["id"]) == 9 and f'"call_id": "{made["id"]}"' in calls
