@@ -28,7 +28,15 @@ from slora.sampling_params import MAX_LOGPROBS
 from slora_api.field_types import Name, Text, refuse_surrogates
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
-from slora_api.tool_schemas import SentCall, Tool, ToolChoice, Tools, check_tool_choice, check_tool_messages
+from slora_api.tool_schemas import (
+    NamedChoice,
+    SentCall,
+    Tool,
+    ToolChoice,
+    Tools,
+    check_tool_choice,
+    check_tool_messages,
+)
 from slora_api.unsupported import Unsupported
 
 __all__ = [
@@ -407,7 +415,8 @@ _Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), Af
 class ChatRequest(ChatTemplateFields, GenerationFields):
     """POST /v1/chat/completions.
 
-    tool_choice: `none` leaves the tools out of the prompt.
+    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, an answer
+        is held to the schemas of the tools.
     parallel_tool_calls: with false, an answer has at most one call.
     include_reasoning: as in vLLM, with false the reasoning is left out of the answer.
     """
@@ -438,6 +447,13 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     @property
     def shown_tools(self) -> list[Tool]:
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools one of which the model must call. Empty if it need not call any."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [tool for tool in self.shown_tools if tool.function.name == self.tool_choice.function.name]
+        return self.shown_tools if self.tool_choice == "required" else []
 
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> Self:

@@ -22,7 +22,16 @@ from pydantic_core import PydanticCustomError
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import Name, Text, refuse_surrogates
 
-__all__ = ["MAX_TOOLS", "SentCall", "Tool", "ToolChoice", "Tools", "check_tool_choice", "check_tool_messages"]
+__all__ = [
+    "MAX_TOOLS",
+    "NamedChoice",
+    "SentCall",
+    "Tool",
+    "ToolChoice",
+    "Tools",
+    "check_tool_choice",
+    "check_tool_messages",
+]
 
 MAX_TOOLS = 128
 _MAX_NAME_CHARS = 64
@@ -76,7 +85,7 @@ def _check_depth(value: object, left: int) -> None:
 class FunctionTool(BaseModel):
     """One function. parameters: its JSON schema; without it, the function has no parameters.
 
-    strict: accepted, because clients send it. The model gets the schema either way; calls are not held to it.
+    strict: accepted, because clients send it. A call is held to the schema only if `tool_choice` requires a call.
     """
 
     model_config = _STRICT
@@ -188,13 +197,6 @@ def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | 
                 known=abbreviate(names),
                 name=abbreviate(choice.function.name),
             )
-    if choice != "auto":
-        shown = "required" if choice == "required" else "a named function"
-        raise PydanticCustomError(
-            "unsupported_parameter",
-            "is not supported by this server with the value {value}; send 'auto' (accepted: 'auto', 'none' or null).",
-            {"param": "tool_choice", "value": repr(shown)},
-        )
 
 
 class SentFunction(BaseModel):

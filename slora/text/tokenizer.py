@@ -6,7 +6,7 @@ sandbox, with the same names that transformers provides.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,15 @@ class Tokenizer:
     def added_token_ids(self) -> frozenset[int]:
         """Ids outside the plain vocabulary: end of text, roles, padding and reserved ids."""
         return frozenset(self._fast.get_added_tokens_decoder())
+
+    def find_special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Returns the ids of those texts that are special tokens."""
+        special = {
+            token.content: token_id
+            for token_id, token in self._fast.get_added_tokens_decoder().items()
+            if token.special
+        }
+        return {text: special[text] for text in texts if text in special}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes a text. Releases the GIL while it tokenizes, which the library's `encode` does not.

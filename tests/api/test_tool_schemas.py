@@ -68,6 +68,16 @@ def test_tools_reach_the_template_as_they_are_without_strict() -> None:
     assert TokenizeRequest.model_validate({"messages": [USER], "tools": [WEATHER]}).shown_tools
 
 
+def test_a_choice_forces_one_of_its_tools() -> None:
+    tools = [WEATHER, tool()]
+    chosen = {
+        choice: chat(tools=tools, tool_choice=choice).forced_tools for choice in ("auto", "none", "required")
+    }
+    assert {choice: len(forced) for choice, forced in chosen.items()} == {"auto": 0, "none": 0, "required": 2}
+    (named,) = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}).forced_tools
+    assert named.function.name == "f"
+
+
 def test_the_choice_none_hides_the_tools_from_the_model() -> None:
     assert chat(tools=[WEATHER], tool_choice="none").shown_tools == []
     assert chat(tools=[], tool_choice="none").shown_tools == chat(tools=None).shown_tools == []
@@ -96,8 +106,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER], "tool_choice": NAMED}, "names the function 'f', which is not in `tools`", "tool_choice"),
     ({"tools": [tool()], "tool_choice": "any"}, "`tool_choice` is 'any'; it must be 'auto'", "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "'allowed_tools'", "tool_choice"),
-    ({"tools": [tool()], "tool_choice": "required"}, "not supported by this server", "tool_choice"),
-    ({"tools": [tool()], "tool_choice": NAMED}, "not supported by this server", "tool_choice"),
     ({"functions": [{"name": "f"}]}, "Send `tools`.", "functions"),
     ({"function_call": "auto"}, "Send `tool_choice`.", "function_call"),
     ({"messages": [told("1")]}, "`messages.0.tool_call_id` is '1', but no call", "messages"),

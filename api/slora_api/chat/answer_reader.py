@@ -27,6 +27,8 @@ class AnswerSyntax:
     calls: the format of tool calls; None if an answer has none.
     tool_names: the tools of the request.
     max_calls: the calls that count; None: all.
+    names_tool: whether the request names the tool to call. As in OpenAI's API, the answer then ends for the reason
+        `stop`.
     """
 
     thinks: bool = False
@@ -34,6 +36,7 @@ class AnswerSyntax:
     calls: CallFormat | None = None
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
+    names_tool: bool = False
 
     @property
     def markers(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from slora_api.chat.mistral_calls import read_mistral_calls
 from slora_api.chat.python_calls import read_call_list, read_fenced_calls
 from slora_api.chat.text_reader import TextReader
 
-__all__ = ["CALL_FORMATS", "CallBlock", "CallFormat", "find_call_format"]
+__all__ = ["CALL_FORMATS", "CallBlock", "CallFormat", "CallLayout", "find_call_format"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,30 @@ class CallBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class CallLayout:
+    """How an answer that must call a tool is written: as JSON objects, so that a grammar can hold it to the schemas.
+
+    around: the texts before the first call, between two calls, and after the last.
+    arguments_key: the key beside `name`.
+    """
+
+    around: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+    arguments_key: str = "arguments"
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
 
     bare: reads calls that begin an answer without an opener. Then only calls of the request's tools count.
+    layout: how calls are written that an answer must have.
     signs: a chat template of this format has one of these texts.
     foreign: texts of other formats, which this server cannot read, with the same signs.
     has_short_ids: whether templates accept only ids of calls that have nine letters and digits.
     """
 
     blocks: tuple[CallBlock, ...]
+    layout: CallLayout
     signs: tuple[str, ...]
     foreign: tuple[str, ...] = ()
     bare: Callable[[TextReader, ToolNames], Steps] | None = None
@@ -64,10 +78,20 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
 # Ordered by how specific the signs are.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral": CallFormat(
-        (CallBlock("[TOOL_CALLS]", read_mistral_calls),), ("[TOOL_CALLS]",), has_short_ids=True
+        (CallBlock("[TOOL_CALLS]", read_mistral_calls),),
+        CallLayout((("[TOOL_CALLS]", "["), (", ",), ("]",))),
+        ("[TOOL_CALLS]",),
+        has_short_ids=True,
     ),
     "hermes": CallFormat(
         (CallBlock("<tool_call>", read_json_calls, "</tool_call>"),),
+        CallLayout(
+            (
+                ("<tool_call>", "\n"),
+                ("\n", "</tool_call>", "\n", "<tool_call>", "\n"),
+                ("\n", "</tool_call>"),
+            )
+        ),
         ("<tool_call>",),
         ("<function=", "<arg_key>"),
     ),
@@ -76,10 +100,12 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             CallBlock("<|tool_call|>", read_json_calls, "<|/tool_call|>"),
             CallBlock("functools", read_json_calls, only_known=True),
         ),
+        CallLayout((("<|tool_call|>", "["), (", ",), ("]", "<|/tool_call|>"))),
         ("<|tool|>", "<|tool_call|>", "functools"),
     ),
     "llama3": CallFormat(
         (CallBlock("<|python_tag|>", read_json_calls),),
+        CallLayout(((), ("; ",), ()), "parameters"),
         ("<|start_header_id|>", "<|python_tag|>"),
         ("<function=",),
         bare=read_json_calls,
@@ -90,6 +116,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             CallBlock("```tool_call", read_json_calls, "```", only_known=True),
             CallBlock("```json", read_json_calls, "```", only_known=True),
         ),
+        CallLayout(((), ("\n",), ()), "parameters"),
         ("<start_of_turn>", "tool_code"),
         ("<start_function_call>",),
         bare=_read_json_or_python,

@@ -35,8 +35,8 @@ class ChatParts:
         return made
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
-        """A complete answer with calls ends for the reason `tool_calls`."""
-        has_calls = self._readers[choice].num_calls > 0
+        """A complete answer with calls ends for the reason `tool_calls`, unless the request named the tool."""
+        has_calls = self._readers[choice].num_calls > 0 and not self._syntax.names_tool
         return "tool_calls" if has_calls and reason is FinishReason.STOP else reason
 
     def message(self, choice: int, text: str) -> Json:

@@ -16,15 +16,19 @@ from slora.engine.request_check import (
     check_token_ids,
     find_answer_room,
 )
+from slora.errors import RequestRefused
 from slora.sampling_params import SamplingParams
+from slora.structured_output import OutputKind, StructuredOutput
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.chat.answer_reader import AnswerSyntax
+from slora_api.chat.chat_grammar import ChatGrammar
 from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.prompt_tokenizer import PromptTokenizer, TokenizedChat
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from slora_api.tool_schemas import NamedChoice
 
 __all__ = ["Prompt", "PromptMaker"]
 
@@ -57,6 +61,8 @@ _AS_SENT = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
+_ANY_OBJECT = '{"type": "object"}'
+_JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.JSON_OBJECT)
 # Sampling defaults of a generation_config.json that beam search ignores, because it does not sample.
 _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
@@ -84,14 +90,16 @@ def _sampling(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    form: StructuredOutput | None,
 ) -> SamplingParams:
     """Makes the sampling parameters of a request from its fields and the model's defaults.
 
     max_tokens: None while it is not known yet.
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
+    form: the form of the answers.
     """
     values = defaults.cap_min_tokens(max_tokens).explicit_fields()
-    if fields.structured_output is not None:
+    if form is not None:
         values.pop("min_tokens", None)  # the form decides where the answer ends
     if fields.use_beam_search:
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
@@ -105,7 +113,7 @@ def _sampling(
         *(fields.stop_token_ids or ()),
         *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
-    values |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured_output": fields.structured_output}
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured_output": form}
     sampling = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
     check_sampling(sampling, info)
     if fields.stream:
@@ -115,15 +123,22 @@ def _sampling(
 
 def _answer_syntax(body: ChatRequest, chat: TokenizedChat) -> AnswerSyntax | None:
     tools, traits = body.shown_tools, chat.traits
-    if not tools and not traits.thinks:
+    thinks = traits.thinks and _thinks_before(body.structured_output)
+    if not tools and not thinks:
         return None
     return AnswerSyntax(
-        traits.thinks,
+        thinks,
         chat.ends_in_thought,
         traits.call_format if tools else None,
         frozenset(tool.function.name for tool in tools),
         1 if body.parallel_tool_calls is False else None,
+        isinstance(body.tool_choice, NamedChoice),
     )
+
+
+def _thinks_before(form: StructuredOutput | None) -> bool:
+    """Whether reasoning may precede the form. A form that is not JSON begins with the first token of the answer."""
+    return form is None or form.kind in _JSON_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +207,38 @@ class PromptMaker:
             check_max_tokens(wanted, len(token_ids), self.info.max_model_len, param)
         max_tokens = min(default, room) if wanted is None else wanted
         size.check(self.tokenizer.bounds, len(token_ids), max_tokens)
-        sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs)
-        return Prompt(token_ids, sampling, syntax=_answer_syntax(body, chat))
+        syntax = _answer_syntax(body, chat)
+        form = self._chat_form(body, syntax)
+        if form is not draft.structured_output:
+            await self.grammars.check(self.terms.tenant, form)
+        sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs, form)
+        return Prompt(token_ids, sampling, syntax=syntax)
+
+    def _chat_form(self, body: ChatRequest, syntax: AnswerSyntax | None) -> StructuredOutput | None:
+        """The form of a whole answer: what the request asks for, with tool calls and reasoning in their format."""
+        form, forced = body.structured_output, body.forced_tools
+        if syntax is None or (form is None and not forced):
+            return form
+        if form is not None and forced:
+            raise RequestRefused(
+                f"{form.param} and tool_choice both set the form of the answer; send `tool_choice: auto` or omit "
+                f"{form.param}",
+                "tool_choice",
+            )
+        if form is not None and form.kind not in _JSON_KINDS:
+            raise RequestRefused(
+                f"{form.param} asks for the form {form.kind.value}, which leaves no room for tool calls; omit tools, "
+                "or ask for JSON",
+                form.param,
+            )
+        grammar = ChatGrammar(
+            syntax,
+            [(tool.function.name, tool.function.parameters) for tool in forced or body.shown_tools],
+            is_single=syntax.names_tool or syntax.max_calls == 1,
+            schema=None if form is None else form.text or _ANY_OBJECT,
+            special_ids=self.tokenizer.encoder.tokenizer.find_special_tokens(syntax.markers),
+        )
+        return StructuredOutput.grammar(grammar.write(), "tools" if form is None else form.param)
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
         """Makes all checks that need no token ids. Returns the sampling parameters, without max_tokens."""
@@ -208,9 +253,12 @@ class PromptMaker:
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        form: StructuredOutput | None = None,
     ) -> SamplingParams:
+        """form: by default, that of the body."""
+        form = form or body.structured_output
         return _sampling(
-            body, self.tokenizer.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs
+            body, self.tokenizer.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs, form
         )
 
     def _answer_room(self, size: AnswerSize, draft: SamplingParams, num_prompts: int, num_tokens: int) -> int:

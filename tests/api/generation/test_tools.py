@@ -23,6 +23,8 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+UNENFORCEABLE = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
 BODY = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 ARGUMENTS = '{"city": "Köln"}'
@@ -208,7 +210,17 @@ def test_reasoning_is_a_field_of_its_own(
     [
         ("base", {}, "`tools` has 1 tools, but the chat template of the model 'base' does not show tools"),
         ("odd", {}, "does not know the format in which the model 'odd' writes tool calls"),
-        ("qwen", {"tool_choice": "required"}, "not supported by this server"),
+        (
+            "qwen",
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format and tool_choice both set the form",
+        ),
+        (
+            "qwen",
+            {"guided_regex": "a+"},
+            "guided_regex asks for the form regex, which leaves no room for tool calls",
+        ),
+        ("qwen", {"tool_choice": "required", "tools": [UNENFORCEABLE]}, "tools can't be enforced"),
     ],
 )
 def test_tools_that_cannot_work_are_refused_with_the_model_and_the_remedy(
@@ -217,6 +229,34 @@ def test_tools_that_cannot_work_are_refused_with_the_model_and_the_remedy(
     error = ask(platform, key, model=model, **fields)["error"]
     assert message in error["message"] and error["type"] == "invalid_request_error"
     assert not platform.engine.requests
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_required_call_is_held_to_a_grammar_and_ends_as_in_openais_api(
+    platform: Platform, key: str, choice: Any, reason: str
+) -> None:
+    says(platform, CALL)
+    (made,) = ask(platform, key, tool_choice=choice)["choices"]
+    assert made["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert made["finish_reason"] == reason
+    form = platform.engine.requests[-1].sampling.structured_output
+    assert form is not None and "get_weather" in form.text and "thought" in form.text
+    assert ("call)*" in form.text) == (choice == "required")
+
+
+def test_json_may_follow_reasoning_or_be_replaced_by_a_call(platform: Platform, key: str) -> None:
+    says(platform, '<think>Hm.</think>{"a": 1}')
+    form = {"type": "json_object"}
+    message = ask(platform, key, response_format=form)["choices"][0]["message"]
+    assert message["reasoning"] == "Hm." and message["content"] == '{"a": 1}'
+    says(platform, CALL)
+    assert "tool_calls" in ask(platform, key, response_format=form)["choices"][0]["message"]
+
+
+def test_a_form_that_is_not_json_leaves_no_room_for_reasoning(platform: Platform, key: str) -> None:
+    says(platform, "aaa")
+    message = ask(platform, key, model="r1", tools=None, guided_regex="a+")["choices"][0]["message"]
+    assert message["content"] == "aaa" and "reasoning" not in message
 
 
 def test_calls_that_a_template_does_not_show_are_refused(platform: Platform, key: str) -> None:

@@ -1,0 +1,106 @@
+"""An answer that must call a tool parses in every format, whatever the model would say."""
+
+import json
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slora.grammar.lark_grammar import GrammarLibrary
+from slora.grammar.token_spelling import TokenSpelling
+from slora.structured_output import StructuredOutput
+from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
+from slora_api.chat.call_format import CALL_FORMATS
+from slora_api.chat.chat_grammar import ChatGrammar
+from slora_api.chat.piece import Piece, PieceKind
+
+# One token for each byte, the end of text, and markers that are special tokens.
+EOS = 256
+SPECIAL = {"[TOOL_CALLS]": 257, "<|tool_call|>": 258, "<|/tool_call|>": 259, "</think>": 260}
+TEXTS = {token_id: text.encode() for text, token_id in SPECIAL.items()}
+PIECES = [*(bytes([byte]) for byte in range(256)), *[b""] * 5]
+LIBRARY = GrammarLibrary(TokenSpelling(PIECES), [EOS])
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Köln", "}"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "x-guidance": {}}
+TOOLS = [("get_weather", WEATHER), ("f", None), ("count", COUNT)]
+NAMES = frozenset(name for name, _ in TOOLS)
+# Where these are allowed, they are often drawn, so that answers end.
+ENDING = [EOS, *b'"}]<', 258, 259]
+
+
+def generate(grammar: str, seed: int, begin: str = "") -> str:
+    """An answer of random allowed tokens after `begin`."""
+    random = Random(seed)
+    matcher = LIBRARY.compile(StructuredOutput.grammar(grammar)).start({EOS})
+    words = np.zeros(-(-len(PIECES) // 32), np.int32)
+    text = begin.encode()
+    for byte in text:
+        matcher.accept(byte)
+    for _ in range(3000):
+        matcher.write_mask(words)
+        assert matcher.error is None, (matcher.error, text)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        ending = [token for token in ENDING if token in allowed]
+        token = random.choice(ending if ending and random.random() < 0.6 else allowed)
+        if token == EOS:
+            return text.decode()
+        matcher.accept(token)
+        text += TEXTS.get(token) or PIECES[token]
+    pytest.fail(f"the answer does not end: {text[:200]!r}")
+
+
+def parts(text: str, syntax: AnswerSyntax) -> list[Piece]:
+    return AnswerReader(syntax).push(text, is_last=True)
+
+
+def chat_grammar(syntax: AnswerSyntax, **fields: Any) -> str:
+    special = {text: token_id for text, token_id in SPECIAL.items() if text != "</think>"}
+    given = {"tools": TOOLS, "is_single": False, "schema": None, "special_ids": special} | fields
+    return ChatGrammar(syntax, **given).write()
+
+
+@pytest.mark.parametrize("family", CALL_FORMATS)
+@pytest.mark.parametrize("begin", [None, "<think>Hm.</think>", "Hm.</think>\n\n"])
+def test_a_required_call_always_parses(family: str, begin: str | None) -> None:
+    """begin: the reasoning before the call; without `<think>`, the prompt begins it. None: the family has none."""
+    prompt_thinks = begin is not None and not begin.startswith("<think>")
+    syntax = AnswerSyntax(begin is not None, prompt_thinks, CALL_FORMATS[family], NAMES)
+    for seed in range(3):
+        text = generate(chat_grammar(syntax, is_single=seed == 0), seed, begin or "")
+        pieces = [piece for piece in parts(text, syntax) if piece.kind is not PieceKind.REASONING]
+        calls = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
+        arguments = [json.loads(piece.text) for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
+        assert len(calls) == len(arguments) == len(pieces) / 2 >= 1, text
+        assert set(calls) <= NAMES and (seed or len(calls) == 1)
+        for name, values in zip(calls, arguments, strict=True):
+            assert name != "get_weather" or values["city"] in ("Köln", "}")
+            assert name != "f" or values == {}
+
+
+def test_an_answer_in_a_form_may_have_calls_instead() -> None:
+    syntax = AnswerSyntax(calls=CALL_FORMATS["hermes"], tool_names=NAMES)
+    grammar = chat_grammar(syntax, schema=json.dumps(WEATHER))
+    kinds = set()
+    for seed in range(12):
+        pieces = parts(generate(grammar, seed), syntax)
+        kinds.add(pieces[0].kind)
+        assert pieces[0].kind is PieceKind.CALL or json.loads(pieces[0].text)["city"] in ("Köln", "}")
+    assert kinds == {PieceKind.CALL, PieceKind.CONTENT}
+
+
+def test_the_end_of_reasoning_may_be_a_special_token() -> None:
+    syntax = AnswerSyntax(thinks=True, prompt_thinks=True)
+    grammar = chat_grammar(syntax, tools=[], schema='{"const": 1}', special_ids=SPECIAL)
+    matcher = LIBRARY.compile(StructuredOutput.grammar(grammar)).start({EOS})
+    words = np.zeros(-(-len(PIECES) // 32), np.int32)
+    for token in (*b"Hm.", SPECIAL["</think>"], *b"\n1", EOS):
+        matcher.write_mask(words)
+        assert words.view(np.uint32)[token // 32] >> token % 32 & 1, token
+        if token != EOS:
+            matcher.accept(token)
