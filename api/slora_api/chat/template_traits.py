@@ -11,18 +11,22 @@ from slora_api.chat.call_format import CallFormat, find_call_format
 __all__ = ["TemplateTraits", "read_traits"]
 
 _TOOLS = re.compile(r"\btools\b")
+# Llama's templates read `message.tool_calls[0]`. Others loop over the calls, or pass them to a filter.
+_FIRST_CALL = re.compile(r"tool_calls\b['\"\]]*\s*\[\s*0\s*\]")
+_ALL_CALLS = re.compile(r"\bin\s[^%]{0,99}\btool_calls\b|tool_calls\b['\"\]]*\s*\|(?!\s*length\b)")
 # Templates of adapters that are used at the same time.
 _NUM_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """reads_tools: the template shows the tools of a request to the model. reads_calls: the same for the tool calls of
-    earlier answers. call_format: None if it is unknown. thinks: the model may begin an answer with reasoning.
+    """reads_tools: the template shows the tools of a request to the model. max_calls: how many tool calls of an earlier
+    answer it shows; None: all. call_format: None if it is unknown. thinks: the model may begin an answer with
+    reasoning.
     """
 
     reads_tools: bool
-    reads_calls: bool
+    max_calls: int | None
     call_format: CallFormat | None
     thinks: bool
 
@@ -32,8 +36,14 @@ def read_traits(template: str) -> TemplateTraits:
     """Judges a template by its text, comments excepted."""
     text = "".join(_without_comments(template))
     return TemplateTraits(
-        _TOOLS.search(text) is not None, "tool_calls" in text, find_call_format(text), THINK_END in text
+        _TOOLS.search(text) is not None, _find_max_calls(text), find_call_format(text), THINK_END in text
     )
+
+
+def _find_max_calls(template: str) -> int | None:
+    if "tool_calls" not in template:
+        return 0
+    return 1 if _FIRST_CALL.search(template) and not _ALL_CALLS.search(template) else None
 
 
 def _without_comments(template: str) -> Iterator[str]:

@@ -106,10 +106,13 @@ class PromptTokenizer:
                     "`tool_choice: none`.",
                     "tools",
                 )
-        if not traits.reads_calls and any(message.tool_calls for message in messages):
+        if traits.max_calls is None:
+            return
+        num_calls = max(len(message.tool_calls or ()) for message in messages)
+        if num_calls > traits.max_calls:
             raise BadRequest(
-                f"`messages` has tool calls, but the chat template of the model {name!r} does not show them to the "
-                f"model. {remedy}",
+                f"`messages` has a message with {num_calls} tool calls, but the chat template of the model {name!r} "
+                f"shows at most {traits.max_calls} of them to the model. {remedy}",
                 "messages",
             )
 

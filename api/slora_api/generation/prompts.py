@@ -131,7 +131,7 @@ def _answer_syntax(body: ChatRequest, chat: TokenizedChat) -> AnswerSyntax | Non
         chat.ends_in_thought,
         traits.call_format if tools else None,
         frozenset(tool.function.name for tool in tools),
-        1 if body.parallel_tool_calls is False else None,
+        1 if body.parallel_tool_calls is False else traits.max_calls,
         isinstance(body.tool_choice, NamedChoice),
     )
 

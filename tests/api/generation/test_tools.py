@@ -266,7 +266,20 @@ def test_calls_that_a_template_does_not_show_are_refused(platform: Platform, key
         {"role": "tool", "tool_call_id": "1", "content": "a"},
     ]
     error = ask(platform, key, model="base", messages=messages, tools=None)["error"]
-    assert "does not show them to the model" in error["message"] and error["param"] == "messages"
+    assert "'base' shows at most 0 of them to the model" in error["message"] and error["param"] == "messages"
+
+
+def test_a_model_whose_template_shows_one_call_makes_one(platform: Platform, key: str) -> None:
+    call = '{"name": "get_weather", "parameters": {"city": "Köln"}}'
+    says(platform, f"{call}; {call}")
+    message = ask(platform, key, model="llama")["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1
+    twice = message | {
+        "tool_calls": [call | {"id": call_id} for call in message["tool_calls"] for call_id in "ab"]
+    }
+    results = [{"role": "tool", "tool_call_id": call_id, "content": "20"} for call_id in "ab"]
+    error = ask(platform, key, model="llama", messages=[*BODY["messages"], twice, *results])["error"]
+    assert "a message with 2 tool calls" in error["message"] and "shows at most 1" in error["message"]
 
 
 def test_a_format_that_the_operator_sets_is_used_where_a_template_shows_none(
