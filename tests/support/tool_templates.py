@@ -44,6 +44,14 @@ MISTRAL = (
     "{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}"
     "{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+MISTRAL_ARGS = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]"
+    "{% elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
 PHI4 = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% if tools and message.role == 'system' %}<|tool|>{{ tools | tojson }}<|/tool|>{% endif %}"
@@ -63,6 +71,7 @@ TOOL_TEMPLATES = {
     "qwen3": QWEN3,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
+    "mistral_args": MISTRAL_ARGS,
     "phi4": PHI4,
     "gemma": GEMMA,
 }

@@ -27,16 +27,20 @@ class CallBlock:
     only_known: bool = False
 
 
+_OBJECT = (('{"name": "',), ('", "arguments": ',), ("}",))
+_OBJECT_OF_PARAMETERS = (('{"name": "',), ('", "parameters": ',), ("}",))
+
+
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How an answer that must call a tool is written: as JSON objects, so that a grammar can hold it to the schemas.
+    """How an answer that must call a tool is written, with the arguments as JSON.
 
     around: the texts before the first call, between two calls, and after the last.
-    arguments_key: the key beside `name`.
+    within: the texts before the name of a call, between name and arguments, and after the arguments.
     """
 
     around: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-    arguments_key: str = "arguments"
+    within: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = _OBJECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,12 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
 
 # Ordered by how specific the signs are.
 CALL_FORMATS: Mapping[str, CallFormat] = {
+    "mistral_args": CallFormat(
+        (CallBlock("[TOOL_CALLS]", read_mistral_calls),),
+        CallLayout((("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ()), ((), ("[ARGS]",), ())),
+        ("[ARGS]",),
+        has_short_ids=True,
+    ),
     "mistral": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),
         CallLayout((("[TOOL_CALLS]", "["), (", ",), ("]",))),
@@ -105,7 +115,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "llama3": CallFormat(
         (CallBlock("<|python_tag|>", read_json_calls),),
-        CallLayout(((), ("; ",), ()), "parameters"),
+        CallLayout(((), ("; ",), ()), _OBJECT_OF_PARAMETERS),
         ("<|start_header_id|>", "<|python_tag|>"),
         ("<function=",),
         bare=read_json_calls,
@@ -116,7 +126,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             CallBlock("```tool_call", read_json_calls, "```", only_known=True),
             CallBlock("```json", read_json_calls, "```", only_known=True),
         ),
-        CallLayout(((), ("\n",), ()), "parameters"),
+        CallLayout(((), ("\n",), ()), _OBJECT_OF_PARAMETERS),
         ("<start_of_turn>", "tool_code"),
         ("<start_function_call>",),
         bare=_read_json_or_python,

@@ -61,16 +61,19 @@ class ChatGrammar:
     def _write_calls(self) -> list[str]:
         assert self.syntax.calls is not None, "an answer with calls has a format"
         layout = self.syntax.calls.layout
-        first, between, last = (" ".join(map(self._literal, texts)) for texts in layout.around)
+        first, between, last = map(self._literals, layout.around)
+        begin, middle, end = map(self._literals, layout.within)
         more = "" if self.is_single else f"({between} call)*"
         lines = [f"calls: {first} call {more} {last}"]
         lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(self.tools)))}")
         for index, (name, schema) in enumerate(self.tools):
-            begin = f'{{"name": {json.dumps(name)}, "{layout.arguments_key}": '
             plain = {key: value for key, value in (schema or _NO_PARAMETERS).items() if key != _OPTIONS_KEY}
-            lines.append(f'call_{index}: {json.dumps(begin)} arguments_{index} "}}"')
+            lines.append(f"call_{index}: {begin} {json.dumps(name)} {middle} arguments_{index} {end}")
             lines.append(f"arguments_{index}: %json {json.dumps(plain or _NO_PARAMETERS)}")
         return lines
+
+    def _literals(self, texts: Sequence[str]) -> str:
+        return " ".join(map(self._literal, texts))
 
     def _literal(self, text: str) -> str:
         return f"<[{self.special_ids[text]}]>" if text in self.special_ids else json.dumps(text)

@@ -17,9 +17,9 @@ from slora_api.chat.piece import Piece, PieceKind
 
 # One token for each byte, the end of text, and markers that are special tokens.
 EOS = 256
-SPECIAL = {"[TOOL_CALLS]": 257, "<|tool_call|>": 258, "<|/tool_call|>": 259, "</think>": 260}
+SPECIAL = {"[TOOL_CALLS]": 257, "<|tool_call|>": 258, "<|/tool_call|>": 259, "</think>": 260, "[ARGS]": 261}
 TEXTS = {token_id: text.encode() for text, token_id in SPECIAL.items()}
-PIECES = [*(bytes([byte]) for byte in range(256)), *[b""] * 5]
+PIECES = [*(bytes([byte]) for byte in range(256)), *[b""] * 6]
 LIBRARY = GrammarLibrary(TokenSpelling(PIECES), [EOS])
 WEATHER = {
     "type": "object",

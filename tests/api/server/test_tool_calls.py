@@ -1,0 +1,62 @@
+"""Required tool calls over HTTP: the openai package against a real server with a tiny random model."""
+
+import json
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.api.conftest import Kit
+from tests.api.served import Served
+
+# In the manner of Mistral. The model has no character for a line break.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}"
+    "{% if message.tool_calls %}[TOOL_CALLS]{{ message.tool_calls | length }}"
+    "{% else %}[{{ message.role }}]{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+class Paint(BaseModel):
+    colour: Literal["red", "blue"]
+    twice: bool
+
+
+@pytest.fixture(scope="module")
+def client(kit: Kit, server: Served) -> openai.OpenAI:
+    key = server.make_key("tools")
+    files = {
+        "config": (kit.small / "adapter_config.json").read_bytes(),
+        "weights": (kit.small / "adapter_model.safetensors").read_bytes(),
+        "chat_template": TEMPLATE.encode(),
+    }
+    with server.client(key) as uploading:
+        answer = uploading.post("/v1/adapters", data={"name": "painter"}, files=files)
+        assert answer.status_code == 201, answer.text
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
+
+
+def test_a_required_call_of_a_random_model_parses_over_two_turns(client: openai.OpenAI) -> None:
+    """A random model may go on for long, so it gets several seeds to end an answer."""
+    tools = [openai.pydantic_function_tool(Paint, name="paint")]
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    for seed in range(20):
+        with client.chat.completions.stream(
+            model="painter", messages=messages, tools=tools, tool_choice="required",
+            parallel_tool_calls=False, max_tokens=120, seed=seed,
+        ) as events:  # fmt: skip
+            try:
+                (choice,) = events.get_final_completion().choices
+            except openai.LengthFinishReasonError:
+                continue
+        break
+    else:
+        pytest.fail("no answer ended")
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Paint) and json.loads(call.function.arguments)
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    last = client.chat.completions.create(model="painter", messages=messages, tools=tools, max_tokens=3)
+    # One token for each character.
+    assert last.usage is not None and last.usage.prompt_tokens == len("paint [user]hi[TOOL_CALLS]1[tool]done")
