@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 SERVE := $(VENV)/.installed-serve
 TEST := $(VENV)/.installed-test
 COMPILED := $(VENV)/.compiled-for-tests
+# Clients of the API, which need other versions of packages than the tests.
+CLIENTS := $(VENV)-clients
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help serve test check format soak bench bench-peers demo clean
@@ -42,7 +44,7 @@ format: $(TEST) ## puts the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(COMPILED) ## the same tests with large counts; up to an hour
+soak: $(COMPILED) $(CLIENTS)/.installed ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
@@ -56,7 +58,7 @@ demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m demo.train
 
 clean: ## removes what set-up made
-	rm -rf $(VENV) .bench-peers *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .bench-peers *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -77,4 +79,9 @@ $(TEST): $(SERVE)
 # All cores compile what the tests need from numba. Otherwise each process of the tests would compile it by itself.
 $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
 	$(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
+	@touch $@
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	@touch $@

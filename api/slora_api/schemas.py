@@ -217,8 +217,10 @@ class GenerationFields(OutputFields):
     prompt_cache_retention: Annotated[Any, Unsupported("in_memory", "in-memory")] = None
     # vLLM's fields.
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    allowed_token_ids: Annotated[Any, Unsupported(instead="Use `logit_bias`.")] = None
-    bad_words: Annotated[Any, Unsupported([], instead="Use `logit_bias` to ban tokens.")] = None
+    allowed_token_ids: Annotated[
+        Any, Unsupported(instead="Use `structured_outputs` with a choice, or `logit_bias`.")
+    ] = None
+    bad_words: Annotated[Any, Unsupported([], instead="Ban single tokens with `logit_bias`.")] = None
     logprob_token_ids: Annotated[Any, Unsupported(instead="Use `logprobs`.")] = None
     logits_processors: Annotated[Any, Unsupported([])] = None
     repetition_detection: Annotated[Any, Unsupported()] = None

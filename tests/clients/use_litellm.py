@@ -1,0 +1,23 @@
+"""litellm: several turns with appended answers, plain and streamed."""
+
+import asyncio
+import sys
+
+import litellm
+
+url, key = sys.argv[1:]
+options = {"model": "openai/base", "api_base": url, "api_key": key, "max_tokens": 32}
+
+messages = [{"role": "user", "content": "one"}]
+for text in ("two", "three"):
+    messages += [litellm.completion(messages=messages, **options).choices[0].message]
+    messages += [{"role": "user", "content": text}]
+dumped = [one if isinstance(one, dict) else one.model_dump() for one in messages]
+answer = asyncio.run(litellm.acompletion(messages=dumped, user="me", metadata={"a": "b"}, **options))
+assert answer.usage.completion_tokens > 0
+
+chunks = list(
+    litellm.completion(messages=messages, stream=True, stream_options={"include_usage": True}, **options)
+)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+assert text == answer.choices[0].message.content, text
