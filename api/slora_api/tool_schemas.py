@@ -85,7 +85,7 @@ def _check_depth(value: object, left: int) -> None:
 class FunctionTool(BaseModel):
     """One function. parameters: its JSON schema; without it, the function has no parameters.
 
-    strict: accepted, because clients send it. A call is held to the schema only if `tool_choice` requires a call.
+    strict: with true for any of the tools, all calls are held to the schemas of their tools.
     """
 
     model_config = _STRICT

@@ -1,9 +1,10 @@
-"""Writes grammars of answers that must call a tool, or that may have reasoning or tool calls beside a required form.
+"""Writes grammars of answers whose tool calls are valid under the schemas of their tools.
 
 They are in Lark's syntax, as `slora.grammar` compiles it.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ _OPTIONS_KEY = "x-guidance"
 
 @dataclass(frozen=True, slots=True)
 class ChatGrammar:
-    """The answers that a request allows: tool calls, a JSON text, or either.
+    """The answers that a request allows: reasoning if the model thinks, and then tool calls, a JSON text, or either.
 
     tools: names with the schemas of the parameters; an answer may call these. Empty: no calls.
     is_single: whether an answer has at most one call.
-    schema: the JSON schema of an answer without calls, as JSON; None: it must have calls.
+    schema: the JSON schema of an answer without calls, as JSON; None: there is no such answer.
+    allows_text: whether an answer may have any text beside its calls.
     special_ids: the ids of markers that are special tokens, which text cannot spell.
     """
 
@@ -32,25 +34,26 @@ class ChatGrammar:
     is_single: bool
     schema: str | None
     special_ids: Mapping[str, int]
+    allows_text: bool = False
 
     def write(self) -> str:
-        parts = [
-            part
-            for part, is_used in (("calls", bool(self.tools)), ("form", self.schema is not None))
-            if is_used
-        ]
-        lines = [f"start: {self._thought()} ({' | '.join(parts)})"]
+        parts, lines = [], []
         if self.syntax.thinks:
             lines += self._write_thought()
         if self.tools:
             lines += self._write_calls()
+            parts.append("free" if self.allows_text else "calls")
         if self.schema is not None:
+            parts.append("form")
             lines.append(f"form: %json {self.schema}")
-        return "\n".join(lines)
+        return "\n".join([f"start: {self._thought()} ({' | '.join(parts)})", *lines])
 
     def _thought(self) -> str:
         if not self.syntax.thinks:
             return ""
+        # Text may also be reasoning that does not end.
+        if self.allows_text and THINK_END not in self.special_ids:
+            return "thought?" if self.syntax.prompt_thinks else f"({self._literal(THINK_START)} thought)?"
         return "thought" if self.syntax.prompt_thinks else f"({self._literal(THINK_START)} thought)?"
 
     def _write_thought(self) -> list[str]:
@@ -61,16 +64,36 @@ class ChatGrammar:
     def _write_calls(self) -> list[str]:
         assert self.syntax.calls is not None, "an answer with calls has a format"
         layout = self.syntax.calls.layout
-        first, between, last = map(self._literals, layout.around)
+        opener, rest = layout.around[0][:1], layout.around[0][1:]
+        first, between, last = map(self._literals, (rest, *layout.around[1:]))
         begin, middle, end = map(self._literals, layout.within)
         more = "" if self.is_single else f"({between} call)*"
-        lines = [f"calls: {first} call {more} {last}"]
+        lines = [f"calls: {self._literals(opener)} block", f"block: {first} call {more} {last}"]
+        if self.allows_text:
+            lines += self._write_text(*opener)
         lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(self.tools)))}")
         for index, (name, schema) in enumerate(self.tools):
-            plain = {key: value for key, value in (schema or _NO_PARAMETERS).items() if key != _OPTIONS_KEY}
+            plain = {"type": "object"} | dict(_NO_PARAMETERS if schema is None else schema)
+            plain.pop(_OPTIONS_KEY, None)
             lines.append(f"call_{index}: {begin} {json.dumps(name)} {middle} arguments_{index} {end}")
-            lines.append(f"arguments_{index}: %json {json.dumps(plain or _NO_PARAMETERS)}")
+            lines.append(f"arguments_{index}: %json {json.dumps(plain)}")
         return lines
+
+    def _write_text(self, opener: str = "") -> list[str]:
+        """Writes the rules of answers with any text. The opener begins a block wherever it occurs. Without an opener,
+        an answer that begins with a bracket is a call.
+        """
+        times = "?" if self.is_single else "*"
+        if not opener:
+            begins_otherwise = rf"\s*([\[{{]|{re.escape(THINK_START)})" if self.syntax.thinks else r"\s*[\[{]"
+            return ["free: calls | TEXT?", f"TEXT: /(?s:.+)/ & ~/{begins_otherwise}(?s:.*)/"]
+        if opener in self.special_ids:
+            return [f"free: TEXT? ({self._literal(opener)} block TEXT?){times}", "TEXT: /(?s:.+)/"]
+        return [
+            f"free: (before block){times} TEXT?",
+            f"before[suffix={json.dumps(opener)}]: /(?s:.*)/",
+            f"TEXT: /(?s:.+)/ & ~/(?s:.*){re.escape(opener)}(?s:.*)/",
+        ]
 
     def _literals(self, texts: Sequence[str]) -> str:
         return " ".join(map(self._literal, texts))

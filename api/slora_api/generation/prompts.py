@@ -217,7 +217,8 @@ class PromptMaker:
     def _chat_form(self, body: ChatRequest, syntax: AnswerSyntax | None) -> StructuredOutput | None:
         """The form of a whole answer: what the request asks for, with tool calls and reasoning in their format."""
         form, forced = body.structured_output, body.forced_tools
-        if syntax is None or (form is None and not forced):
+        are_strict = any(tool.function.strict for tool in body.shown_tools)
+        if syntax is None or (form is None and not forced and not are_strict):
             return form
         if form is not None and forced:
             raise RequestRefused(
@@ -237,6 +238,7 @@ class PromptMaker:
             is_single=syntax.names_tool or syntax.max_calls == 1,
             schema=None if form is None else form.text or _ANY_OBJECT,
             special_ids=self.tokenizer.encoder.tokenizer.find_special_tokens(syntax.markers),
+            allows_text=form is None and not forced,
         )
         return StructuredOutput.grammar(grammar.write(), "tools" if form is None else form.param)
 

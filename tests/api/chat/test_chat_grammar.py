@@ -1,6 +1,7 @@
 """An answer that must call a tool parses in every format, whatever the model would say."""
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -81,6 +82,51 @@ def test_a_required_call_always_parses(family: str, begin: str | None) -> None:
         for name, values in zip(calls, arguments, strict=True):
             assert name != "get_weather" or values["city"] in ("Köln", "}")
             assert name != "f" or values == {}
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+    "mistral_args": "[TOOL_CALLS]f[ARGS]{}",
+    "phi4": '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>',
+    "llama3": '{"name": "f", "parameters": {}}',
+    "gemma": '{"name": "f", "parameters": {}}',
+}
+
+
+def is_allowed(grammar: str, text: str) -> bool:
+    """Whether the text is an answer, with its markers as special tokens."""
+    matcher = LIBRARY.compile(StructuredOutput.grammar(grammar)).start({EOS})
+    words = np.zeros(-(-len(PIECES) // 32), np.int32)
+    markers = "|".join(map(re.escape, SPECIAL.keys() - {"</think>"}))
+    parts = re.split(f"({markers})", text)
+    tokens = [
+        token
+        for part in parts
+        for token in ([SPECIAL[part]] if part in SPECIAL and part != "</think>" else part.encode())
+    ]
+    for token in (*tokens, EOS):
+        matcher.write_mask(words)
+        if not words.view(np.uint32)[token // 32] >> token % 32 & 1:
+            return False
+        if token != EOS:
+            matcher.accept(token)
+    return True
+
+
+@pytest.mark.parametrize("family", CALL_FORMATS)
+@pytest.mark.parametrize("begin", [None, "<think>Hm.</think>\n\n", "Hm.</think>\n\n"])
+def test_strict_calls_are_held_to_their_schemas_beside_any_text(family: str, begin: str | None) -> None:
+    prompt_thinks = begin is not None and not begin.startswith("<think>")
+    syntax = AnswerSyntax(begin is not None, prompt_thinks, CALL_FORMATS[family], NAMES)
+    grammar, begin = chat_grammar(syntax, allows_text=True), begin or ""
+    call = CALLS[family]
+    for text in ("", "Just text <tool_call", "I {x}", call):
+        assert is_allowed(grammar, begin + text), text
+    if family not in ("llama3", "gemma"):
+        assert is_allowed(grammar, f"{begin}See: {call} Done.\n{call}")
+    for bad in (call.replace("{}", '{"y": 1}'), call.replace('"f"', '"g"').replace("]f[", "]g["), call[:-2]):
+        assert not is_allowed(grammar, begin + bad), bad
 
 
 def test_an_answer_in_a_form_may_have_calls_instead() -> None:

@@ -244,6 +244,16 @@ def test_a_required_call_is_held_to_a_grammar_and_ends_as_in_openais_api(
     assert ("call)*" in form.text) == (choice == "required")
 
 
+def test_strict_tools_are_held_to_a_grammar_that_allows_text(platform: Platform, key: str) -> None:
+    says(platform, "Just text.")
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    assert ask(platform, key, tools=[strict])["choices"][0]["message"]["content"] == "Just text."
+    form = platform.engine.requests[-1].sampling.structured_output
+    assert form is not None and "TEXT" in form.text
+    ask(platform, key)
+    assert platform.engine.requests[-1].sampling.structured_output is None
+
+
 def test_json_may_follow_reasoning_or_be_replaced_by_a_call(platform: Platform, key: str) -> None:
     says(platform, '<think>Hm.</think>{"a": 1}')
     form = {"type": "json_object"}
@@ -304,7 +314,11 @@ class GetWeather(BaseModel):
 
 
 def test_the_openai_package_streams_and_parses_calls_over_several_turns(platform: Platform, key: str) -> None:
-    client = openai.OpenAI(base_url=platform.url + "/v1", api_key=key)
+    with openai.OpenAI(base_url=platform.url + "/v1", api_key=key) as client:
+        _converse(client, platform)
+
+
+def _converse(client: openai.OpenAI, platform: Platform) -> None:
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     says(platform, f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")

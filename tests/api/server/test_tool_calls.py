@@ -1,6 +1,7 @@
 """Required tool calls over HTTP: the openai package against a real server with a tiny random model."""
 
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -24,7 +25,7 @@ class Paint(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(kit: Kit, server: Served) -> openai.OpenAI:
+def client(kit: Kit, server: Served) -> Iterator[openai.OpenAI]:
     key = server.make_key("tools")
     files = {
         "config": (kit.small / "adapter_config.json").read_bytes(),
@@ -34,7 +35,8 @@ def client(kit: Kit, server: Served) -> openai.OpenAI:
     with server.client(key) as uploading:
         answer = uploading.post("/v1/adapters", data={"name": "painter"}, files=files)
         assert answer.status_code == 201, answer.text
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0) as made:
+        yield made
 
 
 def test_a_required_call_of_a_random_model_parses_over_two_turns(client: openai.OpenAI) -> None:
