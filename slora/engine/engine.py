@@ -209,7 +209,7 @@ class Engine:
         ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
         ended += self._scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
         self._num_steps += bool(plan.chunks)
-        self._generated_tokens += len(result.sampled)
+        self._generated_tokens += sum(not one.is_deferred for one in result.sampled)
         return ended + self._scheduler.postprocess(plan, result.sampled)
 
     def pop_usage(self) -> list[tuple[str, RequestUsage]]:

@@ -42,6 +42,7 @@ from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 
+_DEFERRED = SampledToken(None, is_deferred=True)
 _CPU_POOL_SHARE = 0.25
 _GPU_POOL_SHARE = 0.9
 _SWAP_SHARE = 0.25
@@ -169,7 +170,15 @@ class Runner:
         masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         logits = self._model.logits(hidden[:num_sampled], deltas)
-        return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
+        if masks is None or len(masks.kept) == num_sampled:
+            return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
+        kept = [batch.sampling[row] for row in masks.kept]
+        sampled = [_DEFERRED] * num_sampled
+        for row, token in zip(
+            masks.kept, sample(logits[masks.kept], self._sampling, kept, self.kernels, masks), strict=True
+        ):
+            sampled[row] = token
+        return sampled
 
     def _transfer_pages(self, plan: StepPlan) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.

@@ -1,5 +1,11 @@
-"""The masks of a step: which tokens the grammars of its sequences allow."""
+"""The masks of a step: which tokens the grammars of its sequences allow.
 
+A hostile grammar must cost its own tenant, not the batch. A step therefore spends a limited CPU time on masks, cheapest
+first. A sequence whose mask it has no time for is deferred: it gets no token in this step. Of the deferred sequences,
+the one that has waited longest comes first in the next step, so each of them makes progress.
+"""
+
+import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -8,31 +14,67 @@ import torch
 from torch import Tensor
 
 from slora.scheduler.sequence import Sequence
+from slora_kernels.layout import Int32Array
+
+# CPU seconds. The masks of 64 common schemas take 1 ms. The mask that exceeds a limit of the library takes 10 ms.
+_STEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The masks of the N rows of a batch that have one.
+    """The masks of a step.
 
-    rows: int64 [N], ascending. words: int32 [N, ceil(vocab_size / 32)], see `Kernels.mask_logits`.
+    kept: the rows of the batch that get a token, ascending. All others are deferred.
+    rows: int64 [N], ascending. The places within `kept` of the rows that have a mask.
+    words: int32 [N, ceil(vocab_size / 32)], see `Kernels.mask_logits`.
     """
 
+    kept: list[int]
     rows: Tensor
     words: Tensor
 
     @staticmethod
     def compute(sequences: Rows[Sequence], vocab_size: int, device: torch.device) -> "TokenMasks | None":
-        """Computes the mask of each sequence with a structured form. None if there is no such sequence.
+        """Computes the masks of the sequences with a structured form. None if there is no such sequence.
 
         On a GPU, the host computes masks while the device computes the step. A sequence whose grammar allows no token
         gets an empty mask, and its matcher has the reason.
         """
-        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-        if not rows:
+        formed = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+        if not formed:
             return None
-        words = np.empty((len(rows), -(-vocab_size // 32)), np.int32)
-        for place, row in enumerate(rows):
-            matcher = sequences[row].matcher
-            assert matcher is not None
-            matcher.write_mask(words[place])
-        return TokenMasks(torch.tensor(rows, device=device), torch.from_numpy(words).to(device))
+        words = np.empty((len(formed), -(-vocab_size // 32)), np.int32)
+        is_written = _write_masks([sequences[row] for row in formed], words)
+        deferred = {row for row, written in zip(formed, is_written, strict=True) if not written}
+        kept = [row for row in range(len(sequences)) if row not in deferred]
+        rows = np.searchsorted(kept, [row for row in formed if row not in deferred])
+        if deferred:
+            words = words[is_written]
+        return TokenMasks(kept, torch.from_numpy(rows).to(device), torch.from_numpy(words).to(device))
+
+
+def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
+    """Writes the mask of each sequence into its row of `words`, unless it is deferred. Returns which were written.
+
+    A first token is never deferred: its mask was computed when the grammar was compiled.
+    """
+    longest = max(sequences, key=lambda one: one.num_deferrals)
+    order = sorted(range(len(sequences)), key=lambda place: _rank(sequences[place], longest))
+    is_written, spent_s = [False] * len(sequences), 0.0
+    for place in order:
+        sequence = sequences[place]
+        if spent_s > _STEP_S and sequence.num_generated:
+            sequence.num_deferrals += 1
+            continue
+        matcher, started_s = sequence.matcher, time.thread_time()
+        assert matcher is not None, "only sequences with a form get here"
+        matcher.write_mask(words[place])
+        sequence.mask_s, sequence.num_deferrals = time.thread_time() - started_s, 0
+        spent_s += sequence.mask_s
+        is_written[place] = True
+    return is_written
+
+
+def _rank(sequence: Sequence, longest: Sequence) -> tuple[bool, float]:
+    waits_longest = sequence is longest and sequence.num_deferrals > 0
+    return (not waits_longest, sequence.mask_s)

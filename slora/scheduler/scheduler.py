@@ -231,17 +231,18 @@ class Scheduler:
         outputs = list(plan.ended)
         tokens = iter(sampled)
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            sequence.num_computed += chunk.num_tokens
+            sequence, found = chunk.sequence, [next(tokens) for _ in chunk.sampled_sequences]
+            # A deferred sequence has no forks: the mask of a first token is never deferred.
+            sequence.num_computed += chunk.num_tokens - (bool(found) and found[0].is_deferred)
             if not sequence.is_finished:  # finished if another choice of its request failed in this step
                 self.prefixes.insert(sequence)
             if sequence.scores and not sequence.is_finished:
                 outputs.append(_report_prompt_logprobs(sequence))
             if chunk.forks:
                 self._fork(chunk)
-            for choice in chunk.sampled_sequences:
-                token = next(tokens)
-                if not choice.is_finished:  # finished if another choice of its request just failed
+            for choice, token in zip(chunk.sampled_sequences, found, strict=True):
+                # Finished if another choice of its request just failed.
+                if not (choice.is_finished or token.is_deferred):
                     outputs.extend(self._apply_sampled(choice, token))
         return outputs
 

@@ -60,6 +60,8 @@ class Sequence:
     usage: counts what the request uses; all of its sequences share it.
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.
+    mask_s: CPU seconds of its last mask.
+    num_deferrals: number of steps since its last token that had no time for its mask.
     num_failed_steps: steps that failed to move its adapter or its KV into the pool.
     """
 
@@ -71,6 +73,7 @@ class Sequence:
         "is_finished",
         "is_running",
         "len_at_preemption",
+        "mask_s",
         "matcher",
         "max_chunk_tokens",
         "max_tokens",
@@ -78,6 +81,7 @@ class Sequence:
         "num_charged",
         "num_choices",
         "num_computed",
+        "num_deferrals",
         "num_failed_steps",
         "num_inserted",
         "num_preemptions",
@@ -129,6 +133,8 @@ class Sequence:
         self.swapped: SwappedBlocks | None = None
         self.resident: Resident | None = None
         self.matcher: Matcher | None = None
+        self.mask_s = 0.0
+        self.num_deferrals = 0
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None
         self.row = 0
         self.is_running = False

@@ -127,8 +127,11 @@ class SampledToken(NamedTuple):
 
     token_id: None if the logits were not finite.
     proposal: the continuations that a beam proposes; None for other sequences.
+    is_deferred: the step had no time for the mask of the sequence, so there is no token. The sequence's last token is
+        computed again.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     proposal: Proposal | None = None
+    is_deferred: bool = False

@@ -11,6 +11,7 @@ from slora.engine.engine import Engine
 from slora.errors import RequestRefused
 from slora.llm.llm import LLM
 from slora.request import EngineRequest, FinishReason
+from slora.sampling import token_masks
 from slora.sampling_params import SamplingParams
 from slora.structured_output import StructuredOutput
 from slora.text.tokenizer import Tokenizer
@@ -115,6 +116,37 @@ def test_a_preempted_answer_keeps_its_form(kit: ModelKit, preemption: str) -> No
     expected = drive(start(kit), [requests])
     for name, answer in answers.items():
         assert answer.token_ids == expected[name].token_ids
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_answers_whose_masks_are_deferred_are_the_same(
+    kit: ModelKit, monkeypatch: pytest.MonkeyPatch, preemption: str
+) -> None:
+    """Each step has time for one mask after the first tokens, and half of the sequences have no form."""
+    requests = [
+        ask(
+            kit,
+            "r" * (number + 9),
+            StructuredOutput.json_schema(schema_of(number)),
+            n=number % 3 + 1,
+            max_tokens=30,
+        )
+        for number in range(6)
+    ]
+    requests[1::2] = [
+        replace(one, sampling=replace(one.sampling, structured_output=None)) for one in requests[1::2]
+    ]
+    beams = {"use_beam_search": True, "temperature": 0.0, "seed": None, "n": 2, "best_of": 3}
+    requests.append(ask(kit, "beams", StructuredOutput.regex("(yes|no|[a-c]{3}){2}"), **beams))
+    expected = drive(start(kit), [requests])
+    monkeypatch.setattr(token_masks, "_STEP_S", 0.0)
+    small = start(kit, 26, preemption=preemption)
+    poison(small)
+    answers = drive(small, [requests])
+    assert small.stats().preemptions > 0 and small.stats().steps > 2 * 30
+    assert {name: answer.token_ids for name, answer in answers.items()} == {
+        name: answer.token_ids for name, answer in expected.items()
+    }
 
 
 def test_each_choice_of_a_request_has_the_form(kit: ModelKit) -> None:
