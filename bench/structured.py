@@ -1,6 +1,6 @@
 """What structured output costs: tokens per second of a batch, the parts of a step, and the time to the first token.
 
-    python -m bench.structured [--quick] [--json FILE]
+    python -m bench.structured [--parts parts first-token batch] [--quick] [--json FILE]
 
 The model of 110M parameters (`bench.workload`) gets a tokenizer of 32,000 tokens, trained on this repository's sources.
 The random model never ends an answer by itself, and each schema demands more than an answer's 64 tokens.
@@ -8,7 +8,7 @@ The random model never ends an answer by itself, and each schema demands more th
 batch        64 requests, without a form and with 64 different schemas, in turn. Bar: 0.85 of the tokens per second. The
              first round, which compiles the schemas, does not count.
 parts        milliseconds in a step of this batch: computing the masks, applying them, advancing the matchers.
-first token  over HTTP, one request at a time: without a form, with a schema seen before, and with one never seen. Bar:
+first-token  over HTTP, one request at a time: without a form, with a schema seen before, and with one never seen. Bar:
              30 ms later than without.
 """
 
@@ -41,6 +41,7 @@ from tests.api.served import serving
 
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64, 64
 EOS = 2
+PARTS = ("parts", "first-token", "batch")
 _SOURCES = ("slora", "kernels", "adapters", "api", "tests", "bench", "docs")
 
 
@@ -211,6 +212,7 @@ async def _measure_first_tokens(url: str, key: str, count: int) -> dict[str, lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="a quick run, to check that it works")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -222,13 +224,15 @@ def main() -> None:
         folder = Path(name)
         write_model(folder / "model", torch.bfloat16)
         write_tokenizer(folder / "model")
-        tables = {
-            "first token": list(first_token_rows(folder / "model", folder, count)),
-            "parts": list(part_rows(folder / "model", 20 if options.quick else 200)),
-            "batch": list(batch_rows(folder / "model", rounds)),
+        parts: dict[str, Callable[[], Iterator[Row]]] = {
+            "parts": lambda: part_rows(folder / "model", 20 if options.quick else 200),
+            "first-token": lambda: first_token_rows(folder / "model", folder, count),
+            "batch": lambda: batch_rows(folder / "model", rounds),
         }
-    for title, rows in tables.items():
-        print_table(title, rows)
+        tables: dict[str, list[Row]] = {}
+        for title in options.parts:
+            tables[title] = list(parts[title]())
+            print_table(title, tables[title])
     if options.json:
         write_json(options.json, tables, {"rounds": rounds, "threads": options.threads})
 
