@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from slora.request import FinishReason
+from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.tool_templates import HERMES
 
 PYTHON = Path(os.environ.get("CLIENTS", f"{sys.prefix}-clients")) / "bin" / "python"
+# Scripts that use the base model, and scripts that call tools.
 SCRIPTS = sorted(Path(__file__).parent.glob("use_*.py"))
+CALLING_SCRIPTS = sorted(Path(__file__).parent.glob("call_*.py"))
+CALL = b'<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 ANSWER = b'```json\n{"name": "Ann"}\n```'
 
 
@@ -26,11 +31,26 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield running
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
-def test_a_client_works_unchanged(platform: Platform, script: Path) -> None:
+def run_script(platform: Platform, script: Path, key: str) -> None:
     assert PYTHON.exists(), f"{PYTHON} is missing: run `make soak`, which installs the clients"
-    key = platform.key(script.stem.replace("_", "-"))
     command = [str(PYTHON), "-P", str(script), platform.url + "/v1", key]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
+def test_a_client_works_unchanged(platform: Platform, script: Path) -> None:
+    run_script(platform, script, platform.key(script.stem.replace("_", "-")))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", CALLING_SCRIPTS, ids=[script.stem for script in CALLING_SCRIPTS])
+def test_a_client_calls_tools_unchanged(tmp_path: Path, script: Path) -> None:
+    """The engine answers with a call and with a text in turn."""
+    answers = [deltas_of(text, FinishReason.STOP) for text in (CALL, b"It is warm.")]
+    with running_platform(tmp_path, ScriptedEngine(answers, max_model_len=4096)) as platform:
+        key = platform.key("acme")
+        members = make_members() | {"chat_template.jinja": HERMES.encode()}
+        assert platform.upload(key, "caller", members).status_code == 201
+        run_script(platform, script, key)
