@@ -23,8 +23,8 @@ class NullEngine(Engine):
 
     tells_usage = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._left: dict[str, int] = {}
         self._asked: dict[str, EngineRequest] = {}
         self._ended: list[tuple[str, RequestUsage]] = []

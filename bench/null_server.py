@@ -88,6 +88,8 @@ async def _complete(request: Request) -> StreamingResponse:
 def serve_bare() -> None:
     app = Starlette(routes=[Route("/v1/completions", _complete, methods=["POST"])])
     listener = socket.create_server(("127.0.0.1", 0))
+    # As the listener of `slora serve` does. Otherwise, each answer would wait 40 ms for the client's ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     print(f"slora: listening on http://127.0.0.1:{listener.getsockname()[1]};", flush=True)
     print("slora: ready;", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")

@@ -52,8 +52,8 @@ MODEL = ModelSize(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, inte
 _SETUP = Setup(MODEL)
 _RANK = 8
 _STREAMS = 64
-# HTTP must reach at least this fraction of the throughput of the engine alone.
-_LEAST_OF_ENGINE = 0.95
+_RATIO = "over HTTP / engine alone"
+_HTTP_BAR = Bar(_RATIO, lambda row: row["case"] == _RATIO, "median", 0.95)
 _LIMITS = Limits(ttft_s=6.0, tpot_s=0.5)
 # A tenant with a quota that no run reaches.
 _LIMITED = "limited"
@@ -105,7 +105,8 @@ def trace_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
 
 
 def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
-    rounds, prompt_tokens, output_tokens = (1, 8, 4) if quick else (3, 64, 32)
+    """One round's ratio varies by a tenth, so the median of several rounds is held against the bar."""
+    rounds, prompt_tokens, output_tokens = (1, 8, 4) if quick else (9, 64, 32)
     # Other prompts in each round, so that neither side finds them in its prefix cache.
     drawn = prompts((rounds + 1) * _STREAMS, prompt_tokens, EOS)
     runs: dict[str, list[float]] = {"engine alone": [], "over HTTP": []}
@@ -132,21 +133,13 @@ def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
             finally:
                 alone.stop()
         depot.close()
-    ratio = statistics.median(b / a for a, b in zip(*runs.values(), strict=True))
-    verdict = "met" if ratio >= _LEAST_OF_ENGINE else "MISSED"
-    return {
-        f"{_STREAMS} streams of the base model": [
-            {
-                "case": name,
-                "tokens/s": statistics.median(rates),
-                "min": min(rates),
-                "max": max(rates),
-                "of engine alone": ratio if name == "over HTTP" else None,
-                f">= {_LEAST_OF_ENGINE:g}": verdict if name == "over HTTP" else None,
-            }
-            for name, rates in runs.items()
-        ]
-    }
+    runs[_RATIO] = [b / a for a, b in zip(*runs.values(), strict=True)]
+    rows: list[Row] = [
+        {"case": name, "median": statistics.median(figures), "min": min(figures), "max": max(figures)}
+        for name, figures in runs.items()
+    ]
+    table = f"{_STREAMS} streams of the base model, tokens/s in {rounds} rounds"
+    return {table: rows, "bar of HTTP": [*_HTTP_BAR.verdicts(rows)]}
 
 
 # The rows that the bars compare: no layer, no usage and quotas, and both.

@@ -75,8 +75,8 @@ def test_the_client_reads_streams_one_after_another_on_one_connection(tmp_path: 
 def test_every_part_prints_its_tables() -> None:
     rows, by_tenant = trace_tables(quick=True, setup=_SETUP).values()
     assert [row["failed"] for row in rows] == [0, 0, 0] and len(by_tenant) >= 3
-    (compared,) = http_tables(quick=True, setup=_SETUP).values()
-    assert [row["case"] for row in compared] == ["engine alone", "over HTTP"]
+    compared, bar = http_tables(quick=True, setup=_SETUP).values()
+    assert len(compared) == 3 and len(bar) == 1
     layers, verdicts = layer_tables(quick=True, setup=_SETUP).values()
     assert len(layers) == 6 and all(row["chunks/s"] > 0 for row in layers)
     assert len(verdicts) == 4
