@@ -1,10 +1,12 @@
 """How an answer is collected from its deltas, without an engine."""
 
+import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
-from slora.text.answer import Answer
+from slora.text.answer import Answer, stream_answer
 from tests.api.scripted_engine import byte_tokenizer, deltas_of
 
 
@@ -66,3 +68,24 @@ def test_a_stop_token_and_a_stop_string_are_part_of_the_text_if_that_is_asked_fo
                 answer.take(replace(delta, logprobs=(TokenLogprobs(-0.5, ()),)))
         (choice,) = answer.completion().choices
         assert choice.text == text and sum(token.width for token in choice.tokens) == len(text)
+
+
+def test_deltas_of_an_ended_choice_in_the_same_list_are_left_out() -> None:
+    sampling = SamplingParams(n=2, stop=("b",))
+    answer = Answer(EngineRequest("r", "t", [1], None, sampling), byte_tokenizer())
+    ended: list[tuple[str, int]] = []
+
+    async def arriving() -> AsyncGenerator[list[TokenDelta], None]:
+        yield [*(TokenDelta((byte,)) for byte in b"abcd"), TokenDelta((120,), index=1)]
+        yield [TokenDelta((120,), index=1), TokenDelta((), FinishReason.LENGTH, index=1)]
+
+    async def read() -> list[tuple[int, str, FinishReason | None]]:
+        stream = stream_answer(arriving(), answer, lambda *choice: ended.append(choice))
+        return [(one.choice, one.text, one.finish_reason) async for arrived in stream for one in arrived]
+
+    stopped, length = FinishReason.STOP, FinishReason.LENGTH
+    assert asyncio.run(read()) == [
+        (0, "a", None), (0, "", stopped), (1, "x", None), (1, "x", None), (1, "", length)
+    ]  # fmt: skip
+    assert ended == [("r", 0)]
+    assert [choice.text for choice in answer.completion().choices] == ["a", "xx"]
