@@ -48,6 +48,8 @@ class OpenStreams:
                     await stream.arrived.wait()
                 if deltas := stream.take():
                     yield deltas
+                if stream.outputs:  # Catching up takes many lists, and other requests can run between them.
+                    await asyncio.sleep(0)
         finally:
             del self._streams[request.request_id]
             if stream.unfinished:

@@ -106,6 +106,8 @@ async def merge_streams(
             item = await queue.get()
             if isinstance(item, list):
                 yield item
+                # The next lists may be ready already, and other requests can run between them.
+                await asyncio.sleep(0)
             elif item.error is not None:
                 raise item.error
             else:

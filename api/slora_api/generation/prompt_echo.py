@@ -71,7 +71,7 @@ async def stream_with_echoes(
                     for part in echoes[index].divide(index):
                         yield [replace(part, choice=choice)]
                         await asyncio.sleep(0)
-                yield [delta]
+            yield arrived
 
 
 def _align_prompt(answer: Answer, tokenizer: Tokenizer) -> tuple[AlignedToken, ...]:
