@@ -179,9 +179,10 @@ def decode_output(row: list[Any]) -> StepOutput:
     request_id, token_ids, reason, logprobs, error, index, scored, num_cached = row
     if error is not None:
         return StepOutput(request_id, error=_decode_error(error))
-    entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) or None
+    entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) if logprobs else None
+    prompt_entries = _decode_logprobs(scored) if scored else ()
     finish = FinishReason(reason) if reason is not None else None
-    delta = TokenDelta(tuple(token_ids), finish, entries, index, _decode_logprobs(scored), num_cached)
+    delta = TokenDelta(tuple(token_ids), finish, entries, index, prompt_entries, num_cached)
     return StepOutput(request_id, delta)
 
 
@@ -191,10 +192,10 @@ def _encode_logprobs(entries: Iterable[TokenLogprobs | None] | None) -> list[Any
     return [None if entry is None else (entry.logprob, entry.top) for entry in entries]
 
 
-def _decode_logprobs(rows: list[Any] | None) -> tuple[TokenLogprobs | None, ...]:
+def _decode_logprobs(rows: list[Any]) -> tuple[TokenLogprobs | None, ...]:
     return tuple(
         None if row is None else TokenLogprobs(row[0], tuple((token, logprob) for token, logprob in row[1]))
-        for row in rows or ()
+        for row in rows
     )
 
 

@@ -15,7 +15,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
-from slora_api.generation.sse import EventStream, encode_event, unless_disconnected
+from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import GenerationFields
 
@@ -52,9 +52,9 @@ async def answer_request(
         return PartedResponse(parts, headers)
     if echoes:
         deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
-    events = _events(deltas, shape, usage, include_usage=fields.include_usage)
+    events = _events(deltas, shape, usage)
     first = await unless_disconnected(request.receive, _first(events))
-    return EventStream(first, events, headers)
+    return EventStream(first, events, lambda: shape.usage(usage) if fields.include_usage else b"", headers)
 
 
 async def _complete(
@@ -81,16 +81,14 @@ async def _first(events: _Events) -> bytes:
         raise
 
 
-async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, *, include_usage: bool) -> _Events:
+async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage) -> _Events:
     opened = False
     async with aclosing(deltas):
         async for arrived in deltas:
-            chunks = [] if opened else shape.opening(usage)
+            events = b"" if opened else shape.opening(usage)
             opened = True
             for delta in arrived:
                 usage.add(delta)
-                chunks += shape.chunk(delta, usage)
-            if chunks:
-                yield b"".join(map(encode_event, chunks))
-    if include_usage:
-        yield encode_event(shape.usage(usage))
+                events += shape.events(delta, usage)
+            if events:
+                yield events

@@ -84,7 +84,7 @@ class Generator:
         """Fills the answers of one tenant and streams their deltas as they arrive. No list is empty. Closing the stream
         early aborts all of their requests.
 
-        The last delta leaves when the usage of all requests is durable. Raises what the meter, the limiter, the engine
+        The last list leaves when the usage of all requests is durable. Raises what the meter, the limiter, the engine
         and the usage journal raise. No request is left running then.
         """
         self.usage.check()
@@ -109,11 +109,10 @@ class Generator:
                             if delta.finish_reason is not None:
                                 num_unfinished -= 1
                                 self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
-                        if not num_unfinished:
-                            *arrived, last_delta = arrived
-                            last = [last_delta]
-                        if arrived:
+                        if num_unfinished:
                             yield arrived
+                        else:
+                            last = arrived
                 await self.usage.wait(sent)
                 if last:
                     yield last

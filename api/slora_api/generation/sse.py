@@ -16,7 +16,7 @@ engine computes meanwhile are limited by the bounds of the request.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -81,6 +81,7 @@ class EventStream(Response):
     It subclasses Response because FastAPI requires that, and shares only the headers.
 
     first: the events that are ready already. The status is 200 because they exist.
+    closing: makes the events that follow all others.
     """
 
     media_type = "text/event-stream"
@@ -89,6 +90,7 @@ class EventStream(Response):
         self,
         first: bytes,
         events: AsyncGenerator[bytes, None],
+        closing: Callable[[], bytes],
         headers: dict[str, str],
     ) -> None:
         # X-Accel-Buffering keeps nginx from collecting the whole answer before it passes it on.
@@ -96,6 +98,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -103,7 +106,7 @@ class EventStream(Response):
             await send(start)
             try:
                 await unless_disconnected(receive, self._send_events(send))
-                end = _DONE
+                end = self._closing() + _DONE
             except ClientGone:
                 return
             except asyncio.CancelledError:

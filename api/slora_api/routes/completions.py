@@ -32,7 +32,7 @@ from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import errors, event_stream, json_body
-from slora_api.routes.services import Metered, Services, Wired
+from slora_api.routes.services import Services, Wired, open_meter
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import InferenceKey
 from slora_api.tenants.key_record import KeyRecord
@@ -101,9 +101,9 @@ def _logprobs_format(tokenizer: Tokenizer, body: GenerationFields, num_top: int 
     responses=event_stream(CompletionChunk) | _ERRORS,
     openapi_extra=json_body(CompletionRequest),
 )
-async def complete(request: Request, key: InferenceKey, meter: Metered, services: Wired) -> Response:
+async def complete(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Continues one or several prompts."""
-    bounds = services.bounds()
+    meter, bounds = await open_meter(request, key, services), services.bounds()
     body = await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, meter, services, model)
@@ -147,9 +147,9 @@ async def _complete(
     responses=event_stream(ChatCompletionChunk) | _ERRORS,
     openapi_extra=json_body(ChatRequest),
 )
-async def chat(request: Request, key: InferenceKey, meter: Metered, services: Wired) -> Response:
+async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation."""
-    bounds = services.bounds()
+    meter, bounds = await open_meter(request, key, services), services.bounds()
     body = await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, meter, services, model)
