@@ -3,8 +3,10 @@
 The first delta is awaited before anything is sent. Until then, a failure can still be sent with its own HTTP status.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import Request, Response
 
@@ -20,6 +22,9 @@ from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import GenerationFields
 
 __all__ = ["answer_request"]
+
+# Reading the tool calls of this many characters takes at most 3 ms.
+_INLINE_CHARS = 1 << 14
 
 _Deltas = AsyncGenerator[list[CompletionDelta], None]
 _Events = AsyncGenerator[bytes, None]
@@ -47,7 +52,8 @@ async def answer_request(
     if not fields.stream:
         work = _complete(deltas, answers, echoes, usage, generator)
         completions = await unless_disconnected(request.receive, work)
-        body, tenant = shape.whole(completions, usage), answers[0].request.tenant
+        body = await _make_body(shape, completions, usage)
+        tenant = answers[0].request.tenant
         parts = await unless_disconnected(request.receive, write_json(body, tenant, writing))
         return PartedResponse(parts, headers)
     if echoes:
@@ -55,6 +61,14 @@ async def answer_request(
     events = _events(deltas, shape, usage)
     first = await unless_disconnected(request.receive, _first(events))
     return EventStream(first, events, lambda: shape.usage(usage) if fields.include_usage else b"", headers)
+
+
+async def _make_body(shape: AnswerFormat, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
+    """Makes a long body on a thread: reading the tool calls of 500,000 characters takes up to 80 ms."""
+    num_chars = sum(len(choice.text) for completion in completions for choice in completion.choices)
+    if num_chars <= _INLINE_CHARS:
+        return shape.whole(completions, usage)
+    return await asyncio.to_thread(shape.whole, completions, usage)
 
 
 async def _complete(

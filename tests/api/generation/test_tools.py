@@ -166,6 +166,17 @@ def test_the_results_of_a_beam_search_are_read_in_one_piece(platform: Platform, 
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
 
 
+def test_a_long_answer_is_read_like_a_short_one(platform: Platform, key: str) -> None:
+    arguments = json.dumps({"city": [{"name": "Köln"}] * 2000}, ensure_ascii=False)
+    text = CALL.replace(ARGUMENTS, arguments)
+    platform.engine.answers = [[TokenDelta((*text.encode(), EOS), FinishReason.STOP)]]
+    (call,) = ask(platform, key)["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments and len(arguments) > 1 << 14
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(platform, key)]
+    pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
+    assert "".join(pieces) == arguments
+
+
 def test_all_tokens_of_a_call_have_log_probabilities(platform: Platform, key: str) -> None:
     entry = TokenLogprobs(-1.0, ())
     tokens = [*CALL.encode()]
