@@ -6,7 +6,6 @@ the engine is ready (see /readyz), and is closed first at the end.
 
 import argparse
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -27,7 +26,12 @@ from slora_api.host_board import BoardSize, HostBoard
 from slora_api.http.http_server import HttpServer
 from slora_api.http.listener import open_listener
 from slora_api.routes.services import Services
-from slora_api.server.api_process import background_work, connection_limits, open_services
+from slora_api.server.api_process import (
+    background_work,
+    connection_limits,
+    limit_garbage_collection,
+    open_services,
+)
 from slora_api.server.api_workers import ApiWorkers
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
@@ -147,10 +151,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
                 flags, model.started_at, metrics, sockets, listener, board,
                 settings.stall_seconds, lambda name: restarts.update([name]),
             )  # fmt: skip
-        # All objects so far live as long as the process. If they were not frozen, each full collection would block the
-        # event loop for 50 ms.
-        gc.collect()
-        gc.freeze()
+        limit_garbage_collection()
         await run_until_stopped(
             front,
             generator.limiter,
