@@ -14,5 +14,7 @@ class Person(BaseModel):
 url, key = sys.argv[1:]
 client = instructor.from_openai(openai.OpenAI(base_url=url, api_key=key), mode=instructor.Mode.MD_JSON)
 messages = [{"role": "user", "content": "Who is it?"}]
-person = client.chat.completions.create(model="base", messages=messages, response_model=Person, max_tokens=64)
+person = client.chat.completions.create(
+    model="default", messages=messages, response_model=Person, max_tokens=64
+)
 assert person.name == "Ann", person

@@ -7,7 +7,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 
 url, key = sys.argv[1:]
-model = ChatOpenAI(model="base", base_url=url, api_key=key, max_tokens=32, temperature=0)
+model = ChatOpenAI(model="default", base_url=url, api_key=key, max_tokens=32, temperature=0)
 
 messages = [SystemMessage("Be brief."), HumanMessage("one")]
 messages += [model.invoke(messages), HumanMessage("two")]

@@ -6,7 +6,7 @@ import sys
 import litellm
 
 url, key = sys.argv[1:]
-options = {"model": "openai/base", "api_base": url, "api_key": key, "max_tokens": 32}
+options = {"model": "openai/default", "api_base": url, "api_key": key, "max_tokens": 32}
 
 messages = [{"role": "user", "content": "one"}]
 for text in ("two", "three"):

@@ -6,7 +6,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 url, key = sys.argv[1:]
-options = {"model": "base", "api_base": url, "api_key": key, "max_tokens": 32, "context_window": 256}
+options = {"model": "default", "api_base": url, "api_key": key, "max_tokens": 32, "context_window": 256}
 model = OpenAILike(is_chat_model=True, **options)
 
 messages = [ChatMessage(role="user", content="one")]
