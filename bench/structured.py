@@ -1,6 +1,6 @@
 """What structured output costs: tokens per second of a batch, the parts of a step, and the time to the first token.
 
-    python -m bench.structured [--parts parts first-token batch] [--quick] [--json FILE]
+    GOMP_SPINCOUNT=10000 python -m bench.structured [--parts parts first-token batch] [--quick] [--json FILE]
 
 The model of 110M parameters (`bench.workload`) gets a tokenizer of 32,000 tokens, trained on this repository's sources.
 The random model never ends an answer by itself, and each schema demands more than an answer's 64 tokens.
