@@ -5,7 +5,7 @@ refuses a schema that it can't enforce instead of ignoring keywords. All forms b
 
 The limits below bound the work of one compilation and of one mask. They do not bound everything: a `multipleOf` of a
 million compiles for minutes, and a chain of thousands of rules overflows the stack. A server therefore first compiles a
-form in a process that it can kill (`slora_api.generation.grammar_checks`).
+form in a process that it can kill (`slora_api.sandbox.grammar_checks`).
 """
 
 import json

@@ -39,9 +39,7 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
-from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
-from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
@@ -53,6 +51,8 @@ from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.routes.services import Services
+from slora_api.sandbox.chat_templates import ChatTemplates
+from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.server.app import make_app
 from slora_api.settings import Settings
 from slora_api.tenants.admin_key import open_admin_key

@@ -44,9 +44,9 @@ from slora_api.adapters.inspector import Inspector
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.errors import BadRequest
-from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.sse import unless_disconnected
 from slora_api.quotas.adapter_quota import AdapterQuota
+from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["Publisher"]

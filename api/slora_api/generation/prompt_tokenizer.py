@@ -14,11 +14,11 @@ from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.call_ids import shorten_call_ids
 from slora_api.chat.template_traits import TemplateTraits, read_traits
 from slora_api.errors import BadRequest
-from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.served_model import ServedModel
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import RequestBounds
+from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.schemas import ChatMessage, ChatTemplateFields
 from slora_api.settings import Settings
 

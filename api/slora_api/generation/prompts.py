@@ -23,10 +23,10 @@ from slora.text.generation_defaults import GenerationDefaults
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.chat.chat_grammar import ChatGrammar
 from slora_api.generation.answer_size import AnswerSize
-from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.prompt_tokenizer import PromptTokenizer, TokenizedChat
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tool_schemas import NamedChoice
 

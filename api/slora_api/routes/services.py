@@ -19,15 +19,15 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.fair_slots import FairSlots
-from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
-from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.served_model import ServedModel
 from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.request_bounds import RequestBounds
+from slora_api.sandbox.chat_templates import ChatTemplates
+from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.settings import Settings
 from slora_api.tenants.authentication import InferenceKey
 from slora_api.tenants.key_store import KeyStore

@@ -44,9 +44,7 @@ from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.data_dir import DataDir
-from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
-from slora_api.generation.grammar_checks import GrammarChecks
 from slora_api.generation.metrics import Metrics, share_metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
@@ -62,6 +60,8 @@ from slora_api.quotas.quota_counters import QuotaCounters
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.routes.services import Services
+from slora_api.sandbox.chat_templates import ChatTemplates
+from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.server.api_workers import WorkerConfig
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles

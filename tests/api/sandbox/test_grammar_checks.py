@@ -10,8 +10,8 @@ import pytest
 from slora.errors import RequestRefused
 from slora.structured_output import StructuredOutput
 from slora_api.errors import TenantBusy
-from slora_api.generation import grammar_checks
-from slora_api.generation.grammar_checks import GrammarChecks
+from slora_api.sandbox import grammar_checks
+from slora_api.sandbox.grammar_checks import GrammarChecks
 
 T = TypeVar("T")
 FINE = StructuredOutput.choice(["yes", "no"], "guided_choice")

@@ -14,10 +14,10 @@ import pytest
 
 from slora.errors import RequestRefused
 from slora_api.errors import ServerBusy, TenantBusy
-from slora_api.generation import chat_templates, sandbox_pool, template_process
-from slora_api.generation.chat_templates import ChatTemplates
-from slora_api.generation.sandbox import SandboxAnswer
-from slora_api.generation.sandbox_process import SandboxProcess
+from slora_api.sandbox import chat_templates, sandbox_pool, template_process
+from slora_api.sandbox.chat_templates import ChatTemplates
+from slora_api.sandbox.sandbox import SandboxAnswer
+from slora_api.sandbox.sandbox_process import SandboxProcess
 from tests.adapters.hand_made import make_members
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of

@@ -14,9 +14,9 @@ from slora.errors import RequestRefused
 from slora.structured_output import OutputKind, StructuredOutput
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
-from slora_api.generation.sandbox import pack_frame
-from slora_api.generation.sandbox_pool import SandboxPool, SandboxWork
-from slora_api.generation.sandbox_process import SandboxDied, SandboxProcess
+from slora_api.sandbox.sandbox import pack_frame
+from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
+from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess
 
 __all__ = ["COMPILE_CPU_S", "GrammarChecks"]
 
@@ -47,7 +47,7 @@ class GrammarChecks:
         first = pack_frame({"kind": OutputKind.JSON_OBJECT, "text": "", "param": ""})
 
         def start(timeout_s: float) -> Awaitable[SandboxProcess]:
-            command = "slora_api.generation.grammar_process", str(compile_cpu_s)
+            command = "slora_api.sandbox.grammar_process", str(compile_cpu_s)
             return SandboxProcess.start(command, first, timeout_s)
 
         num_compilers = slots_of_process(_NUM_COMPILERS, _NUM_RESERVED, num_processes)

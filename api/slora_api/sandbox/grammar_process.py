@@ -1,4 +1,4 @@
-"""A process that compiles the forms of structured output: `python -m slora_api.generation.grammar_process LIMIT`.
+"""A process that compiles the forms of structured output: `python -m slora_api.sandbox.grammar_process LIMIT`.
 
 The engine compiles each form again, for its own vocabulary. This process decides whether that is safe: on a hostile
 form the library may compute for minutes, take gigabytes or overflow the stack, and here that ends only this process.
@@ -17,7 +17,7 @@ from slora.errors import RequestRefused
 from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
 from slora.grammar.token_spelling import TokenSpelling
 from slora.structured_output import OutputKind, StructuredOutput
-from slora_api.generation.sandbox import serve_requests
+from slora_api.sandbox.sandbox import serve_requests
 
 __all__ = ["main"]
 

@@ -14,10 +14,10 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
-from slora_api.generation.sandbox import SandboxAnswer
-from slora_api.generation.sandbox_pool import SandboxPool, SandboxWork
-from slora_api.generation.sandbox_process import SandboxDied, SandboxProcess
-from slora_api.generation.template_process import MAX_RENDERED_BYTES, RendererSettings, pack_request
+from slora_api.sandbox.sandbox import SandboxAnswer
+from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
+from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess
+from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSettings, pack_request
 
 __all__ = ["RENDER_CPU_S", "ChatTemplates"]
 
@@ -53,7 +53,7 @@ class ChatTemplates:
         settings = RendererSettings(tokenizer.special_tokens, render_cpu_s)
 
         def start(timeout_s: float) -> Awaitable[SandboxProcess]:
-            command = "slora_api.generation.template_process", settings.to_json()
+            command = "slora_api.sandbox.template_process", settings.to_json()
             return SandboxProcess.start(command, pack_request(""), timeout_s, MAX_RENDERED_BYTES)
 
         num_renderers = slots_of_process(_NUM_RENDERERS, _NUM_RESERVED, num_processes)

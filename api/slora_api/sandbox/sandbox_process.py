@@ -7,7 +7,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 
-from slora_api.generation.sandbox import SandboxAnswer, read_length
+from slora_api.sandbox.sandbox import SandboxAnswer, read_length
 
 __all__ = ["SandboxDied", "SandboxProcess", "SandboxStalled"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from slora_api.cpu_budget import CpuBudget
 from slora_api.errors import ServerBusy
 from slora_api.fair_slots import FairSlots
-from slora_api.generation.sandbox import SandboxAnswer
-from slora_api.generation.sandbox_process import SandboxDied, SandboxProcess, SandboxStalled
+from slora_api.sandbox.sandbox import SandboxAnswer
+from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess, SandboxStalled
 
 __all__ = ["SandboxPool", "SandboxWork"]
 

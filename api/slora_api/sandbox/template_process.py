@@ -1,4 +1,4 @@
-"""A process that renders chat templates: `python -m slora_api.generation.template_process JSON`.
+"""A process that renders chat templates: `python -m slora_api.sandbox.template_process JSON`.
 
 A tenant's template is an untrusted program. Jinja's sandbox keeps it away from the server's objects, and `sandbox`
 limits its CPU time and memory. It does not depend on tokenizers, adapters or tenants.
@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from slora.text.chat_template import compile_chat_template, render_chat
-from slora_api.generation.sandbox import MEMORY_BYTES, pack_frame, serve_requests
+from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
 
 __all__ = ["MAX_RENDERED_BYTES", "RendererSettings", "main", "pack_request"]
 
