@@ -7,9 +7,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ABSENT = ("fastapi", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
-# Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of Redis; of a server.
-NOT_THERE = ("slora_kernels/cpu/", "contenders/vllm_engine", "redis_", "_redis", "bench/attacks/")
+ABSENT = ("fastapi", "llguidance", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
+# Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of Redis; of a server; of
+# structured output.
+NOT_THERE = (
+    "slora_kernels/cpu/",
+    "contenders/vllm_",
+    "redis_",
+    "_redis",
+    "bench/attacks/",
+    "grammar/lark_grammar",
+)
 # These talk to a server, which there is none of.
 OF_A_SERVER = (
     "adapter_depot",
@@ -22,6 +30,8 @@ OF_A_SERVER = (
     "null_server",
     "ping_redis",
     "serving",
+    "serving_peers",
+    "structured",
     "tier_rates",
 )
 
