@@ -29,9 +29,9 @@ PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)
 unexport PYTHONDONTWRITEBYTECODE
 
 test: $(COMPILED) ## the tests, in less than ten minutes on two cores
-	@printf '%s\n' 'tests/slora tests/kernels' 'tests/api/server tests/api/cli' \
+	@printf '%s\n' tests/slora 'tests/api/server tests/api/cli' \
 		'tests/api --ignore=tests/api/server --ignore=tests/api/cli' \
-		'--ignore=tests/slora --ignore=tests/kernels --ignore=tests/api' | xargs -L 1 -P 4 $(PYTEST)
+		'--ignore=tests/slora --ignore=tests/api' | xargs -L 1 -P 4 $(PYTEST)
 
 check: $(TEST) ## format, lint, types, import contracts, tests; changes nothing
 	$(BIN)/ruff format --check .
