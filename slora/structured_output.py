@@ -13,9 +13,12 @@ from typing import Any
 from slora.errors import RequestRefused
 from slora.surrogate import refuse_surrogate
 
-__all__ = ["MAX_FORM_CHARS", "OutputKind", "StructuredOutput"]
+__all__ = ["MAX_CACHED_FORMS", "MAX_FORM_CHARS", "OutputKind", "StructuredOutput"]
 
 MAX_FORM_CHARS = 65_536
+# The engine keeps this many compiled grammars. One takes 50 KB, and the largest that a server accepts 10 MB. The API
+# remembers no more forms than that, so that a form that the engine compiles again is charged again.
+MAX_CACHED_FORMS = 256
 
 
 class OutputKind(StrEnum):

@@ -114,6 +114,7 @@ class Kernels(Protocol):
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         """Sets the logits of tokens that a mask does not allow to minus infinity, in place.
 
+        A row with a logit that is NaN or plus infinity may become NaN, even if its token is not allowed.
         logits: [B, V], float32 or the model dtype. rows: int64 [N], distinct and ascending, the rows with a mask.
         masks: int32 [N, ceil(V / 32)]; bit t % 32 of word t // 32 is 1 if token t is allowed.
         """

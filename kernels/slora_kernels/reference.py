@@ -117,7 +117,7 @@ def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slots: Tensor, k: 
         scales = round_scale_up(sides.abs().amax(-1))
         view_scales(pages, geometry, layer)[page, :, :, offset] = scales
         sides = sides / scales.double()[..., None]
-    # torch can't index numbers of 8 bits, so the bytes are written.
+    # torch cannot write float8 through an index, so the bytes are written.
     numbers = sides.to(geometry.element_dtype).view(torch.uint8)
     view_layer(pages, geometry, layer).view(torch.uint8)[page, :, :, offset] = numbers
 

@@ -57,8 +57,8 @@ class EngineClient(Protocol):
         """Fixed facts of the engine. Raises EngineUnavailable before the first connection."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """Yields the deltas of the answer as the engine generates them, those that have arrived together in one list.
-        Closing the iterator early aborts the request.
+        """Yields lists of the deltas that have arrived since the last list. Closing the iterator early aborts the
+        request.
 
         May raise at any step: RequestRefused, AdapterFetchFailed, RequestFailed, StepFailed, DeadlineMissed or
         EngineUnavailable.

@@ -53,6 +53,7 @@ class Engine:
 
     costs: the cost model. With None, the engine measures it at start and learns it from each step. A fixed cost model
     makes runs reproducible: the same requests give the same batches, and therefore the same results to the last bit.
+    Structured output is the exception: which masks a step defers depends on the CPU time that they take.
     load: the function that loads the model; by default it reads the checkpoint.
     notify: called, from another thread, when a grammar has been compiled, so that `step` can start its requests. None:
     `add` compiles grammars itself.
@@ -98,8 +99,7 @@ class Engine:
         self._grammars = GrammarCompiler(
             lambda: read_spelling(config.model, model.vocab_size),
             model.eos_token_ids,
-            threaded=notify is not None,
-            notify=notify or _do_nothing,
+            notify,
         )
         self._scheduler = Scheduler(scheduler, source, self._learned or self._costs, self._grammars)
         self._was_timed = True
@@ -286,7 +286,3 @@ class Engine:
             swap_s, load_s = self._runner.swap_s, self._runner.load_s
             times = StepTimes(seconds - swap_s - load_s, swap_s, load_s)
             self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
-
-
-def _do_nothing() -> None:
-    pass

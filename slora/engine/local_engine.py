@@ -159,12 +159,12 @@ class LocalEngine:
         except BaseException:
             _log.critical("the engine failed and serves no more requests", exc_info=True)
             reason = "the engine failed; the log has the reason"
-        engine.close()
         with self._gate:
             self._down_reason = reason
         self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)], [])
         for answer in list(self._pending_replies):
             _resolve_reply(answer, EngineUnavailable(reason))
+        engine.close()
 
     def _deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
         """Passes a step's outputs to the event loops, with one call per loop. Runs on the engine's thread."""

@@ -15,7 +15,7 @@ from slora.request import EngineRequest, StepOutput, TokenDelta
 
 __all__ = ["OpenStreams"]
 
-# The most deltas that a reader gets at once. As events of a stream they have about 16 KiB.
+# The most deltas that a reader gets at once: about 16 KiB of server-sent events.
 _MAX_READY = 64
 
 
@@ -31,7 +31,7 @@ class OpenStreams:
         send: Callable[[EngineRequest], Awaitable[None]],
         abort: Callable[[str], None],
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        """Sends the request and yields its deltas until it is finished, those that have arrived together in one list.
+        """Sends the request. Until it is finished, yields lists of all deltas that have arrived since the last list.
         Raises the error that ends the request.
 
         If the iterator is closed, cancelled or fails before that, `abort` is called with the request's id.
@@ -56,7 +56,7 @@ class OpenStreams:
                 abort(request.request_id)
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """Takes no further deltas of this choice; the other choices continue."""
+        """Drops later deltas of this choice; the other choices continue."""
         if request_id in self._streams:
             self._streams[request_id].unfinished.discard(index)
 

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests on a thread of its own, and caches them.
+"""Compiles the grammars of requests, on a thread of its own if asked to, and caches them.
 
 The library is loaded, and the vocabulary is read, when the first grammar is compiled or when the thread starts.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slora.errors import ConfigError, RequestRefused
 from slora.grammar.grammar_source import Compiled, Refused
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import StructuredOutput
+from slora.structured_output import MAX_CACHED_FORMS, StructuredOutput
 
 if TYPE_CHECKING:
     from slora.grammar.lark_grammar import GrammarLibrary
@@ -24,8 +24,6 @@ __all__ = ["GrammarCompiler"]
 
 _log = logging.getLogger(__name__)
 
-# A compiled grammar takes 50 KB, and the largest that a server accepts 10 MB.
-_MAX_CACHED = 256
 _MISSING = (
     "structured output needs the package llguidance, which is not installed: pip install 'slora[serve]'"
 )
@@ -35,17 +33,14 @@ class GrammarCompiler:
     """See `GrammarSource`.
 
     read_spelling: reads the vocabulary. Raises ConfigError if its tokens do not spell bytes.
-    threaded: whether to compile on a thread. If not, `request` compiles.
-    notify: called, from any thread, whenever `poll` would return something.
+    notify: called on the compiling thread after each compilation. None: `request` compiles on the caller's thread.
     """
 
     def __init__(
         self,
         read_spelling: Callable[[], TokenSpelling],
         eos_token_ids: Sequence[int],
-        *,
-        threaded: bool = False,
-        notify: Callable[[], None] = lambda: None,
+        notify: Callable[[], None] | None = None,
     ) -> None:
         self._read_spelling = read_spelling
         self._eos_token_ids = eos_token_ids
@@ -55,7 +50,7 @@ class GrammarCompiler:
         self._cached: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._done: deque[Compiled | Refused] = deque()
         self._in_flight: set[StructuredOutput] = set()
-        self._thread = ThreadPoolExecutor(1, "grammars") if threaded else None
+        self._thread = ThreadPoolExecutor(1, "grammars") if notify is not None else None
         if self._thread is not None:
             self._thread.submit(self._load)
 
@@ -86,7 +81,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, output: StructuredOutput) -> None:
         result = self._compile(output)
@@ -94,17 +89,19 @@ class GrammarCompiler:
             self._done.append(result)
             if isinstance(result, Compiled):
                 self._cached[output.kind, output.text] = result
-                if len(self._cached) > _MAX_CACHED:
+                if len(self._cached) > MAX_CACHED_FORMS:
                     self._cached.popitem(last=False)
-        self._notify()
+        if self._notify is not None:
+            self._notify()
 
     def _compile(self, output: StructuredOutput) -> Compiled | Refused:
         try:
+            if isinstance(self._library, ConfigError):
+                unsupported = f"{output.param} is not supported: {self._library}"
+                return Refused(output, RequestRefused(unsupported, output.param))
             return Compiled(output, self._library.compile(output))
         except RequestRefused as error:
             return Refused(output, error)
-        except ConfigError as error:
-            return Refused(output, RequestRefused(f"{output.param} is not supported: {error}", output.param))
         except Exception as error:  # top of a thread: a bug must fail this request, not block it
             _log.exception("compiling a grammar failed")
             return Refused(output, RequestRefused(f"{output.param} can't be compiled: {error}", output.param))
@@ -112,14 +109,20 @@ class GrammarCompiler:
     def _load(self) -> None:
         """Loads library and vocabulary before the first request needs them."""
         try:
-            _ = self._library
-        except ConfigError as error:
-            _log.info("structured output is not available: %s", error)
+            if isinstance(self._library, ConfigError):
+                _log.info("structured output is not available: %s", self._library)
         except Exception:  # top of a thread: the first request fails with the same error
             _log.exception("structured output is not available")
 
     @cached_property
-    def _library(self) -> "GrammarLibrary":
+    def _library(self) -> "GrammarLibrary | ConfigError":
+        """The library with the vocabulary, or why this model can't have it. Reading it takes seconds."""
+        try:
+            return self._open_library()
+        except ConfigError as error:
+            return error
+
+    def _open_library(self) -> "GrammarLibrary":
         try:
             module = importlib.import_module("slora.grammar.lark_grammar")
         except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from slora_kernels.layout import Int32Array
 
 __all__ = ["GrammarLibrary", "LarkGrammar", "LarkMatcher"]
 
-# The library would compute text that has no alternative ahead of the answer. The engine does not use it, and a long
+# The library would compute forced tokens ahead of the answer. The engine does not use them, and a long
 # constant made a mask take 70 ms.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 _LIMITS = LLParserLimits(

@@ -167,9 +167,10 @@ class Runner:
         compute_prompt_logprobs(hidden[num_sampled:], batch.prompts, self._score)
         if not num_sampled:
             return []
-        masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         logits = self._model.logits(hidden[:num_sampled], deltas)
+        # After the launch of the model's head: uploading the masks waits until the device has computed the logits.
+        masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         if masks is None or len(masks.kept) == num_sampled:
             return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
         kept = [batch.sampling[row] for row in masks.kept]

@@ -1,8 +1,8 @@
 """The masks of a step: which tokens the grammars of its sequences allow.
 
 A hostile grammar must cost its own tenant, not the batch. A step therefore spends a limited CPU time on masks, cheapest
-first. A sequence whose mask it has no time for is deferred: it gets no token in this step. Of the deferred sequences,
-the one that has waited longest comes first in the next step, so each of them makes progress.
+first. A sequence whose mask it has no time for is deferred: it gets no token in this step. The sequence that was
+deferred for the most steps gets its mask whatever time is left, so each of them makes progress.
 """
 
 import time
@@ -25,7 +25,7 @@ class TokenMasks:
     """The masks of a step.
 
     kept: the rows of the batch that get a token, ascending. All others are deferred.
-    rows: int64 [N], ascending. The places within `kept` of the rows that have a mask.
+    rows: int64 [N], ascending. The indices into `kept` of the rows that have a mask.
     words: int32 [N, ceil(vocab_size / 32)], see `Kernels.mask_logits`.
     """
 
@@ -59,11 +59,12 @@ def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
     A first token is never deferred: its mask was computed when the grammar was compiled.
     """
     longest = max(sequences, key=lambda one: one.num_deferrals)
-    order = sorted(range(len(sequences)), key=lambda place: _rank(sequences[place], longest))
+    order = sorted(range(len(sequences)), key=lambda place: sequences[place].mask_s)
     is_written, spent_s = [False] * len(sequences), 0.0
     for place in order:
         sequence = sequences[place]
-        if spent_s > _STEP_S and sequence.num_generated:
+        waits_longest = sequence is longest and sequence.num_deferrals > 0
+        if spent_s > _STEP_S and sequence.num_generated and not waits_longest:
             sequence.num_deferrals += 1
             continue
         matcher, started_s = sequence.matcher, time.thread_time()
@@ -73,8 +74,3 @@ def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
         spent_s += sequence.mask_s
         is_written[place] = True
     return is_written
-
-
-def _rank(sequence: Sequence, longest: Sequence) -> tuple[bool, float]:
-    waits_longest = sequence is longest and sequence.num_deferrals > 0
-    return (not waits_longest, sequence.mask_s)

@@ -13,9 +13,6 @@ class GrammarWaiting:
         self._grammars = grammars
         self._waiters: dict[StructuredOutput, list[Sequence]] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._waiters.values()))
-
     def add(self, sequence: Sequence) -> None:
         """Requests the grammar of a sequence. The sequence waits until `collect` yields it."""
         output = sequence.request.sampling.structured_output

@@ -6,6 +6,7 @@
                                                                   ^              |
                                                                   +- preempted --+
 
+A request for structured output first waits until its grammar is compiled, and then takes one of the ways from `add`.
 A waiting sequence holds nothing in the pool; its KV may be swapped to the host. A sequence that ends releases all its
 resources, in any state. This module makes no decisions: `Admission` decides which sequence is admitted, and
 `Preemption` decides which sequence is preempted.
@@ -14,7 +15,7 @@ resources, in any state. This module makes no decisions: `Admission` decides whi
 from collections import defaultdict
 from collections.abc import Iterator
 
-from slora.errors import AdapterFetchFailed, ContextTooLong, RequestRefused
+from slora.errors import AdapterFetchFailed, ContextTooLong
 from slora.grammar.grammar_source import GrammarSource
 from slora.pool.unified_paging import UnifiedPaging
 from slora.request import RequestUsage, StepOutput
@@ -41,7 +42,7 @@ class Lifecycle:
     """Every unfinished sequence is in `unfinished`.
 
     It is also in exactly one of four places: the batch, the queue, `adapters`, where it waits for its adapter, or
-    `grammars`, where it waits until the form of its answer is compiled.
+    `_grammars`, where it waits until the form of its answer is compiled.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class Lifecycle:
         self._paging = paging
         self._adapters = adapters
         self._swapping = swapping
-        self.grammars = GrammarWaiting(grammars)
+        self._grammars = GrammarWaiting(grammars)
 
     def add(self, sequence: Sequence) -> None:
         """Raises ContextTooLong if the sequence could not run even alone in the pool."""
         if sequence.awaits_grammar:
-            self.grammars.add(sequence)
+            self._grammars.add(sequence)
         else:
             self._enqueue(sequence)
         self.unfinished.add(sequence)
@@ -77,12 +78,9 @@ class Lifecycle:
 
         Yields an error output for each sequence that can't run.
         """
-        for sequence, error in self.grammars.collect():
-            try:
-                if error is not None:
-                    raise error
-                self._enqueue(sequence)
-            except RequestRefused as refusal:
+        for sequence, error in self._grammars.collect():
+            refusal = error or self._try_enqueue(sequence)
+            if refusal is not None:
                 yield self.fail(sequence, refusal)
 
     def collect_fetches(self) -> Iterator[StepOutput]:
@@ -166,6 +164,9 @@ class Lifecycle:
         if sequence.search is not None:
             sequence.search.withdraw(sequence.index)
         sequence.num_computed = sequence.num_inserted = 0
+        return self._try_enqueue(sequence)
+
+    def _try_enqueue(self, sequence: Sequence) -> ContextTooLong | None:
         try:
             self._enqueue(sequence)
         except ContextTooLong as error:
@@ -300,7 +301,7 @@ class Lifecycle:
         if sequence.is_running:
             self._stop_running(sequence)
         elif sequence.awaits_grammar:
-            self.grammars.remove(sequence)
+            self._grammars.remove(sequence)
         elif sequence in self.queue:
             self.dequeue(sequence)
         elif version is not None:

@@ -434,10 +434,10 @@ def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
 
 def _cannot_continue(sequence: Sequence, reason: str) -> RequestRefused:
     output = sequence.request.sampling.structured_output
-    param = "structured_output" if output is None else output.param
+    assert output is not None, "only a sequence with a form has a matcher"
     return RequestRefused(
-        f"{param} can't be enforced after {sequence.num_generated} tokens of the answer: {reason}; simplify it",
-        param,
+        f"{output.param} can't be enforced after {sequence.num_generated} tokens of the answer: {reason}; simplify it",
+        output.param,
     )
 
 

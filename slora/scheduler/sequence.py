@@ -61,7 +61,7 @@ class Sequence:
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.
     mask_s: CPU seconds of its last mask.
-    num_deferrals: number of steps since its last token that had no time for its mask.
+    num_deferrals: number of steps since its last token that deferred it, see `token_masks`.
     num_failed_steps: steps that failed to move its adapter or its KV into the pool.
     """
 

@@ -127,8 +127,8 @@ class SampledToken(NamedTuple):
 
     token_id: None if the logits were not finite.
     proposal: the continuations that a beam proposes; None for other sequences.
-    is_deferred: the step had no time for the mask of the sequence, so there is no token. The sequence's last token is
-        computed again.
+    is_deferred: the step's time for masks ran out before this sequence, so there is no token. The next step computes
+        the sequence's last token again.
     """
 
     token_id: int | None

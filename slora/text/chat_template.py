@@ -24,7 +24,7 @@ __all__ = ["RESERVED_NAMES", "compile_chat_template", "cut_at_mark", "mark_end",
 RESERVED_NAMES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"}
 )
-# Private-use characters, which no text has by accident. Templates may remove the space, as they do with any text.
+# Private-use characters, which no text has by accident. A template that strips a message also strips the space.
 _MARK = "\ue0cf\ue0ce\ue0cf "
 # Limit of the compiled templates that are kept, in characters of source. Compiled code needs up to a hundred times the
 # memory of its source.
@@ -144,7 +144,7 @@ def render_chat(
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Templates expect the arguments of a tool call as an object, and OpenAI's API has them as JSON text. A text that
-    is not an object, because the model wrote invalid JSON, stays as it is.
+    is not an object, because the model wrote invalid JSON, stays as it is. So do arguments that are no text.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -156,8 +156,11 @@ def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return function
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(text or "{}")
     except ValueError:
         return function
     return {**function, "arguments": arguments} if isinstance(arguments, dict) else function

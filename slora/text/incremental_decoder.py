@@ -180,7 +180,9 @@ class _StripStart:
     def clone(self) -> "_StripStart":
         return _StripStart(self._char, self._count)
 
-    def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes:
+    def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
+        if self._count > 1:  # how much is removed from a token depends on those before it
+            return None
         char = self._char if isinstance(piece, str) else self._char.encode()
         return piece.removeprefix(char) if is_first else piece  # type: ignore[arg-type]
 
@@ -209,12 +211,12 @@ class _WholeText:
 
 
 class DecoderChain:
-    """The stages of one tokenizer's decoder, in their initial state."""
+    """The stages of one tokenizer's decoder, in their initial state. special: the texts of its special tokens."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
-        self._special = frozenset(token.content for token in added if token.special)
+        self.special = frozenset(token.content for token in added if token.special)
         self._stages = _make_stages(tokenizer.decoder)
 
     def start(
@@ -222,7 +224,7 @@ class DecoderChain:
     ) -> "IncrementalDecoder":
         """Returns a decoder for a new text. shown: special tokens that are not skipped."""
         stages = [stage.clone() for stage in self._stages]
-        skipped = self._special if skip_special_tokens else frozenset()
+        skipped = self.special if skip_special_tokens else frozenset()
         return IncrementalDecoder(self, stages, skipped - shown if shown else skipped)
 
     def read_pieces(self, token_ids: Sequence[int], skipped: frozenset[str]) -> list[str]:
@@ -235,7 +237,7 @@ class DecoderChain:
 
         None: that depends on further tokens.
         """
-        spelled: str | bytes | None = "".join(self.read_pieces([token_id], self._special))
+        spelled: str | bytes | None = "".join(self.read_pieces([token_id], self.special))
         for stage in self._stages if spelled else ():
             if spelled is not None:
                 spelled = stage.spell(spelled, is_first=is_first)

@@ -93,12 +93,8 @@ class Tokenizer:
 
     def find_special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
         """Returns the ids of those texts that are special tokens."""
-        special = {
-            token.content: token_id
-            for token_id, token in self._fast.get_added_tokens_decoder().items()
-            if token.special
-        }
-        return {text: special[text] for text in texts if text in special}
+        ids = {text: self._fast.token_to_id(text) for text in texts if text in self._decoder_chain.special}
+        return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes a text. Releases the GIL while it tokenizes, which the library's `encode` does not.
@@ -194,7 +190,7 @@ class Tokenizer:
             )
         try:
             rendered = render_chat(
-                source, list(messages), self._special_tokens, {"add_generation_prompt": add_generation_prompt}
+                source, messages, self._special_tokens, {"add_generation_prompt": add_generation_prompt}
             )
         except _TEMPLATE_FAILURES as error:
             raise RequestRefused(f"the chat template refuses these messages: {error}", "messages") from error

@@ -11,7 +11,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 
 from slora.errors import RequestRefused
-from slora.structured_output import OutputKind, StructuredOutput
+from slora.structured_output import MAX_CACHED_FORMS, OutputKind, StructuredOutput
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox import pack_frame
@@ -25,8 +25,6 @@ COMPILE_CPU_S = 0.5
 # A tenant can use 20 new forms of 5 ms each second indefinitely.
 _BURST_CPU_S, _REFILL = 5.0, 0.1
 _NUM_COMPILERS, _NUM_RESERVED = 2, 1
-# Digests of 32 bytes.
-_MAX_ACCEPTED = 4096
 _LIBRARY = "llguidance"
 
 
@@ -99,7 +97,7 @@ class GrammarChecks:
             )
             raise RequestRefused(named, output.param)
         self._accepted[digest] = None
-        if len(self._accepted) > _MAX_ACCEPTED:
+        if len(self._accepted) > MAX_CACHED_FORMS:
             self._accepted.popitem(last=False)
 
     async def close(self) -> None:

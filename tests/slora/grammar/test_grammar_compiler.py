@@ -26,7 +26,7 @@ def fail_to_spell() -> TokenSpelling:
 
 def test_a_grammar_is_compiled_on_a_thread_and_then_cached() -> None:
     arrived = threading.Event()
-    compiler = GrammarCompiler(spell, [EOS], threaded=True, notify=arrived.set)
+    compiler = GrammarCompiler(spell, [EOS], notify=arrived.set)
     compiler.request(FINE)
     compiler.request(FINE)  # joins the first request
     assert arrived.wait(60)
@@ -39,7 +39,7 @@ def test_a_grammar_is_compiled_on_a_thread_and_then_cached() -> None:
 
 
 def test_the_grammar_that_was_used_least_recently_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "_MAX_CACHED", 2)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_FORMS", 2)
     compiler = GrammarCompiler(spell, [EOS])
 
     def compile_one(pattern: str) -> object:
@@ -69,3 +69,18 @@ def test_a_model_without_the_vocabulary_for_grammars_refuses_each_form(
         (result,) = compiler.poll()
         assert isinstance(result, Refused) and result.error.param == "guided_choice"
         assert message in result.error.message
+
+
+def test_a_vocabulary_that_spells_no_bytes_is_read_once() -> None:
+    num_reads = 0
+
+    def count_and_fail() -> TokenSpelling:
+        nonlocal num_reads
+        num_reads += 1
+        raise ConfigError("the model has no tokenizer")
+
+    compiler = GrammarCompiler(count_and_fail, [EOS])
+    for text in ("a", "b", "c"):
+        compiler.request(StructuredOutput.regex(text))
+        assert [type(result) for result in compiler.poll()] == [Refused]
+    assert num_reads == 1

@@ -169,8 +169,9 @@ def test_tools_and_calls_are_rendered_as_in_transformers(pair: Pair, family: str
         tokenize=False,
         add_generation_prompt=True,
     )
-    messages = conversation_with_calls(arguments)
-    assert render_chat(template, messages, ours.special_tokens, {"tools": TOOLS}) == expected
+    for sent in (arguments, parsed):
+        messages = conversation_with_calls(sent)
+        assert render_chat(template, messages, ours.special_tokens, {"tools": TOOLS}) == expected
 
 
 def test_a_model_with_a_template_for_tools_has_both(tmp_path: Path) -> None:
