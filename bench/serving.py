@@ -231,7 +231,9 @@ def _layer_rows(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
 
 
 def _layer_verdicts(measured: Mapping[str, Sequence[_LayerRun]]) -> list[Row]:
-    """Holds each layer against the bare route in the same round, and the CPU of ledger and quotas against none."""
+    """Compares the whole server with the bare route of the same round, and the API's CPU time with and without ledger
+    and quotas.
+    """
 
     def median(name: str, other: str, compare: Callable[[_LayerRun, _LayerRun], float]) -> float:
         return statistics.median(map(compare, measured[name], measured[other]))

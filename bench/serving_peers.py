@@ -158,7 +158,10 @@ def peer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
 
 
 def bar_rows(rows: Sequence[Row], cases: Sequence[Case] = WHOLE) -> list[Row]:
-    """Compares slora with vLLM. A latency counts as vLLM's over slora's, so more than 1 is better in every row."""
+    """Compares slora with vLLM.
+
+    For a latency, the ratio is vLLM's divided by slora's. In every row, a ratio above 1 means that slora is better.
+    """
     found = {(row["case"], row["loop"], row["server"]): row for row in rows}
     bars: list[Row] = []
     for case, load in [(one, load) for one in cases for load in one.loads]:

@@ -132,7 +132,7 @@ class _Vocabulary:
         self.eos_token_id = eos_token_ids[0]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The library encodes only text that has no alternative, and `_OPTIONS` turns that off."""
+        """The library calls this only to tokenize forced text, which `_OPTIONS` (`no_forcing`) turns off."""
         return []
 
 
