@@ -76,7 +76,8 @@ def test_every_part_prints_its_tables() -> None:
     rows, by_tenant = trace_tables(quick=True, setup=_SETUP).values()
     assert [row["failed"] for row in rows] == [0, 0, 0] and len(by_tenant) >= 3
     compared, bar = http_tables(quick=True, setup=_SETUP).values()
-    assert len(compared) == 3 and len(bar) == 1
+    assert [row["case"] for row in compared] == ["engine alone", "over HTTP", "over HTTP / engine alone"]
+    assert [row["seen"] for row in bar] == [compared[-1]["median"]]
     layers, verdicts = layer_tables(quick=True, setup=_SETUP).values()
     assert len(layers) == 6 and all(row["chunks/s"] > 0 for row in layers)
-    assert len(verdicts) == 4
+    assert len({row["bar"] for row in verdicts}) == len(verdicts) == 4

@@ -219,7 +219,7 @@ def test_log_probabilities_are_those_of_the_model(kit: ModelKit) -> None:
     assert text_of(kit, answer) == "yes" and all(logprob < -0.01 for logprob in answer.logprobs)
 
 
-def test_a_request_that_ends_while_its_form_is_compiled_leaves_nothing(kit: ModelKit) -> None:
+def test_aborting_a_request_while_its_grammar_compiles_frees_everything(kit: ModelKit) -> None:
     """The grammar is compiled on a thread, which notifies the engine."""
     engine = start(kit)
     requests = [ask(kit, name, StructuredOutput.choice(["yes"])) for name in ("a", "bb", "ccc")]
