@@ -12,20 +12,22 @@ first-token  over HTTP, one request at a time: without a form, with a schema see
              30 ms later than without.
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from bench.bars import Bar
+from bench.parts import Tables, run_parts
 from bench.sse_client import SseClient
-from bench.table import Row, print_table, write_json
+from bench.table import Row
 from bench.workload import SMALL, prompts, write_model
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
@@ -41,7 +43,14 @@ from tests.api.served import serving
 
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64, 64
 EOS = 2
-PARTS = ("parts", "first-token", "batch")
+_ROUNDS, _THREADS = 5, 2
+_PLAIN, _SEEN, _NEW = "without a form", "a schema seen before", "a schema never seen"
+_BARS = (
+    Bar("tokens/s of without, temperature 0", lambda row: row.get("temperature") == 0.0, "ratio", 0.85),
+    Bar("tokens/s of without, temperature 1", lambda row: row.get("temperature") == 1.0, "ratio", 0.85),
+    Bar(f"first token, {_SEEN}", lambda row: row.get("request") == _SEEN, "later by ms", 30.0, at_most=True),
+    Bar(f"first token, {_NEW}", lambda row: row.get("request") == _NEW, "later by ms", 30.0, at_most=True),
+)
 _SOURCES = ("slora", "kernels", "adapters", "api", "tests", "bench", "docs")
 
 
@@ -134,7 +143,6 @@ def batch_rows(model: Path, rounds: int) -> Iterator[Row]:
             "tokens/s with 64 schemas": statistics.median(formed),
             "ratio": statistics.median(ratios),
             "worst ratio": min(ratios),
-            "bar": 0.85,
         }
 
 
@@ -179,28 +187,23 @@ def first_token_rows(model: Path, folder: Path, count: int) -> Iterator[Row]:
     with serving(model, folder / "data", "--pool-bytes", "256MiB", kernels="auto") as served:
         served.wait_until_ready()
         seconds = asyncio.run(_measure_first_tokens(served.url, served.make_key("bench"), count))
-    plain = statistics.median(seconds["without a form"])
+    plain = statistics.median(seconds[_PLAIN])
     for kind, found in seconds.items():
         yield {
             "request": kind,
             "median ms": statistics.median(found) * 1e3,
             "p90 ms": sorted(found)[int(0.9 * len(found))] * 1e3,
             "later by ms": (statistics.median(found) - plain) * 1e3,
-            "bar": None if kind == "without a form" else 30.0,
         }
 
 
 async def _measure_first_tokens(url: str, key: str, count: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {
-        "without a form": [],
-        "a schema seen before": [],
-        "a schema never seen": [],
-    }
+    seconds: dict[str, list[float]] = {_PLAIN: [], _SEEN: [], _NEW: []}
     prompt = prompts(1, PROMPT_TOKENS)[0]
     async with SseClient(url) as client:
         for number in range(-2, count):  # the first rounds start the process that checks forms
-            forms = {"without a form": {}, "a schema seen before": {"guided_json": make_schema(0)}}
-            forms["a schema never seen"] = {"guided_json": make_schema(1000 + number)}
+            forms = {_PLAIN: {}, _SEEN: {"guided_json": make_schema(0)}}
+            forms[_NEW] = {"guided_json": make_schema(1000 + number)}
             for kind, form in forms.items():
                 body = {"model": "model", "prompt": prompt, "max_tokens": 2, **form}
                 answer = await client.complete(key, body)
@@ -210,32 +213,44 @@ async def _measure_first_tokens(url: str, key: str, count: int) -> dict[str, lis
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--quick", action="store_true", help="a quick run, to check that it works")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rounds, count = (1, 5) if options.quick else (options.rounds, 40)
-    with tempfile.TemporaryDirectory() as name:
+def batch_tables(*, quick: bool) -> Tables:
+    with _bench_model() as folder:
+        rows = list(batch_rows(folder / "model", 1 if quick else _ROUNDS))
+    return {"batch": rows, "bars of the batch": _verdicts(rows)}
+
+
+def part_tables(*, quick: bool) -> Tables:
+    with _bench_model() as folder:
+        return {"parts": list(part_rows(folder / "model", 20 if quick else 200))}
+
+
+def first_token_tables(*, quick: bool) -> Tables:
+    with _bench_model() as folder:
+        rows = list(first_token_rows(folder / "model", folder, 5 if quick else 40))
+    return {"first-token": rows, "bars of the first token": _verdicts(rows)}
+
+
+def _verdicts(rows: Sequence[Row]) -> list[Row]:
+    return [verdict for bar in _BARS for verdict in bar.verdicts(rows)]
+
+
+@contextmanager
+def _bench_model() -> Iterator[Path]:
+    """A directory with the model, in `model`."""
+    torch.set_num_threads(_THREADS)
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as name:
         folder = Path(name)
         write_model(folder / "model", torch.bfloat16)
         write_tokenizer(folder / "model")
-        parts: dict[str, Callable[[], Iterator[Row]]] = {
-            "parts": lambda: part_rows(folder / "model", 20 if options.quick else 200),
-            "first-token": lambda: first_token_rows(folder / "model", folder, count),
-            "batch": lambda: batch_rows(folder / "model", rounds),
-        }
-        tables: dict[str, list[Row]] = {}
-        for title in options.parts:
-            tables[title] = list(parts[title]())
-            print_table(title, tables[title])
-    if options.json:
-        write_json(options.json, tables, {"rounds": rounds, "threads": options.threads})
+        yield folder
 
+
+PARTS: Mapping[str, Callable[..., Tables]] = {
+    "parts": part_tables,
+    "first-token": first_token_tables,
+    "batch": batch_tables,
+}
 
 if __name__ == "__main__":
-    main()
+    assert __doc__ is not None
+    run_parts(__doc__, PARTS)

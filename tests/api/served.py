@@ -110,6 +110,18 @@ class Served:
             key: str = admin.post(f"/admin/tenants/{tenant}/keys", json=body).raise_for_status().json()["key"]
         return key
 
+    def metrics(self) -> dict[str, float]:
+        """Each series, such as `slora_pages{state="held"}`, with its value."""
+        with self.client(ADMIN_KEY) as operator:
+            return parse_metrics(operator.get("/metrics").raise_for_status().text)
+
+    def metric(self, name: str) -> float | None:
+        """The value of a series, or the sum of all series of a metric. None if there is none, as without an engine."""
+        return sum_series(self.metrics(), name)
+
+    def wait_for_metric(self, name: str, value: float) -> None:
+        wait_for(lambda: self.metric(name) == value or None, self.alive)
+
     def child(self, module: str) -> psutil.Process:
         """The child process that runs `module`."""
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -122,6 +134,16 @@ class Served:
             os.kill(process.pid, signal.SIGKILL)
         self.process.wait()
         psutil.wait_procs(children, timeout=60)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {series: float(value) for series, value in pairs}
+
+
+def sum_series(metrics: Mapping[str, float], name: str) -> float | None:
+    values = [value for series, value in metrics.items() if name in (series, series.partition("{")[0])]
+    return sum(values) if values else None
 
 
 def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:

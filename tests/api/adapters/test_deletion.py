@@ -11,8 +11,6 @@ from tests.api.adapters.test_lifecycle import (
     LONG,
     SHORT,
     LongRequest,
-    read_metric,
-    wait_for_metric,
     wait_until_running,
 )
 from tests.api.conftest import Kit
@@ -47,14 +45,14 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
         # Blocks of its prompt stay in the prefix cache, under the adapter.
         long = LONG | {"model": "voice", "prompt": "the quick brown fox " * 5, "max_tokens": 400}
         free, held = 'slora_pages{state="free"}', 'slora_pages{state="held"}'
-        before = read_metric(served, free)
+        before = served.metric(free)
         with served.client(key) as client:
             created = upload(served, key, "voice", kit.wide).json()
             digest = created["digest"].removeprefix("sha256:")
             whole = client.post("/v1/completions", json=long).json()["choices"][0]["text"]
-            wait_for_metric(served, held, 0)
+            served.wait_for_metric(held, 0)
             adapter_pages, cached = (
-                read_metric(served, name) for name in ("slora_adapter_pages", 'slora_pages{state="cached"}')
+                served.metric(name) for name in ("slora_adapter_pages", 'slora_pages{state="cached"}')
             )
             assert adapter_pages and cached and cached > adapter_pages, "there are prefix blocks beside it"
             wait_for(lambda: chunks.keys(f"slora:warm:{{{digest}}}:*") or None, served.alive)
@@ -66,13 +64,13 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
             assert client.delete("/v1/adapters/voice").status_code == 409
             assert client.delete("/v1/adapters/voice?force=true").status_code == 200
             assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 404
-            assert reader.is_alive() and read_metric(served, "slora_adapter_pages") == adapter_pages
+            assert reader.is_alive() and served.metric("slora_adapter_pages") == adapter_pages
             reader.join(60)
             events = [line[6:] for line in reader.text.splitlines() if line.startswith("data: ")]
             assert events[-1] == "[DONE]"
             assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
-            wait_for_metric(served, free, before or 0)
-            assert read_metric(served, "slora_resident_adapters") == 0
+            served.wait_for_metric(free, before or 0)
+            assert served.metric("slora_resident_adapters") == 0
         assert not chunks.keys("*") and not [path for path in blobs.rglob("*") if path.is_file()]
         streaming, waiting = LongRequest(served, key, LONG | {"stream": True}), LongRequest(served, key, LONG)
         waiting.start()

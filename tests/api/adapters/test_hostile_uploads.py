@@ -15,7 +15,7 @@ from slora.models.model_spec_reader import read_model_spec
 from tests.adapters.hand_made import SHAPE
 from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD, HostileUpload, as_parts, kinds, proper
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, Served, serving
+from tests.api.served import Served, serving
 
 # For two cores: one sends and one inspects.
 _AT_ONCE = 3
@@ -29,7 +29,7 @@ class Footprint:
 
     files: dict[Path, int]
     adapters: list[str]
-    resident: str
+    resident: float | None
     rss_bytes: dict[int, int]
 
 
@@ -44,12 +44,10 @@ def _footprint(server: Served, client: httpx.Client) -> Footprint:
     # The database and its log also grow and shrink for other reasons.
     paths = [path for path in server.data_dir.rglob("*") if path.is_file() and "slora.db" not in path.name]
     api = psutil.Process(server.process.pid)
-    with server.client(ADMIN_KEY) as operator:
-        metrics = operator.get("/metrics").text.splitlines()
     return Footprint(
         {path: path.stat().st_size for path in paths},
         [adapter["name"] for adapter in client.get("/v1/adapters").json()["data"]],
-        next(line for line in metrics if line.startswith("slora_resident_adapters ")),
+        server.metric("slora_resident_adapters"),
         {process.pid: process.memory_info().rss for process in (api, *api.children(recursive=True))},
     )
 

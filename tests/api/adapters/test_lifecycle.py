@@ -41,12 +41,7 @@ def is_ready(served: Served) -> bool:
 def wait_until_running(served: Served, count: int) -> None:
     """Waits until the engine computes exactly `count` sequences."""
 
-    def found() -> bool | None:
-        with served.client(ADMIN_KEY) as operator:
-            lines = operator.get("/metrics").text.splitlines()
-        return f'vllm:num_requests_running{{model_name="base"}} {count}.0' in lines or None
-
-    wait_for(found)
+    wait_for(lambda: served.metric("vllm:num_requests_running") == count or None)
 
 
 class LongRequest(threading.Thread):
@@ -75,14 +70,14 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_loads_the_pi
 ) -> None:
     """Meanwhile the official client retries. A pinned adapter is loaded before any request for it."""
     restarts = 'slora_process_restarts_total{process="engine"}'
-    num_restarts = read_metric(mortal, restarts) or 0
+    num_restarts = mortal.metric(restarts) or 0
     key = mortal.make_key("engine-dies", "mine")
     upload(mortal, key, "mine", kit.small)
     upload(mortal, key, "pinned", kit.wide)
     pin = "/admin/tenants/engine-dies/adapters/pinned/pin"
     with mortal.client(key) as client, mortal.client(ADMIN_KEY) as operator:
         assert operator.put(pin).json()["pinned"]
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        mortal.wait_for_metric("slora_pinned_adapters_loaded", 1)
         answer = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()
         before = [choice["text"] for choice in answer["choices"]]
         streaming, waiting = LongRequest(mortal, key, LONG | {"stream": True}), LongRequest(mortal, key, LONG)
@@ -105,26 +100,15 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_loads_the_pi
         )
         assert [choice.text for choice in after.choices] == before
     mortal.wait_until_ready()
-    assert read_metric(mortal, restarts) == num_restarts + 1
-    wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
-    assert read_metric(mortal, "slora_adapter_loads_total") == 2, "the pinned adapter, and the requested one"
+    assert mortal.metric(restarts) == num_restarts + 1
+    mortal.wait_for_metric("slora_pinned_adapters_loaded", 1)
+    assert mortal.metric("slora_adapter_loads_total") == 2, "the pinned adapter, and the requested one"
     with mortal.client(key) as client, mortal.client(ADMIN_KEY) as operator:
         assert client.post("/v1/completions", json=SHORT | {"model": "pinned"}).status_code == 200
-        assert read_metric(mortal, "slora_adapter_loads_total") == 2, "the request had to load it"
+        assert mortal.metric("slora_adapter_loads_total") == 2, "the request had to load it"
         operator.delete(pin)
-        wait_for_metric(mortal, "slora_pinned_adapters", 0)
-        assert read_metric(mortal, "slora_resident_adapters") == 2, "it leaves when its pages are wanted"
-
-
-def read_metric(served: Served, name: str) -> float | None:
-    """The value of a metric, or None while the engine does not run."""
-    with served.client(ADMIN_KEY) as operator:
-        lines = operator.get("/metrics").text.splitlines()
-    return next((float(line.split()[1]) for line in lines if line.startswith(name + " ")), None)
-
-
-def wait_for_metric(served: Served, name: str, value: float) -> None:
-    wait_for(lambda: read_metric(served, name) == value or None, served.alive)
+        mortal.wait_for_metric("slora_pinned_adapters", 0)
+        assert mortal.metric("slora_resident_adapters") == 2, "it leaves when its pages are wanted"
 
 
 def test_a_prewarmed_adapter_is_loaded_before_any_request(mortal: Served, kit: Kit) -> None:
@@ -139,9 +123,9 @@ def test_a_prewarmed_adapter_is_loaded_before_any_request(mortal: Served, kit: K
     with mortal.client(key) as client:
         assert place(client) == "fetching"
         wait_for(lambda: place(client) == "pool" or None, mortal.alive)
-        loads = read_metric(mortal, "slora_adapter_loads_total")
+        loads = mortal.metric("slora_adapter_loads_total")
         assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 200
-        assert read_metric(mortal, "slora_adapter_loads_total") == loads, "the request had to load it"
+        assert mortal.metric("slora_adapter_loads_total") == loads, "the request had to load it"
 
 
 def test_a_pin_follows_its_name_and_share_and_is_deleted_with_the_name(mortal: Served, kit: Kit) -> None:
@@ -149,18 +133,18 @@ def test_a_pin_follows_its_name_and_share_and_is_deleted_with_the_name(mortal: S
     upload(mortal, key, "name", kit.small)
     with mortal.client(ADMIN_KEY) as operator, mortal.client(key) as client:
         operator.put("/admin/tenants/moves/adapters/name/pin").raise_for_status()
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
-        loads = read_metric(mortal, "slora_adapter_loads_total")
+        mortal.wait_for_metric("slora_pinned_adapters_loaded", 1)
+        loads = mortal.metric("slora_adapter_loads_total")
         assert loads is not None
         files = {FIELDS[path.name]: path.read_bytes() for path in kit.wide.iterdir() if path.name in FIELDS}
         moved = client.post("/v1/adapters", data={"name": "name"}, files=files)
         assert moved.status_code == 201 and moved.json()["pinned"]
         # One load for the canary, and one for the pin.
-        wait_for_metric(mortal, "slora_adapter_loads_total", loads + 2)
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
-        assert read_metric(mortal, "slora_pinned_adapters") == 1
+        mortal.wait_for_metric("slora_adapter_loads_total", loads + 2)
+        mortal.wait_for_metric("slora_pinned_adapters_loaded", 1)
+        assert mortal.metric("slora_pinned_adapters") == 1
         assert client.post("/v1/completions", json=SHORT | {"model": "name"}).status_code == 200
-        assert read_metric(mortal, "slora_adapter_loads_total") == loads + 2
+        assert mortal.metric("slora_adapter_loads_total") == loads + 2
         # The bound can't be lowered below the pinned bytes. But a pinned alias may move to a version that exceeds the
         # bound.
         client.post("/v1/adapters/name/aliases/latest/rollback").raise_for_status()
@@ -171,23 +155,23 @@ def test_a_pin_follows_its_name_and_share_and_is_deleted_with_the_name(mortal: S
         operator.patch(
             "/admin/tenants/moves", json={"max_pool_share": int(needed) / int(whole)}
         ).raise_for_status()
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        mortal.wait_for_metric("slora_pinned_adapters_loaded", 1)
         # Otherwise the version would still be loaded, and the test would not see a load.
         client.delete("/v1/adapters/name@2").raise_for_status()
         client.post("/v1/adapters", data={"name": "name"}, files=files).raise_for_status()
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 0)
-        wait_for_metric(mortal, "slora_pinned_adapters", 1)
+        mortal.wait_for_metric("slora_pinned_adapters_loaded", 0)
+        mortal.wait_for_metric("slora_pinned_adapters", 1)
         operator.patch("/admin/tenants/moves", json={"max_pool_share": 1}).raise_for_status()
-        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        mortal.wait_for_metric("slora_pinned_adapters_loaded", 1)
         client.delete("/v1/adapters/name").raise_for_status()
-        wait_for_metric(mortal, "slora_pinned_adapters", 0)
+        mortal.wait_for_metric("slora_pinned_adapters", 0)
 
 
 def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_deleted(
     mortal: Served, kit: Kit
 ) -> None:
     key = mortal.make_key("rollout")
-    resident = read_metric(mortal, "slora_resident_adapters")
+    resident = mortal.metric("slora_resident_adapters")
     assert resident is not None
     upload(mortal, key, "voice", kit.small)
     digest = upload(mortal, key, "voice", kit.wide).json()["digest"].removeprefix("sha256:")
@@ -216,7 +200,7 @@ def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_delete
         assert client.post("/v1/completions", json=SHORT | {"model": "voice@1"}).status_code == 404
         assert client.delete("/v1/adapters/voice@2").status_code == 409
         assert client.delete("/v1/adapters/voice").status_code == 200
-    wait_for_metric(mortal, "slora_resident_adapters", resident)
+    mortal.wait_for_metric("slora_resident_adapters", resident)
 
 
 def test_a_killed_loader_fails_readiness_and_is_restarted(mortal: Served, kit: Kit) -> None:
@@ -250,8 +234,7 @@ def test_many_disconnecting_clients_leave_no_held_page(mortal: Served, kit: Kit)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask, range(24)))
     wait_until_running(mortal, 0)
-    with mortal.client(ADMIN_KEY) as operator:
-        assert 'slora_pages{state="held"} 0.0' in operator.get("/metrics").text.splitlines()
+    assert mortal.metric('slora_pages{state="held"}') == 0
 
 
 def test_a_client_that_disconnects_frees_its_request_in_the_engine(mortal: Served) -> None:

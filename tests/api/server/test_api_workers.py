@@ -19,7 +19,16 @@ from slora_api.host_board import BoardSize
 from slora_api.server.api_workers import WorkerConfig
 from tests.api.conftest import Kit
 from tests.api.platform import bearer
-from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
+from tests.api.served import (
+    ADMIN_KEY,
+    READY_S,
+    Served,
+    environment,
+    parse_metrics,
+    serving,
+    sum_series,
+    wait_for,
+)
 from tests.api.server.test_server import upload
 
 MAX_PER_TENANT = 4
@@ -120,11 +129,9 @@ def test_no_child_process_has_the_admin_key_on_its_command_line(two: Served) -> 
 
 
 def read_metric(connection: Connection, name: str) -> float:
-    """The sum of all series of a metric."""
-    lines = connection.send("GET", "/metrics", ADMIN_KEY).read().decode().splitlines()
-    return sum(
-        float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].split(" ")[0] == name
-    )
+    """The sum of all series of a metric, as the worker of this connection tells it."""
+    text = connection.send("GET", "/metrics", ADMIN_KEY).read().decode()
+    return sum_series(parse_metrics(text), name) or 0.0
 
 
 def wait_for_metric(connection: Connection, name: str, value: float) -> None:

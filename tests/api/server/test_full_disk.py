@@ -15,7 +15,7 @@ from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
-from tests.api.served import serving
+from tests.api.served import parse_metrics, serving
 from tests.support.file_limit import largest_file
 
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -33,9 +33,8 @@ def status_of(platform: Platform, key: str) -> int:
     return post(platform, key, "/v1/completions", PROMPT).status_code
 
 
-def read_metric(admin: httpx.Client) -> str:
-    text = admin.get("/metrics").text
-    return next(line for line in text.splitlines() if line.startswith("slora_read_only "))
+def is_read_only(admin: httpx.Client) -> bool:
+    return parse_metrics(admin.get("/metrics").text)["slora_read_only"] == 1
 
 
 def test_a_key_revoked_on_a_full_disk_is_refused_from_then_on(platform: Platform) -> None:
@@ -96,7 +95,7 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
     assert platform.upload(key, "a").status_code == 201
     check = DiskWatch(platform.services.reserve, platform.services.key_store).check
     with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
-        assert read_metric(admin) == "slora_read_only 0.0"
+        assert not is_read_only(admin)
         with largest_file(LIMIT):
             refused = [
                 admin.post("/admin/tenants", json={"name": "new"}),
@@ -116,7 +115,7 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
             assert status_of(platform, key) == 200 and tenant.get("/v1/adapters/a").status_code == 200
             check()
             assert admin.get("/readyz").json()["read_only"] is True
-            assert read_metric(admin) == "slora_read_only 1.0"
+            assert is_read_only(admin)
         check()
         assert admin.get("/readyz").json() == {"status": "ready"}
         assert platform.upload(key, "a", other).json()["version"] == 2

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_shipper import UsageShipper
 from tests.api.conftest import Kit
 from tests.api.platform import bearer
-from tests.api.served import ADMIN_KEY, Served, serving, wait_for
+from tests.api.served import Served, serving, wait_for
 from tests.api.server.test_server import upload
 from tests.postgresql_server import PostgresqlServer
 
@@ -112,11 +111,10 @@ class Load:
                     self.acknowledged[key.split("_")[1], length] = max_tokens
 
 
-def engine_usage(admin: httpx.Client) -> Sequence[float]:
+def engine_usage(served: Served) -> Sequence[float]:
     """The engine's own counters."""
-    lines = admin.get("/metrics").raise_for_status().text.splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return [float(values[f'slora_engine_usage_total{{of="{name}"}}']) for name in NAMES]
+    metrics = served.metrics()
+    return [metrics[f'slora_engine_usage_total{{of="{name}"}}'] for name in NAMES]
 
 
 def ledger_usage(place: Path | str) -> Sequence[float]:
@@ -124,13 +122,6 @@ def ledger_usage(place: Path | str) -> Sequence[float]:
     with closing(Database(place)) as database:
         (sums,) = database.read(select(*(func.sum(columns[name]) for name in NAMES)))
     return [float(one or 0) for one in sums]
-
-
-def pages_of_requests(admin: httpx.Client) -> float:
-    """The pages that requests in progress hold."""
-    lines = admin.get("/metrics").raise_for_status().text.splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return float(values['slora_pages{state="held"}'])
 
 
 def held_by_processes(served: Served) -> dict[str, tuple[int, int, float]]:
@@ -178,24 +169,22 @@ def upload_both(server: Served, kit: Kit, tenant: str) -> str:
 
 
 def wait_until_equal(
-    admin: httpx.Client, place: Path | str, engine_before: Sequence[float], ledger_before: Sequence[float]
+    served: Served, place: Path | str, engine_before: Sequence[float], ledger_before: Sequence[float]
 ) -> None:
     """Waits until the ledger has grown by the same sums as the engine's own counters."""
 
     def are_equal() -> bool | None:
-        computed = subtract(engine_usage(admin), engine_before)
+        computed = subtract(engine_usage(served), engine_before)
         assert all(computed[at] for at in (0, 2, 4))
         return computed == subtract(ledger_usage(place), ledger_before) or None
 
     wait_for(are_equal)
 
 
-def wait_for_earlier_records(server: Served, admin: httpx.Client) -> None:
+def wait_for_earlier_records(server: Served) -> None:
     """Waits until the requests of earlier tests have ended and their records are in the ledger. A process ships its
     records in order, so the record of one more request shows this."""
-    wait_for(
-        lambda: re.search(r"^vllm:num_requests_running\S* 0\.0$", admin.get("/metrics").text, re.MULTILINE)
-    )
+    server.wait_for_metric("vllm:num_requests_running", 0)
     key, body = server.make_key("billed-last"), {"model": "base", "prompt": "x", "max_tokens": 1}
     with server.client(key) as client:
         client.post("/v1/completions", json=body).raise_for_status()
@@ -208,13 +197,12 @@ def wait_for_earlier_records(server: Served, admin: httpx.Client) -> None:
 def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(mortal: Served, kit: Kit) -> None:
     place = mortal.data_dir / "slora.db"
     key = upload_both(mortal, kit, "billed")
-    with mortal.client(ADMIN_KEY) as admin:
-        wait_for_earlier_records(mortal, admin)
-        before = engine_usage(admin), ledger_usage(place)
-        load = Load(mortal.url, [key], leaves=0.3)
-        load.send(60, 20)
-        assert set(load.statuses) == {200}
-        wait_until_equal(admin, place, *before)
+    wait_for_earlier_records(mortal)
+    before = engine_usage(mortal), ledger_usage(place)
+    load = Load(mortal.url, [key], leaves=0.3)
+    load.send(60, 20)
+    assert set(load.statuses) == {200}
+    wait_until_equal(mortal, place, *before)
 
 
 @pytest.mark.soak
@@ -225,17 +213,16 @@ def test_a_thousand_streams_leak_nothing_and_their_ledger_equals_the_engines_cou
     with serving(kit.base, tmp_path / "data", *flags, kernels="auto") as served:
         served.wait_until_ready()
         keys = [upload_both(served, kit, "acme"), *(served.make_key("acme") for _ in range(9))]
-        with served.client(ADMIN_KEY) as admin:
-            before = engine_usage(admin), ledger_usage(tmp_path / "data" / "slora.db")
-            load = Load(served.url, keys, leaves=0.05)
-            # The first thousand streams fill the caches and the allocators.
-            held = []
-            for _ in range(3):
-                load.send(1500, 1000)
-                wait_until_equal(admin, tmp_path / "data" / "slora.db", *before)
-                wait_for(lambda: pages_of_requests(admin) == 0 or None)
-                held.append(held_by_processes(served))
-            assert set(load.statuses) == {200}
+        before = engine_usage(served), ledger_usage(tmp_path / "data" / "slora.db")
+        load = Load(served.url, keys, leaves=0.05)
+        # The first thousand streams fill the caches and the allocators.
+        held = []
+        for _ in range(3):
+            load.send(1500, 1000)
+            wait_until_equal(served, tmp_path / "data" / "slora.db", *before)
+            served.wait_for_metric('slora_pages{state="held"}', 0)
+            held.append(held_by_processes(served))
+        assert set(load.statuses) == {200}
     for name, first, last in zip(held[0], held[0].values(), held[-1].values(), strict=True):
         report(f"{name}: {first} (descriptors, threads, MiB) after 1,500 requests, {last} after 4,500")
         assert last[0] <= first[0] + 5 and last[1] <= first[1] + 5, name
@@ -267,11 +254,10 @@ def test_kills_under_load_lose_and_repeat_no_acknowledged_request(
         with serving(kit.base, tmp_path / "data", *flags, "--api-workers", "2") as served:
             served.wait_until_ready()
             load.url = served.url
-            with served.client(ADMIN_KEY) as admin:
-                before = engine_usage(admin), ledger_usage(place)
-                with load.in_background():
-                    os.kill(served.child(WORKER).pid, signal.SIGKILL)
-                wait_until_equal(admin, place, *before)
+            before = engine_usage(served), ledger_usage(place)
+            with load.in_background():
+                os.kill(served.child(WORKER).pid, signal.SIGKILL)
+            wait_until_equal(served, place, *before)
             with load.in_background():
                 served.kill_everything()
     directory = tmp_path / "data" / "usage"
