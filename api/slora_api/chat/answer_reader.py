@@ -1,7 +1,6 @@
 """Divides the text of one answer into reasoning, content and tool calls, as the text arrives."""
 
 import re
-from collections.abc import Generator
 from dataclasses import dataclass
 
 from slora_api.chat.call_format import CallBlock, CallFormat
@@ -26,7 +25,7 @@ class AnswerSyntax:
     prompt_thinks: whether the prompt ends within the reasoning, so that the answer begins with it.
     calls: the format of tool calls; None if an answer has none.
     tool_names: the tools of the request.
-    max_calls: the calls that count; None: all.
+    max_calls: later calls are dropped; None: no limit.
     names_tool: whether the request names the tool to call. As in OpenAI's API, the answer then ends for the reason
         `stop`.
     """
@@ -48,8 +47,8 @@ class AnswerSyntax:
 class AnswerReader:
     """Reads one answer.
 
-    The joined pieces do not depend on how the text is divided. Text that only looks like a call is content. White space
-    between content and a call is left out, and so are line breaks around the reasoning.
+    The concatenated pieces are the same however the text is split into deltas. Text that only looks like a call is
+    content. White space between content and a call is left out, and so are line breaks around the reasoning.
     """
 
     def __init__(self, syntax: AnswerSyntax) -> None:
@@ -57,25 +56,26 @@ class AnswerReader:
         self._syntax = syntax
         self._reader = TextReader()
         self._steps = self._read_answer()
-        # White space that may stand before a call.
+        # White space held back: dropped before a tool call, emitted before more content. Within reasoning, line breaks
+        # held back: dropped before the end, emitted before more reasoning.
         self._space = ""
         self._follows_call = False
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Adds text, and returns the pieces that are certain. Neighbours of one kind are joined."""
+        """Returns the pieces that no later text can change. Adjacent pieces of one kind are merged, except calls."""
         self._reader.add(text)
         self._reader.is_over = is_last
-        pieces: list[Piece] = []
+        runs: list[tuple[PieceKind, list[str]]] = []
         for piece in self._steps:
             if piece is None:
                 break
             if not piece.text or self._is_surplus(piece):
                 continue
-            if pieces and pieces[-1].kind is piece.kind and piece.kind is not PieceKind.CALL:
-                pieces[-1] = Piece(piece.kind, pieces[-1].text + piece.text)
+            if runs and runs[-1][0] is piece.kind and piece.kind is not PieceKind.CALL:
+                runs[-1][1].append(piece.text)
             else:
-                pieces.append(piece)
-        return pieces
+                runs.append((piece.kind, [piece.text]))
+        return [Piece(kind, "".join(texts)) for kind, texts in runs]
 
     def _is_surplus(self, piece: Piece) -> bool:
         """Counts the calls. Returns whether the piece belongs to a call beyond the last that counts."""
@@ -94,9 +94,12 @@ class AnswerReader:
             yield from self._read_rest()
 
     def _read_rest(self) -> Steps:
+        reader = self._reader
         while True:
-            yield from self._emit(len(self._reader.text), PieceKind.CONTENT)
-            if not (yield from self._reader.more()):
+            text = reader.advance(len(reader.text))
+            reader.release()
+            yield Piece(PieceKind.CONTENT, text)
+            if not (yield from reader.more()):
                 return
 
     def _read_reasoning(self) -> Steps:
@@ -107,24 +110,32 @@ class AnswerReader:
             return
         yield from reader.match(_NEWLINES)
         while (found := reader.text.find(THINK_END, reader.at)) < 0:
-            held = _partial_end(reader.text, (THINK_END,), reader.at)
-            while held > reader.at and reader.text[held - 1] == "\n":
-                held -= 1
-            yield from self._emit(held, PieceKind.REASONING)
+            yield from self._emit_reasoning(_partial_end(reader.text, (THINK_END,), reader.at))
             if not (yield from reader.more()):
-                yield Piece(PieceKind.REASONING, reader.text[reader.at :].rstrip("\n"))
-                reader.advance(len(reader.text))
+                yield from self._emit_reasoning(len(reader.text))
+                self._space = ""
                 return
-        yield Piece(PieceKind.REASONING, reader.text[reader.at : found].rstrip("\n"))
-        reader.advance(found + len(THINK_END))
+        yield from self._emit_reasoning(found)
+        self._space = ""
+        reader.advance(reader.at + len(THINK_END))
         yield from reader.match(_NEWLINES)
+
+    def _emit_reasoning(self, end: int) -> Steps:
+        """Emits the text before the position `end`, and holds back the line breaks at its end."""
+        text = self._reader.advance(end)
+        self._reader.release()
+        reasoning = text.rstrip("\n")
+        if reasoning:
+            yield Piece(PieceKind.REASONING, self._space + reasoning)
+            self._space = ""
+        self._space += text[len(reasoning) :]
 
     def _read_calls(self, calls: CallFormat) -> Steps:
         reader = self._reader
         if calls.bare is not None:
             reader.hold()
-            self._space = yield from reader.skip_space()
             try:
+                self._space = yield from reader.skip_space()
                 yield from self._mark_calls(calls.bare(reader, self._names(only_known=True)))
             except NoMatch:
                 reader.rewind()
@@ -191,19 +202,17 @@ class AnswerReader:
             self._space, self._follows_call = "", False
         self._space += text[len(text.rstrip()) :]
 
-    def _emit(self, end: int, kind: PieceKind) -> Generator[Piece, None, None]:
-        text = self._reader.advance(end)
-        self._reader.release()
-        if text:
-            yield Piece(kind, text)
-
     def _names(self, *, only_known: bool) -> ToolNames:
         return ToolNames(self._syntax.tool_names, only_known)
 
 
 def _partial_end(text: str, marks: tuple[str, ...], start: int) -> int:
     """Returns where the longest end of the text begins that may be the beginning of a mark."""
-    for at in range(max(start, len(text) - max(map(len, marks)) + 1), len(text)):
+    first = max(start, len(text) - max(map(len, marks)) + 1)
+    tail = text[first:]
+    if not any(mark[0] in tail for mark in marks):
+        return len(text)
+    for at in range(first, len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):
             return at
     return len(text)

@@ -18,7 +18,7 @@ class CallBlock:
     opener: the text that begins it.
     read: reads the calls, from behind the opener. Raises NoMatch if there are none.
     closer: the text that ends it; empty if nothing does.
-    only_known: whether only calls of the request's tools count.
+    only_known: calls whose name is not one of the request's tools are read as content.
     """
 
     opener: str
@@ -50,7 +50,7 @@ class CallFormat:
     bare: reads calls that begin an answer without an opener. Then only calls of the request's tools count.
     layout: how calls are written that an answer must have.
     signs: a chat template of this format has one of these texts.
-    foreign: texts of other formats, which this server cannot read, with the same signs.
+    foreign: substrings of an unsupported format that shares a sign. A template with one of them has no known format.
     has_short_ids: whether templates accept only ids of calls that have nine letters and digits.
     """
 

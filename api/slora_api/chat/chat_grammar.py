@@ -45,16 +45,16 @@ class ChatGrammar:
             parts.append("free" if self.allows_text else "calls")
         if self.schema is not None:
             parts.append("form")
-            lines.append(f"form: %json {self.schema}")
+            lines.append(f"form: %json {_escape(self.schema)}")
         return "\n".join([f"start: {self._thought()} ({' | '.join(parts)})", *lines])
 
     def _thought(self) -> str:
         if not self.syntax.thinks:
             return ""
+        if not self.syntax.prompt_thinks:
+            return f"({self._literal(THINK_START)} thought)?"
         # Text may also be reasoning that does not end.
-        if self.allows_text and THINK_END not in self.special_ids:
-            return "thought?" if self.syntax.prompt_thinks else f"({self._literal(THINK_START)} thought)?"
-        return "thought" if self.syntax.prompt_thinks else f"({self._literal(THINK_START)} thought)?"
+        return "thought?" if self.allows_text and THINK_END not in self.special_ids else "thought"
 
     def _write_thought(self) -> list[str]:
         if THINK_END in self.special_ids:
@@ -76,7 +76,7 @@ class ChatGrammar:
             plain = {"type": "object"} | dict(_NO_PARAMETERS if schema is None else schema)
             plain.pop(_OPTIONS_KEY, None)
             lines.append(f"call_{index}: {begin} {json.dumps(name)} {middle} arguments_{index} {end}")
-            lines.append(f"arguments_{index}: %json {json.dumps(plain)}")
+            lines.append(f"arguments_{index}: %json {_escape(json.dumps(plain))}")
         return lines
 
     def _write_text(self, opener: str = "") -> list[str]:
@@ -100,3 +100,8 @@ class ChatGrammar:
 
     def _literal(self, text: str) -> str:
         return f"<[{self.special_ids[text]}]>" if text in self.special_ids else json.dumps(text)
+
+
+def _escape(schema: str) -> str:
+    """Escapes the directive that `slora.grammar` refuses, where strings of JSON text contain it."""
+    return schema.replace("%llguidance", r"\u0025llguidance")

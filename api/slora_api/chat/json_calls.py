@@ -91,7 +91,7 @@ def _read_call(reader: TextReader, names: ToolNames) -> Steps:
         if key in _NAME_KEYS:
             name = names.check((yield from _read_string(reader)))
         elif key in _ARGUMENT_KEYS:
-            arguments = yield from hold_value(reader)
+            arguments = _as_object((yield from hold_value(reader)))
         elif names.only_known and key not in _OTHER_KEYS:
             raise NoMatch
         else:

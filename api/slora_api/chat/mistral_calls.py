@@ -1,4 +1,4 @@
-"""Reads the newer form of Mistral's tool calls: `name[ARGS]{...}`, with or without `[CALL_ID]id` before `[ARGS]`."""
+"""Reads the newer format of Mistral's tool calls: `name[ARGS]{...}`, with or without `[CALL_ID]id` before `[ARGS]`."""
 
 import re
 
@@ -12,7 +12,7 @@ _WORD = re.compile(r"[a-zA-Z0-9_.-]*")
 
 
 def read_mistral_calls(reader: TextReader, names: ToolNames) -> Steps:
-    """Reads a list of JSON objects, or one call of the newer form. Raises NoMatch if there is no call."""
+    """Reads a list of JSON objects, or one call of the newer format. Raises NoMatch if there is no call."""
     yield from reader.skip_space()
     if (yield from reader.peek()) in ("[", "{"):
         yield from read_json_calls(reader, names)

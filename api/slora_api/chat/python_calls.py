@@ -12,11 +12,20 @@ from slora_api.chat.value_scan import PYTHON_QUOTES, hold_value
 
 __all__ = ["read_call_list", "read_fenced_calls"]
 
-# Names, numbers, strings and brackets. Without operators, only brackets can nest an expression deeply.
-_SOURCE = re.compile(
-    r"""(?:\s++|[A-Za-z_][\w.]{0,63}+|-?\d[\d.]*+(?:[eE][+-]?\d++)?+|"(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+'|[][(){},:=])*+"""
+# Parsing this much takes about 10 ms of the event loop.
+_MAX_SOURCE_CHARS = 4096
+# A string in one or three quotes, on one line. Formatted strings are no literals, so only `r` and `u` may precede it.
+_STRING = "|".join(
+    rf"[rRuU]?+(?:{q}{q}{q}(?:[^{q}\\\n]|\\.|{q}(?!{q}{q}))*+{q}{q}{q}|{q}(?!{q}{q})(?:[^{q}\\\n]|\\.)*+{q})"
+    for q in "\"'"
 )
-# Python's parser fails at about a hundred, and may crash beyond.
+_STRINGS = re.compile(_STRING)
+# Names, numbers, strings and brackets. There are no operators, so an expression nests by brackets, or by a chain such
+# as `f()()`.
+_SOURCE = re.compile(
+    rf"(?:\s++|[A-Za-z_][\w.]{{0,63}}+(?![\"'])|-?\d[\d.]*+(?:[eE][+-]?\d++)?+|{_STRING}|[][(){{}},:=])*+"
+)
+# More than arguments need. Python's parser refuses more than 200 nested brackets.
 _MAX_DEPTH = 32
 _FENCE = "```"
 
@@ -41,7 +50,7 @@ def _pass_on(reader: TextReader, source: str, names: ToolNames) -> Steps:
 
 def _parse(source: str, names: ToolNames) -> list[tuple[str, str]]:
     """Returns the name and the arguments, as JSON, of each call. Raises NoMatch."""
-    if not _SOURCE.fullmatch(source) or _depth(source) > _MAX_DEPTH:
+    if len(source) > _MAX_SOURCE_CHARS or not _SOURCE.fullmatch(source) or _depth(source) > _MAX_DEPTH:
         raise NoMatch
     try:
         lines = ast.parse(source.strip()).body
@@ -54,8 +63,8 @@ def _parse(source: str, names: ToolNames) -> list[tuple[str, str]]:
 
 
 def _depth(source: str) -> int:
-    """The deepest nesting of brackets. Brackets in strings count, too."""
-    steps = (1 if char in "([{" else -1 for char in source if char in "()[]{}")
+    """Returns the deepest nesting of brackets. Brackets in strings do not count."""
+    steps = (1 if char in "([{" else -1 for char in _STRINGS.sub("", source) if char in "()[]{}")
     return max(accumulate(steps), default=0)
 
 

@@ -1,7 +1,6 @@
 """What a chat template shows about its model: whether it reads tools, and how the model writes its answers."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,11 +9,12 @@ from slora_api.chat.call_format import CallFormat, find_call_format
 
 __all__ = ["TemplateTraits", "read_traits"]
 
+_COMMENT = re.compile(r"\{#.*?(?:#\}|\Z)", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
 # Llama's templates read `message.tool_calls[0]`. Others loop over the calls, or pass them to a filter.
 _FIRST_CALL = re.compile(r"tool_calls\b['\"\]]*\s*\[\s*0\s*\]")
 _ALL_CALLS = re.compile(r"\bin\s[^%]{0,99}\btool_calls\b|tool_calls\b['\"\]]*\s*\|(?!\s*length\b)")
-# Templates of adapters that are used at the same time.
+# Distinct chat templates whose traits are cached.
 _NUM_KEPT = 64
 
 
@@ -33,8 +33,8 @@ class TemplateTraits:
 
 @lru_cache(_NUM_KEPT)
 def read_traits(template: str) -> TemplateTraits:
-    """Judges a template by its text, comments excepted."""
-    text = "".join(_without_comments(template))
+    """Reads the traits from the template's source, ignoring Jinja comments."""
+    text = _COMMENT.sub("", template)
     return TemplateTraits(
         _TOOLS.search(text) is not None, _find_max_calls(text), find_call_format(text), THINK_END in text
     )
@@ -44,11 +44,3 @@ def _find_max_calls(template: str) -> int | None:
     if "tool_calls" not in template:
         return 0
     return 1 if _FIRST_CALL.search(template) and not _ALL_CALLS.search(template) else None
-
-
-def _without_comments(template: str) -> Iterator[str]:
-    rest = template
-    while rest:
-        text, _, comment = rest.partition("{#")
-        yield text
-        rest = comment.partition("#}")[2]

@@ -27,7 +27,8 @@ class NoMatch(Exception):
 
 
 class TextReader:
-    """text: the text that is still needed. at: the position of the next character in it. is_over: no text follows.
+    """text: the text that is still needed, and maybe some before it. at: the position of the next character in it.
+    is_over: no text follows.
 
     A parser that tries something calls `hold`, and then either `accept` or `rewind`. Between these calls, it raises
     NoMatch when it has read more than MAX_HELD_CHARS.
@@ -54,10 +55,14 @@ class TextReader:
         self.at, self._held_from = self._held_from, None
 
     def release(self) -> None:
-        """Drops the text before the position. Nothing may be held."""
+        """Marks the text before the position as no longer needed. Nothing may be held.
+
+        Drops that text once it is more than half of the whole, so that dropping costs less than reading.
+        """
         assert self._held_from is None
-        self.text = self.text[self.at :]
-        self.at = 0
+        if 2 * self.at > len(self.text):
+            self.text = self.text[self.at :]
+            self.at = 0
 
     def advance(self, end: int) -> str:
         """Moves to the position `end` and returns the text before it."""
@@ -91,10 +96,11 @@ class TextReader:
         return (yield from self.match(_SPACE))
 
     def match(self, pattern: re.Pattern[str]) -> Waiting[str]:
-        """Reads what the pattern matches, maybe nothing. The pattern must match each beginning of its matches."""
+        """Reads what the pattern matches, maybe nothing. The pattern must repeat one class of characters."""
+        end = self.at
         while True:
-            found = pattern.match(self.text, self.at)
-            end = self.at if found is None else found.end()
+            found = pattern.match(self.text, end)
+            end = end if found is None else found.end()
             if end < len(self.text) or not (yield from self.more()):
                 return self.advance(end)
 

@@ -58,6 +58,7 @@ ONE = [("f", '{"x": 1}')]
 TWO = [*ONE, ("get_weather", '{"city": "Öl\\"}{", "in": [1, {"a": 2}]}')]
 X, Y = (f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in TWO)
 PX, PY = X.replace("arguments", "parameters"), Y.replace("arguments", "parameters")
+DEEP = '[")", ' * 40 + "]" * 40
 # Text, content, calls.
 CALLS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "no call": ("hermes", " Just text.\n", " Just text.\n", []),
@@ -83,6 +84,12 @@ CALLS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "hermes null arguments": ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
     "hermes arguments in a string": (
         "hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", ONE,
+    ),
+    "hermes arguments in a string first": (
+        "hermes", '<tool_call>{"arguments": "{\\"x\\": 1}", "name": "f"}</tool_call>', "", ONE,
+    ),
+    "hermes null arguments first": (
+        "hermes", '<tool_call>{"arguments": null, "name": "f"}</tool_call>', "", [("f", "{}")],
     ),
     "hermes arguments that are not JSON": (
         "hermes", "<tool_call>{\"name\": \"f\", \"arguments\": {'x': None,}}</tool_call>", "", [("f", "{'x': None,}")],
@@ -147,6 +154,17 @@ CALLS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "gemma list of numbers": ("gemma", "[1, 2] is a list", "[1, 2] is a list", []),
     "gemma positional": ("gemma", "[f(1)]", "[f(1)]", []),
     "gemma deep": ("gemma", "[f(x=" + "[" * 40 + "]" * 40 + ")]", "[f(x=" + "[" * 40 + "]" * 40 + ")]", []),
+    "gemma brackets in strings": (
+        "gemma", f"[f(x='{'[' * 40}', y=\"{']' * 40}\")]", "", [("f", f'{{"x": "{"[" * 40}", "y": "{"]" * 40}"}}')],
+    ),
+    "gemma deep between strings": (
+        "gemma", f"[f(x={DEEP})]", f"[f(x={DEEP})]", [],
+    ),
+    "gemma three quotes": (
+        "gemma", "```tool_code\nf(x=\"\"\"a \"b\" ]\"\"\", y=\'\', z=r\'\\d\')```", "",
+        [("f", '{"x": "a \\"b\\" ]", "y": "", "z": "\\\\d"}')],
+    ),
+    "gemma formatted string": ("gemma", "[f(x=f'{[]}')]", "[f(x=f'{[]}')]", []),
 }  # fmt: skip
 
 
@@ -268,3 +286,23 @@ def test_a_look_alike_of_any_length_is_content() -> None:
     text = "<tool_call>[" * 2000 + '{"arguments": "' + "x" * MAX_HELD_CHARS
     assert read(text, syntax("hermes")) == ("", text, [])
     assert read(text, syntax("hermes"), range(0, len(text), 97)) == ("", text, [])
+
+
+def test_python_of_any_length_is_content() -> None:
+    fits, too_long = (f"[{'f(x=1), ' * 511}{' ' * num}]" for num in (6, 7))
+    assert len(fits) == 4096 and read(fits, syntax("gemma")) == ("", "", ONE * 511)
+    assert every_way(too_long, syntax("gemma")) == ("", too_long, [])
+
+
+@pytest.mark.parametrize("num_spaces", [MAX_HELD_CHARS, MAX_HELD_CHARS + 1, 17_000])
+def test_white_space_of_any_length_is_content(num_spaces: int) -> None:
+    """A bare call may follow white space. More than a reader holds escaped as an error."""
+    text = " " * num_spaces + "{x}"
+    assert every_way(text, syntax("llama3")) == ("", text, [])
+
+
+@pytest.mark.parametrize("end", ["", "</think>", "</th"])
+def test_line_breaks_within_reasoning_are_kept_and_those_at_its_end_dropped(end: str) -> None:
+    text = "<think>" + "\n" * 40 + "a" + "\n" * 40 + "b" + "\n" * 40 + end
+    kept = "a" + "\n" * 40 + "b" + ("\n" * 40 + end if end == "</th" else "")
+    assert every_way(text, AnswerSyntax(thinks=True)) == (kept, "", [])

@@ -31,7 +31,7 @@ WEATHER = {
 COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "x-guidance": {}}
 TOOLS = [("get_weather", WEATHER), ("f", None), ("count", COUNT)]
 NAMES = frozenset(name for name, _ in TOOLS)
-# Where these are allowed, they are often drawn, so that answers end.
+# The test prefers these tokens where the mask allows them, so that answers end.
 ENDING = [EOS, *b'"}]<', 258, 259]
 
 
@@ -138,6 +138,21 @@ def test_an_answer_in_a_form_may_have_calls_instead() -> None:
         kinds.add(pieces[0].kind)
         assert pieces[0].kind is PieceKind.CALL or json.loads(pieces[0].text)["city"] in ("Köln", "}")
     assert kinds == {PieceKind.CALL, PieceKind.CONTENT}
+
+
+def test_a_schema_may_contain_the_name_of_a_directive() -> None:
+    word = "%llguidance {}"
+    syntax = AnswerSyntax(calls=CALL_FORMATS["hermes"], tool_names=NAMES)
+    schema = {
+        "type": "object",
+        "description": word,
+        "properties": {word: {"enum": [word]}},
+        "required": [word],
+    }
+    call = CALLS["hermes"].replace("{}", json.dumps({word: word}))
+    assert is_allowed(chat_grammar(syntax, tools=[("f", schema)]), call)
+    assert not is_allowed(chat_grammar(syntax, tools=[("f", schema)]), call.replace(f'"{word}"}}', '"x"}'))
+    assert is_allowed(chat_grammar(syntax, tools=[], schema=json.dumps({"const": word})), json.dumps(word))
 
 
 def test_the_end_of_reasoning_may_be_a_special_token() -> None:

@@ -54,6 +54,7 @@ def test_a_template_for_reasoning_is_recognized_without_tools() -> None:
     [
         "{{ messages }}",
         "{# tools, tool_calls, </think> #}{{ messages }}",
+        "{# tools #}{{ messages }}{# tools\n #}{#}tools#}",
         "{{ toolset }}{# tools",
         "{{ my_tools }}",
     ],
