@@ -5,7 +5,6 @@ and model; `model` is the name that the client sent. Token ids are added in vLLM
 This module does not depend on the engine or on HTTP.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +18,12 @@ from slora.text.answer import Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer
 from slora_api.chat.chat_parts import ChatParts
-from slora_api.generation.json_slices import LongList
+from slora_api.generation.json_slices import LongList, encode_ascii
 from slora_api.schemas import GenerationFields
 
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
 
 Json = dict[str, Any]
-# Events are pure ASCII, because some clients also end a line at U+2028 or U+0085.
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 # Makes a list from a function that yields the items: at once, or only while the JSON is written (`LongList`).
 _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
@@ -58,7 +55,13 @@ class Usage:
 
 
 class AnswerFormat(Protocol):
-    """The JSON form of one API, for one request. The methods for streams return server-sent events."""
+    """The JSON form of one API, for one request. The methods for streams return server-sent events.
+
+    reads_text: whether `whole` searches the texts for tool calls and reasoning, which takes long for a long text.
+    """
+
+    @property
+    def reads_text(self) -> bool: ...
 
     def opening(self, usage: Usage) -> bytes:
         """Events that are sent before any text."""
@@ -95,14 +98,14 @@ class _Envelope:
         if fields.service_tier is not None:
             self._shared["service_tier"] = "default"
         # Encoded once, because an encoder takes 8 microseconds for a whole chunk.
-        self._chunk_start = f"data: {_encode(self.whole(chunk_kind, []))[:-2]}"
+        self._chunk_start = f"data: {encode_ascii(self.whole(chunk_kind, []))[:-2]}"
         # With include_usage every chunk has the field; it is null in all but the last.
         self._usage_field = ',"usage":null' if fields.include_usage else ""
 
     def event(self, choice: str, usage: Usage, prompt_token_ids: Sequence[int] | None = None) -> bytes:
         """The event of one chunk. choice: its only choice, as JSON."""
         usage_field = _encode_usage(usage) if self._is_usage_continuous else self._usage_field
-        prompt = "" if prompt_token_ids is None else f',"prompt_token_ids":{_encode(prompt_token_ids)}'
+        prompt = "" if prompt_token_ids is None else f',"prompt_token_ids":{encode_ascii(prompt_token_ids)}'
         return f"{self._chunk_start}{choice}]{usage_field}{prompt}}}\n\n".encode("ascii")
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -209,10 +212,15 @@ class CompletionFormat:
         self._envelope = _Envelope("cmpl", model, fields, "text_completion")
         self._has_ids = bool(fields.return_token_ids)
         self._logprobs = logprobs
-        self._prompts = prompts
         self._num_choices = num_choices
         # Choice -> character position at which its next token starts.
         self._offsets: dict[int, int] = {}
+        # A prompt may have 131,072 ids, so all its choices share their JSON.
+        self._encode_prompt = cache(lambda index: encode_ascii(prompts[index]))
+
+    @property
+    def reads_text(self) -> bool:
+        return False
 
     def opening(self, usage: Usage) -> bytes:
         return b""
@@ -226,13 +234,10 @@ class CompletionFormat:
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(token.width for token in delta.tokens)
         logprobs = self._logprobs.columns(delta.tokens, _list_now, offset)
-        ids: Json = {}
-        if self._has_ids:
-            ids["token_ids"] = delta.token_ids
-            if is_first:
-                ids["prompt_token_ids"] = self._prompts[delta.index]
-        rest = _encode_rest(logprobs, delta.finish_reason, ids)
-        return self._envelope.event(f'{{"index":{index},"text":{_encode(delta.text)},{rest}}}', usage)
+        rest = _encode_rest(logprobs, delta.finish_reason, delta.token_ids if self._has_ids else None)
+        if self._has_ids and is_first:
+            rest += f',"prompt_token_ids":{self._encode_prompt(delta.index)}'
+        return self._envelope.event(f'{{"index":{index},"text":{encode_ascii(delta.text)},{rest}}}', usage)
 
     def usage(self, usage: Usage) -> bytes:
         return self._envelope.usage_event(usage)
@@ -275,8 +280,12 @@ class ChatFormat:
         self._prompt = prompt
         self._num_choices = num_choices
 
+    @property
+    def reads_text(self) -> bool:
+        return self._parts is not None
+
     def opening(self, usage: Usage) -> bytes:
-        first = _encode({"role": "assistant", "content": "" if self._parts is None else None})
+        first = encode_ascii({"role": "assistant", "content": "" if self._parts is None else None})
         prompts = [self._prompt if self._has_ids else None] + [None] * (self._num_choices - 1)
         return b"".join(
             self._event(index, first, usage, prompt_token_ids=prompt) for index, prompt in enumerate(prompts)
@@ -288,7 +297,7 @@ class ChatFormat:
             return self._part_events(self._parts, delta, token_ids, usage)
         events = b""
         if delta.text or delta.tokens or token_ids:
-            content = f'{{"content":{_encode(delta.text)}}}'
+            content = f'{{"content":{encode_ascii(delta.text)}}}'
             events += self._event(delta.choice, content, usage, delta.tokens, token_ids=token_ids)
         if delta.finish_reason is not None:
             events += self._event(delta.choice, "{}", usage, (), delta.finish_reason)
@@ -304,7 +313,7 @@ class ChatFormat:
             fields = [{}]
         tokens, events = delta.tokens, b""
         for part in fields:
-            events += self._event(choice, _encode(part), usage, tokens, token_ids=token_ids)
+            events += self._event(choice, encode_ascii(part), usage, tokens, token_ids=token_ids)
             tokens, token_ids = (), ()
         if reason is not None:
             events += self._event(choice, "{}", usage, (), parts.finish_reason(choice, reason))
@@ -317,15 +326,19 @@ class ChatFormat:
         (completion,) = completions
         choices: list[Json] = []
         for choice in completion.choices:
+            index = len(choices)
+            reason: str = choice.finish_reason
+            if self._parts is None:
+                message = {"role": "assistant", "content": choice.text, "refusal": None}
+            else:
+                message = self._parts.message(index, choice.text)
+                reason = self._parts.finish_reason(index, choice.finish_reason)
             made: Json = {
-                "index": len(choices),
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "index": index,
+                "message": message,
                 "logprobs": self._logprobs.content(choice.tokens, LongList),
-                "finish_reason": choice.finish_reason,
+                "finish_reason": reason,
             }
-            if self._parts is not None:
-                made["message"] = self._parts.message(len(choices), choice.text)
-                made["finish_reason"] = self._parts.finish_reason(len(choices), choice.finish_reason)
             if self._has_ids:
                 made["token_ids"] = _long_list(choice.token_ids)
             choices.append(made)
@@ -346,7 +359,7 @@ class ChatFormat:
     ) -> bytes:
         """delta: as JSON."""
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
-        rest = _encode_rest(logprobs, reason, {"token_ids": token_ids} if token_ids else {})
+        rest = _encode_rest(logprobs, reason, token_ids or None)
         return self._envelope.event(f'{{"index":{index},"delta":{delta},{rest}}}', usage, prompt_token_ids)
 
 
@@ -354,15 +367,16 @@ def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishRea
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _encode_rest(logprobs: Json | None, reason: str | None, ids: Json) -> str:
-    """The fields of a choice in a stream that follow its text, as JSON. ids: the fields with token ids."""
-    if logprobs is None and reason is None and not ids:  # nearly always
+def _encode_rest(logprobs: Json | None, reason: str | None, token_ids: Sequence[int] | None) -> str:
+    """The fields of a choice in a stream that follow its text, as JSON. token_ids: None leaves the field out."""
+    if logprobs is None and reason is None and token_ids is None:  # nearly always
         return '"logprobs":null,"finish_reason":null'
-    return _encode({"logprobs": logprobs, "finish_reason": reason, **ids})[1:-1]
+    ids = {} if token_ids is None else {"token_ids": token_ids}
+    return encode_ascii({"logprobs": logprobs, "finish_reason": reason, **ids})[1:-1]
 
 
 def _encode_usage(usage: Usage) -> str:
-    return f',"usage":{_encode(usage.to_json())}'
+    return f',"usage":{encode_ascii(usage.to_json())}'
 
 
 def _list_now(items: Callable[[], Iterable[Any]]) -> list[Any]:

@@ -14,7 +14,6 @@ engine computes meanwhile are limited by the bounds of the request.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -25,6 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from slora_adapters.errors import SloraError
 from slora_api.errors import ClientGone, Stopping, describe_error
+from slora_api.generation.json_slices import encode_ascii
 from slora_api.tenants.running_requests import ENDED_BY
 
 __all__ = ["EventStream", "encode_event", "unless_disconnected"]
@@ -33,12 +33,10 @@ logger = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
-# Events are pure ASCII, because some clients also end a line at U+2028 or U+0085.
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode_event(content: dict[str, Any]) -> bytes:
-    return f"data: {_encode(content)}\n\n".encode("ascii")
+    return f"data: {encode_ascii(content)}\n\n".encode("ascii")
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -77,7 +75,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
 
 
 class EventStream(Response):
-    """Sends `events`, and one of its own that ends the stream. Each item is written at once and has one or more events.
+    """Sends `events`, and then `closing` and `[DONE]`. Each item is written at once and has one or more events.
+
     It subclasses Response because FastAPI requires that, and shares only the headers.
 
     first: the events that are ready already. The status is 200 because they exist.

@@ -203,6 +203,7 @@ def test_a_text_is_tokenized_and_its_tokens_are_decoded_again(platform: Platform
         ("/detokenize", {"tokens": [257]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [97] * 1000}, 400, "tokens"),
         ("/detokenize", {"tokens": [1], "model": "nobodys"}, 404, None),
     ],
 )

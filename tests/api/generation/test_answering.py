@@ -1,0 +1,70 @@
+"""How answers are sent: in writes of a bounded size, and with the work on long texts in the slots of the tenant."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from slora.request import FinishReason
+from slora.text.answer import Choice, Completion, CompletionDelta
+from slora_api.fair_slots import FairSlots
+from slora_api.generation.answer_format import Usage
+from slora_api.generation.answering import _events, _write_answer
+
+EVENT = b"x" * 40_000
+
+
+class Shape:
+    """Sends each delta as one long event, and shows whether a whole answer was made in a slot of the tenant."""
+
+    reads_text = True
+
+    def __init__(self) -> None:
+        self.num_holders: list[int] = []
+        self.slots = CountedSlots(1, 1, "answers to write")
+
+    def opening(self, usage: Usage) -> bytes:
+        return b""
+
+    def events(self, delta: CompletionDelta, usage: Usage) -> bytes:
+        return EVENT
+
+    def usage(self, usage: Usage) -> bytes:
+        return b""
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
+        self.num_holders.append(self.slots.num_held)
+        return {"text": completions[0].choices[0].text}
+
+
+class CountedSlots(FairSlots):
+    @property
+    def num_held(self) -> int:
+        return sum(state.num_held for state in self._active.values())
+
+
+def completion(text: str) -> Completion:
+    return Completion([1], (Choice(text, [7], FinishReason.STOP, None),))
+
+
+def test_events_that_arrive_together_are_sent_in_bounded_writes() -> None:
+    async def arrive() -> AsyncGenerator[list[CompletionDelta], None]:
+        yield [CompletionDelta(0, "a", (7,))] * 7
+
+    async def collect() -> list[bytes]:
+        return [events async for events in _events(arrive(), Shape(), Usage(1))]
+
+    sent = asyncio.run(collect())
+    assert b"".join(sent) == EVENT * 7
+    assert all(len(events) <= (1 << 16) + len(EVENT) for events in sent)
+
+
+def test_reading_a_long_text_takes_a_slot_of_the_tenant() -> None:
+    async def write(shape: Shape, text: str) -> bytes:
+        parts = await _write_answer(shape, [completion(text)], Usage(1), "acme", shape.slots)
+        return b"".join(parts)
+
+    shape = Shape()
+    assert asyncio.run(write(shape, "short")) == b'{"text":"short"}'
+    long = "é\n" * 50_000
+    assert asyncio.run(write(shape, long)) == f'{{"text":"{long}"}}'.replace("\n", "\\n").encode()
+    assert shape.num_holders == [0, 1]
