@@ -145,9 +145,9 @@ class RequestBounds:
         for name in ("stop", "stop_token_ids", "logit_bias"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
-        options = body.get("stream_options")
-        if isinstance(options, dict):
-            _check_fields("`stream_options`", "stream_options", options)
+        for name in ("stream_options", "response_format", "structured_outputs", "tool_choice"):
+            _check_nested(f"`{name}`", name, body.get(name), "json_schema", "function")
+        _check_each("A tool", "tools", body.get("tools"))
         if isinstance(messages, list):
             self._check_parts([message for message in messages if isinstance(message, dict)])
 
@@ -158,6 +158,15 @@ class RequestBounds:
                 f"`{param}` has {num_chars} characters; this server accepts at most {self.prompt_chars}, because this "
                 f"model's context is {self.max_model_len} tokens (max_model_len). Shorten it.",
                 param,
+            )
+
+    def check_decoded(self, num_chars: int) -> None:
+        """num_chars: characters of the text of token ids that the client sent. Raises BadRequest."""
+        if num_chars > self.prompt_chars:
+            raise BadRequest(
+                f"The text of `tokens` has {num_chars} characters; this server returns at most {self.prompt_chars}. "
+                "Send fewer tokens.",
+                "tokens",
             )
 
     def check_prompt_tokens(self, num_tokens: int) -> None:
@@ -189,6 +198,7 @@ class RequestBounds:
     def _check_parts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for message in messages:
             _check_fields("A message", "messages", message)
+            _check_each("A tool call", "messages", message.get("tool_calls"))
         contents = [message.get("content") for message in messages]
         num_parts = sum(len(content) for content in contents if isinstance(content, list))
         if num_parts > self.content_parts:
@@ -204,6 +214,20 @@ def _check_count(param: str, value: Any, unit: str, limit: int, remedy: str) -> 
         raise BadRequest(
             f"`{param}` has {len(value)} {unit}; this server accepts at most {limit}. {remedy}", param
         )
+
+
+def _check_each(name: str, param: str, items: Any) -> None:
+    """Checks the fields of tools or tool calls, and of the function of each."""
+    for item in items if isinstance(items, list) else ():
+        _check_nested(name, param, item, "function")
+
+
+def _check_nested(name: str, param: str, value: Any, *inner: str) -> None:
+    """Checks the fields of an object, and of the objects in these of its fields."""
+    if isinstance(value, dict):
+        _check_fields(name, param, value)
+        for field in inner:
+            _check_nested(f"The field `{field}` of {name[0].lower()}{name[1:]}", param, value.get(field))
 
 
 def _check_fields(name: str, param: str | None, fields: Mapping[str, Any]) -> None:

@@ -36,7 +36,8 @@ class TokenizedChat:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenizer:
-    """Tokenizes for one request. A long text is charged to the tenant first.
+    """Tokenizes for one request. A long text is charged to the tenant first, unless the request has been counted, as
+    /tokenize does.
 
     Both methods raise what the encoder, the chat templates and the meter raise.
     """
@@ -60,7 +61,7 @@ class PromptTokenizer:
         return await self._encode(texts, encode, "prompt")
 
     async def encode_chat(self, messages: Sequence[ChatMessage], fields: ChatTemplateFields) -> TokenizedChat:
-        """Raises BadRequest and RequestRefused, too."""
+        """Also raises BadRequest and RequestRefused."""
         self.bounds.check_chars(sum(message.num_chars for message in messages), "messages")
         tools = [tool.for_template() for tool in fields.shown_tools]
         traits = self._traits(has_tools=bool(tools))

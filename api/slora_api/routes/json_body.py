@@ -43,7 +43,8 @@ async def read_json(
     try:
         return schema.model_validate(body)
     except ValidationError as error:
-        raise RequestValidationError([_located(one) for one in error.errors(include_url=False)]) from None
+        # The answer describes only the first error.
+        raise RequestValidationError([_located(error.errors(include_url=False)[0])]) from None
 
 
 async def _read_bytes(request: Request, structure: JsonStructure) -> bytes:

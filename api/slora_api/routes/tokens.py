@@ -59,7 +59,7 @@ async def tokenize(
     meter: Metered,
     services: Wired,
 ) -> Response:
-    """Tokenizes a prompt or a conversation as the completion routes do. It counts as a request of the tenant."""
+    """Tokenizes a prompt or a conversation as the completion routes do. It counts as a request without tokens."""
     await meter.count_request()
     model = await services.catalog.find_model(key, body.model, None)
     tokenizer = services.prompt_tokenizer(key.tenant, meter, model)
@@ -84,18 +84,26 @@ async def _encode(tokenizer: PromptTokenizer, body: TokenizeRequest) -> list[int
     return token_ids
 
 
-@router.post("/detokenize", responses=_ERRORS, openapi_extra=json_body(DetokenizeRequest))
+@router.post(
+    "/detokenize",
+    response_model=DetokenizedText,
+    responses=_ERRORS,
+    openapi_extra=json_body(DetokenizeRequest),
+)
 async def detokenize(
     request: Request,
     body: Annotated[DetokenizeRequest, Depends(_detokenize_body)],
     key: InferenceKey,
     meter: Metered,
     services: Wired,
-) -> DetokenizedText:
-    """Returns the text of token ids, special tokens included. It counts as a request of the tenant."""
+) -> Response:
+    """Returns the text of token ids, special tokens included. It counts as a request without tokens."""
     await meter.count_request()
     await services.catalog.find_model(key, body.model, None)
     if body.tokens:
         check_token_ids(body.tokens, services.generator.engine_info().vocab_size, "tokens")
     decoding = services.encoder.decode(key.tenant, body.tokens, skip_special_tokens=False)
-    return {"prompt": await unless_disconnected(request.receive, decoding)}
+    text = await unless_disconnected(request.receive, decoding)
+    services.bounds().check_decoded(len(text))
+    writing = write_json({"prompt": text}, key.tenant, services.writing)
+    return PartedResponse(await unless_disconnected(request.receive, writing), {})

@@ -77,6 +77,15 @@ TOO_LARGE = {
     "10,000 unknown fields of a message": (
         CHAT, {"messages": [{"role": "user", "content": "", **{f"x{at}": 1 for at in range(10_000)}}]},
         "messages", "fields"),
+    "10,000 unknown fields of a tool": (
+        CHAT, MESSAGES | {"tools": [{"type": "function", "function": {f"x{at}": 1 for at in range(10_000)}}]},
+        "tools", "fields"),
+    "10,000 unknown fields of a tool call": (
+        CHAT, {"messages": [{"role": "assistant", "tool_calls": [{f"x{at}": 1 for at in range(10_000)}]}]},
+        "messages", "fields"),
+    "10,000 unknown fields of a schema's format": (
+        CHAT, MESSAGES | {"response_format": {"json_schema": {f"x{at}": 1 for at in range(10_000)}}},
+        "response_format", "fields"),
     "5,000 broken messages": (CHAT, {"messages": [{"x": 1, "y": 2}] * 2000}, "messages.0.role", ""),
     "100,000 stream options": (
         COMPLETIONS, PROMPT | {"stream": True, "stream_options": {f"x{at}": 1 for at in range(100_000)}},
