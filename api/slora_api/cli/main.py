@@ -5,11 +5,11 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
+from slora_api.package_version import find_package_version
 from slora_api.settings import server_setting_specs
 
 __all__ = ["main"]
@@ -544,7 +544,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"slora {importlib.metadata.version('slora')}")
+    parser.add_argument("--version", action="version", version=f"slora {find_package_version()}")
     commands = _Commands(parser)
     _add_serve(commands)
     _add_migrate(commands)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup, escape
 
+from slora_api.routes.lazy_content import LazyContent
 from slora_api.routes.openapi import OpenApiDocument
 
 __all__ = ["DocsPage", "router"]
@@ -28,13 +29,10 @@ class DocsPage:
     """The page of a document. It is made at the first request."""
 
     def __init__(self, document: OpenApiDocument) -> None:
-        self._document = document
-        self._content: str | None = None
+        self._lazy = LazyContent(lambda: _render(json.loads(document.content())).encode())
 
-    def content(self) -> str:
-        if self._content is None:
-            self._content = _render(json.loads(self._document.content()))
-        return self._content
+    def content(self) -> bytes:
+        return self._lazy.content()
 
 
 @router.get("/docs", response_class=HTMLResponse)

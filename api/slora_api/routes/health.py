@@ -1,7 +1,6 @@
 """Health, version, load and metrics, for load balancers, container engines and dashboards."""
 
 import asyncio
-import importlib.metadata
 from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Response
@@ -13,6 +12,7 @@ from slora.engine.info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
 from slora_api.errors import Starting
 from slora_api.generation.generation import Generator
+from slora_api.package_version import find_package_version
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.tenants.authentication import Operator
@@ -57,7 +57,7 @@ class Load(TypedDict):
 
 @router.get("/version")
 async def version() -> Version:
-    return {"version": importlib.metadata.version("slora")}
+    return {"version": find_package_version()}
 
 
 @router.get("/load")

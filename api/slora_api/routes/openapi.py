@@ -6,7 +6,6 @@ stream with `event_stream`. The document adds the errors that follow from the ki
 routes that need a key, of routes with parameters, and of routes with a body.
 """
 
-import importlib.metadata
 import inspect
 import json
 import re
@@ -34,6 +33,8 @@ from slora_api.errors import (
     Unauthorized,
     find_status,
 )
+from slora_api.package_version import find_package_version
+from slora_api.routes.lazy_content import LazyContent
 from slora_api.tenants.authentication import required_scopes
 
 __all__ = ["OpenApiDocument", "errors", "event_stream", "form_body", "json_body", "router"]
@@ -92,17 +93,15 @@ class OpenApiDocument:
 
     def __init__(self, routes: Sequence[APIRoute]) -> None:
         self._routes = routes
-        self._content: bytes | None = None
+        self._lazy = LazyContent(lambda: json.dumps(self._make()).encode())
 
     def content(self) -> bytes:
-        if self._content is None:
-            self._content = json.dumps(self._make()).encode()
-        return self._content
+        return self._lazy.content()
 
     def _make(self) -> _Json:
         document = get_openapi(
             title="slora",
-            version=importlib.metadata.version("slora"),
+            version=find_package_version(),
             summary="Multi-tenant LoRA serving, compatible with OpenAI's API.",
             routes=self._routes,
         )
