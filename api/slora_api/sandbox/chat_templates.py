@@ -14,9 +14,8 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
-from slora_api.sandbox.sandbox import SandboxAnswer
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
-from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess
+from slora_api.sandbox.sandbox_process import SandboxProcess
 from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSettings, pack_request
 
 __all__ = ["RENDER_CPU_S", "ChatTemplates"]
@@ -97,7 +96,7 @@ class ChatTemplates:
         if template is None or (is_trusted and _is_short(messages)):
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
         every = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-        answer = await self._ask(tenant, pack_request(template, messages, every))
+        answer = await self._pool.ask(tenant, pack_request(template, messages, every))
         if answer.text is None:
             owner = "model" if own_template is None else "adapter"
             raise RequestRefused(
@@ -110,7 +109,7 @@ class ChatTemplates:
 
         Raises TenantBusy or ServerBusy.
         """
-        answer = await self._ask(tenant, pack_request(template))
+        answer = await self._pool.ask(tenant, pack_request(template))
         if answer.error is None:
             return []
         return [Reason("chat_template_malformed", f"the chat template is not valid: {answer.error}")]
@@ -118,15 +117,6 @@ class ChatTemplates:
     async def close(self) -> None:
         """Ends the idle processes. A busy one ends with its request or with this process."""
         await self._pool.close()
-
-    async def _ask(self, tenant: str, request: bytes) -> SandboxAnswer:
-        try:
-            return await self._pool.ask(tenant, request)
-        except SandboxDied as death:
-            raise RequestRefused(
-                f"The chat template ended its process with exit code {death.exit_code}; simplify it.",
-                "messages",
-            ) from death
 
 
 def _is_short(messages: Messages) -> bool:

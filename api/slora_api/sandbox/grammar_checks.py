@@ -16,7 +16,7 @@ from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox import pack_frame
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
-from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess
+from slora_api.sandbox.sandbox_process import SandboxProcess
 
 __all__ = ["COMPILE_CPU_S", "GrammarChecks"]
 
@@ -78,15 +78,9 @@ class GrammarChecks:
         if digest in self._accepted:
             self._accepted.move_to_end(digest)
             return
-        # All errors name the field of the request, so the process gets it, too.
+        # The child names the field in its errors, so the request contains it.
         request = pack_frame({"kind": output.kind, "text": output.text, "param": output.param})
-        try:
-            answer = await self._pool.ask(tenant, request)
-        except SandboxDied as death:
-            raise RequestRefused(
-                f"{output.param} can't be compiled: it ended its process with exit code {death.exit_code}; simplify it",
-                output.param,
-            ) from death
+        answer = await self._pool.ask(tenant, request)
         if answer.error is not None:
             # An error without the field is that of a limit.
             error = answer.error

@@ -21,12 +21,12 @@ from slora_api.sandbox.sandbox import serve_requests
 
 __all__ = ["main"]
 
-# A vocabulary of single bytes, and an end token. It makes compiling no cheaper than a large vocabulary does.
+# A vocabulary of single bytes, and an end token. Compiling for it costs at least as much as for a model's vocabulary.
 _EOS = 256
 _SPELLING = TokenSpelling([*(bytes([byte]) for byte in range(_EOS)), b""])
 
 
-# The engine's threads have four times as much.
+# A form that fits this stack also fits the engine's threads, whose stack is four times as large.
 _STACK_BYTES = 2 << 20
 # Tokens of the trial answer.
 _TRIAL_TOKENS = 100

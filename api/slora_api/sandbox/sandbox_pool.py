@@ -68,15 +68,15 @@ class SandboxPool:
         self._next_start_at = 0.0
 
     async def ask(self, tenant: str, request: bytes) -> SandboxAnswer:
-        """Returns the answer to a packed request. A request over its CPU limit is answered with an error.
+        """Returns the answer to a packed request. A request that ends its process is answered with an error.
 
-        Raises TenantBusy, ServerBusy if no process can be started or answers, and SandboxDied if the request ended its
-        process for another reason.
+        Raises TenantBusy, and ServerBusy if no process can be started or answers.
         """
         self._budget.check(tenant)
         async with self._slots.hold(tenant):
             # Requests of the same tenant that were waiting before this one may have spent the budget.
             self._budget.check(tenant)
+            failure: SandboxAnswer | ServerBusy
             for _ in range(_NUM_ATTEMPTS):
                 sandbox = await self._take_sandbox()
                 try:
@@ -88,7 +88,7 @@ class SandboxPool:
                         self._work.object,
                         self._work.verb,
                     )
-                    refusal: Exception = ServerBusy(
+                    failure = ServerBusy(
                         f"The {self._work.object} was not {self._work.verb} within {_ANSWER_TIMEOUT_S:g} s, because "
                         "the server is too busy. Try again."
                     )
@@ -97,8 +97,12 @@ class SandboxPool:
                         limit_s = self._work.cpu_limit_s
                         return SandboxAnswer(None, f"it takes more than {limit_s:g} s of CPU time", 0.0, 0)
                     _log.warning("%s", death)
-                    refusal = death
-            raise refusal
+                    failure = SandboxAnswer(
+                        None, f"it ended its process with exit code {death.exit_code}", 0.0, 0
+                    )
+            if isinstance(failure, ServerBusy):
+                raise failure
+            return failure
 
     async def close(self) -> None:
         """Ends the idle processes. A busy one ends with its request or with this process."""

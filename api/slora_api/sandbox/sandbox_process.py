@@ -11,7 +11,8 @@ from slora_api.sandbox.sandbox import SandboxAnswer, read_length
 
 __all__ = ["SandboxDied", "SandboxProcess", "SandboxStalled"]
 
-# What tenants sent runs in the process, so it receives no secrets, only what Python needs to start.
+# The process runs tenants' templates and forms, so its environment contains no secrets, only what Python needs
+# to start.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 

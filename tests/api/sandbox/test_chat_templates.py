@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from slora.errors import RequestRefused
+from slora_adapters.errors import Reason
 from slora_api.errors import ServerBusy, TenantBusy
 from slora_api.sandbox import chat_templates, sandbox_pool, template_process
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.sandbox import SandboxAnswer
-from slora_api.sandbox.sandbox_process import SandboxProcess
+from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess
 from tests.adapters.hand_made import make_members
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of
@@ -292,6 +293,25 @@ def test_a_dead_renderer_is_replaced_and_its_request_retried(
         return [first, await rendering]
 
     assert with_templates(use) == ["first", "second"] and len(asked) == 3
+
+
+def test_an_uploaded_template_that_ends_its_process_is_a_reason_to_refuse_the_upload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found in review: the refusal named the field `messages`, which an upload does not have."""
+
+    async def die(*_: object) -> None:
+        raise SandboxDied(-signal.SIGSEGV)
+
+    async def use(templates: ChatTemplates) -> list[Reason]:
+        await templates.render("acme", MESSAGES, "first")
+        monkeypatch.setattr(SandboxProcess, "ask", die)
+        with pytest.raises(RequestRefused, match="it ended its process with exit code -11"):
+            await templates.render("acme", MESSAGES, "second")
+        return await templates.check("acme", "third")
+
+    (reason,) = with_templates(use)
+    assert reason.message == "the chat template is not valid: it ended its process with exit code -11"
 
 
 def test_a_stalled_renderer_is_replaced_and_its_request_retried(
