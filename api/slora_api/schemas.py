@@ -1,7 +1,7 @@
 """The JSON bodies and query numbers that this API accepts, and their conversion to the engine's types.
 
 No field is ignored silently. An unknown field is refused by name. A field of OpenAI's or vLLM's API that this server
-does not support is declared as `Unsupported`: it is refused unless its value asks for nothing, such as `tools: []`.
+does not support is declared as `Unsupported`: it is refused unless its value has no effect, such as `functions: []`.
 `SamplingParams` and `slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as
 leaving the field out.
 
@@ -97,9 +97,7 @@ def _read_content(value: Any, info: ValidationInfo) -> Any:
     if value is None:
         if info.data.get("role") == "assistant":
             return ""
-        raise PydanticCustomError(
-            "invalid_value", "is missing; only a message of the assistant may have none"
-        )
+        raise PydanticCustomError("invalid_value", "is required unless the role is `assistant`")
     return _join_text_parts(value)
 
 
@@ -303,7 +301,7 @@ class ChatMessage(BaseModel):
     """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`.
 
     content: only a message of the assistant may have none.
-    tool_call_id: the call whose result a message with the role `tool` has.
+    tool_call_id: the id of the call that a message with the role `tool` answers.
     reasoning, reasoning_content: two names of the reasoning of an earlier answer. The chat template decides whether the
     model sees it.
     provider_specific_fields: what litellm keeps with an answer. It has no effect.

@@ -240,8 +240,8 @@ def check_tool_messages(messages: Sequence[_Message]) -> None:
         if message.role == "tool":
             if message.tool_call_id not in waiting:
                 raise _refusal(
-                    "`messages.{index}.tool_call_id` is {value}, but no call of the message of the assistant before it "
-                    "waits for a result with this id{known}",
+                    "`messages.{index}.tool_call_id` is {value}, which matches no unanswered tool call of the "
+                    "preceding assistant message{known}",
                     param="messages",
                     index=index,
                     known=f"; these do: {abbreviate(list(waiting))}" if waiting else "",
@@ -262,8 +262,8 @@ def check_tool_messages(messages: Sequence[_Message]) -> None:
             waiting[call.id] = None
     if waiting:
         raise _refusal(
-            "`messages` has no result of the calls {value}; a message with the role 'tool' must follow for each "
-            "call of a message of the assistant",
+            "`messages` has no tool result for the calls {value}; after the assistant message, add one message with "
+            "the role 'tool' for each call",
             param="messages",
             value=abbreviate(list(waiting)),
         )

@@ -1,6 +1,6 @@
 """Marks fields of a request that this server knows but does not support.
 
-Such a field is declared with the values that ask for nothing, for example `tools: Annotated[Any, Unsupported([])] =
+Such a field is declared with the values that have no effect, for example `functions: Annotated[Any, Unsupported([])] =
 None`. It accepts these values and null. Any other value is refused with the name of the field and the value, so that no
 field with an effect is ignored silently. The OpenAPI document lists the accepted values.
 """
@@ -32,7 +32,7 @@ class Unsupported:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        text = f"Not supported: only values that ask for nothing are accepted. {self._instead}".strip()
+        text = f"Not supported: only values that have no effect are accepted. {self._instead}".strip()
         return {"enum": [*self._neutral, None], "description": text}
 
     def _check(self, value: Any) -> Any:

@@ -86,7 +86,7 @@ __all__ = ["background_work", "connection_limits", "limit_garbage_collection", "
 
 logger = logging.getLogger("slora.api")
 
-# New objects that start a garbage collection, which then blocks the event loop for up to 5 ms.
+# Threshold of the youngest generation. A collection blocks the event loop for up to 5 ms.
 _NEW_OBJECTS = 10_000
 
 # Exit codes for the supervisor: the settings can never work, and something outside this process is not ready.
