@@ -13,12 +13,24 @@ from typing import Any
 from slora.errors import RequestRefused
 from slora.surrogate import refuse_surrogate
 
-__all__ = ["MAX_CACHED_FORMS", "MAX_FORM_CHARS", "OutputKind", "StructuredOutput"]
+__all__ = [
+    "MAX_CACHED_FORMS",
+    "MAX_FORM_CHARS",
+    "MISSING_LIBRARY",
+    "OPTIONS_KEY",
+    "OutputKind",
+    "StructuredOutput",
+]
 
 MAX_FORM_CHARS = 65_536
 # The engine keeps this many compiled grammars. One takes 50 KB, and the largest that a server accepts 10 MB. The API
 # remembers no more forms than that, so that a form that the engine compiles again is charged again.
 MAX_CACHED_FORMS = 256
+MISSING_LIBRARY = (
+    "structured output needs the package llguidance, which is not installed: pip install 'slora[serve]'"
+)
+# The key of a schema in which the grammar library looks for options. It is no keyword of JSON Schema.
+OPTIONS_KEY = "x-guidance"
 
 
 class OutputKind(StrEnum):
@@ -55,6 +67,10 @@ class StructuredOutput:
 
     @staticmethod
     def json_schema(schema: Mapping[str, Any] | bool, param: str = "structured_output") -> "StructuredOutput":
+        if isinstance(schema, Mapping) and OPTIONS_KEY in schema:
+            raise RequestRefused(
+                f"{param} has the key {OPTIONS_KEY!r}, which is not supported; remove it", param
+            )
         return StructuredOutput(OutputKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")), param)
 
     @staticmethod

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from slora.errors import RequestRefused
 from slora.structured_output import StructuredOutput
+from slora_api.field_types import STRICT, check_depth, make_refusal
 from slora_api.unsupported import Unsupported
 
 __all__ = ["OutputFields"]
 
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
-_Schema = dict[str, Any] | bool
+_Schema = Annotated[dict[str, Any] | bool, AfterValidator(check_depth)]
+_SchemaOrText = Annotated[dict[str, Any] | bool | str, AfterValidator(check_depth)]
 
 
 class JsonSchemaFormat(BaseModel):
@@ -27,7 +28,7 @@ class JsonSchemaFormat(BaseModel):
     strict: has no effect, because a schema is always enforced, and one that cannot be enforced is refused.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     name: str
     description: str | None = None
     json_schema: Annotated[_Schema, Field(alias="schema")]
@@ -37,17 +38,14 @@ class JsonSchemaFormat(BaseModel):
 class ResponseFormat(BaseModel):
     """OpenAI's response_format. json_schema: with the type `json_schema` only."""
 
-    model_config = _STRICT
+    model_config = STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
     def _schema_where_the_type_needs_one(self) -> "ResponseFormat":
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise PydanticCustomError(
-                "invalid_value",
-                "must have `json_schema` with the type `json_schema`, and with no other type",
-            )
+            raise make_refusal("must have `json_schema` with the type `json_schema`, and with no other type")
         return self
 
     def read(self) -> StructuredOutput | None:
@@ -63,8 +61,8 @@ class StructuredOutputs(BaseModel):
     json: a JSON schema, as an object or as text. grammar: in Lark's syntax or GBNF.
     """
 
-    model_config = _STRICT
-    json_form: Annotated[_Schema | str | None, Field(alias="json")] = None
+    model_config = STRICT
+    json_form: Annotated[_SchemaOrText | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -79,10 +77,10 @@ class StructuredOutputs(BaseModel):
 class OutputFields(BaseModel):
     """At most one of these fields may ask for a form. `structured_output` raises RequestRefused."""
 
-    model_config = _STRICT
+    model_config = STRICT
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: _Schema | str | None = None
+    guided_json: _SchemaOrText | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -104,43 +102,48 @@ class OutputFields(BaseModel):
         form = None if self.response_format is None else self.response_format.read()
         if form is not None:
             yield form
-        if self.structured_outputs is not None:
-            found = list(_read_vllm_forms(self.structured_outputs))
+        sent = self.structured_outputs
+        if sent is not None:
+            param = "structured_outputs"
+            found = list(_make_forms(sent.json_form, sent.regex, sent.choice, sent.grammar, param))
+            if sent.json_object:
+                found.append(StructuredOutput.json_object(param))
             if not found:
                 raise RequestRefused(
                     "structured_outputs has no form; give one of json, regex, choice, grammar or json_object",
-                    "structured_outputs",
+                    param,
                 )
             yield from found
-        if self.guided_json is not None:
-            yield _read_schema(self.guided_json, "guided_json")
-        if self.guided_regex is not None:
-            yield StructuredOutput.regex(self.guided_regex, "guided_regex")
-        if self.guided_choice is not None:
-            yield StructuredOutput.choice(self.guided_choice, "guided_choice")
-        if self.guided_grammar is not None:
-            yield StructuredOutput.grammar(self.guided_grammar, "guided_grammar")
+        yield from _make_forms(
+            self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, None
+        )
 
 
-def _read_vllm_forms(sent: StructuredOutputs) -> Iterator[StructuredOutput]:
-    param = "structured_outputs"
-    if sent.json_form is not None:
-        yield _read_schema(sent.json_form, param)
-    if sent.regex is not None:
-        yield StructuredOutput.regex(sent.regex, param)
-    if sent.choice is not None:
-        yield StructuredOutput.choice(sent.choice, param)
-    if sent.grammar is not None:
-        yield StructuredOutput.grammar(sent.grammar, param)
-    if sent.json_object:
-        yield StructuredOutput.json_object(param)
+def _make_forms(
+    schema: _SchemaOrText | None,
+    regex: str | None,
+    choices: list[str] | None,
+    grammar: str | None,
+    param: str | None,
+) -> Iterator[StructuredOutput]:
+    """param: the field that holds all forms; None: each form has a field `guided_*` of its own."""
+    if schema is not None:
+        yield _read_schema(schema, param or "guided_json")
+    if regex is not None:
+        yield StructuredOutput.regex(regex, param or "guided_regex")
+    if choices is not None:
+        yield StructuredOutput.choice(choices, param or "guided_choice")
+    if grammar is not None:
+        yield StructuredOutput.grammar(grammar, param or "guided_grammar")
 
 
-def _read_schema(sent: _Schema | str, param: str) -> StructuredOutput:
+def _read_schema(sent: _SchemaOrText, param: str) -> StructuredOutput:
     if not isinstance(sent, str):
         return StructuredOutput.json_schema(sent, param)
     try:
-        schema = json.loads(sent)
+        schema = check_depth(json.loads(sent))
+    except PydanticCustomError as error:
+        raise RequestRefused(f"{param}: {error}", param) from None
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"{param} is not JSON: {error}; send a JSON schema", param) from None
     return StructuredOutput.json_schema(schema, param)

@@ -15,7 +15,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationInfo,
@@ -25,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
-from slora_api.field_types import Name, Text, refuse_surrogates
+from slora_api.field_types import STRICT, Name, Text, check_depth, refuse_surrogates
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
 from slora_api.tool_schemas import (
@@ -63,7 +62,6 @@ __all__ = [
 ]
 
 _SHOWN_CHARS = 64
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 # Items per page.
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
@@ -151,7 +149,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: padding of chunks against traffic analysis.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
@@ -171,7 +169,7 @@ class GenerationFields(OutputFields):
     return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     model: Name
     max_tokens: int | None = None
     temperature: float | None = None
@@ -292,7 +290,7 @@ class CompletionRequest(GenerationFields):
 class TextPart(BaseModel):
     """A part of a message's content."""
 
-    model_config = _STRICT
+    model_config = STRICT
     type: Literal["text"]
     text: str
 
@@ -309,7 +307,7 @@ class ChatMessage(BaseModel):
     Clients send the messages of earlier answers back, with all fields of an answer.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Text, BeforeValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
@@ -377,8 +375,8 @@ class ChatTemplateFields(BaseModel):
     tools: the functions that the model may call.
     """
 
-    model_config = _STRICT
-    chat_template_kwargs: dict[str, Any] | None = None
+    model_config = STRICT
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -499,7 +497,7 @@ class TokenizeRequest(ChatTemplateFields):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize, with vLLM's fields."""
 
-    model_config = _STRICT
+    model_config = STRICT
     model: Name = "default"
     tokens: list[int]
 
@@ -507,7 +505,7 @@ class DetokenizeRequest(BaseModel):
 class TenantChanges(BaseModel):
     """The changes of a tenant's share. A field that is None keeps its value."""
 
-    model_config = _STRICT
+    model_config = STRICT
     weight: float | None = None
     min_pool_share: float | None = None
     max_pool_share: float | None = None
@@ -523,7 +521,7 @@ class TenantPatch(TenantChanges):
 class QuotaChanges(BaseModel):
     """PATCH of the quota of a tenant or a key. A field that is left out keeps its value; null removes the limit."""
 
-    model_config = _STRICT
+    model_config = STRICT
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
@@ -542,7 +540,7 @@ class NewTenantRequest(TenantChanges):
 class PurgeRequest(BaseModel):
     """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: what happens to its usage."""
 
-    model_config = _STRICT
+    model_config = STRICT
     confirm: str
     ledger: Literal["keep", "erase"]
 
@@ -555,7 +553,7 @@ class NewKeyRequest(BaseModel):
     expires_at: Unix time in seconds.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     name: Name = ""
     scopes: list[Name] | None = None
     adapter: Name | None = None
@@ -570,7 +568,7 @@ class RotateKeyRequest(BaseModel):
     expires_at: of the new key, in Unix seconds. By default, it gets the lifetime of the old key.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     overlap_seconds: int = 86_400
     expires_at: int | None = None
 
@@ -578,7 +576,7 @@ class RotateKeyRequest(BaseModel):
 class NewOperatorKeyRequest(BaseModel):
     """POST /admin/keys."""
 
-    model_config = _STRICT
+    model_config = STRICT
     name: Name
     expires_at: int | None = None
 
@@ -610,7 +608,7 @@ class AliasMove(BaseModel):
     follows_pushes: whether each later push moves the alias to the new version.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     versions: _Targets
     expected: Annotated[dict[int, int] | None, BeforeValidator(_check_targets)] = None
     follows_pushes: bool = False
@@ -643,7 +641,7 @@ class LoadLoraRequest(BaseModel):
     load_inplace: in vLLM, replace an adapter of the same name. This server always does that, and keeps the old version.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     lora_name: Name
     lora_path: Text
     load_inplace: bool | None = None
@@ -653,7 +651,7 @@ class LoadLoraRequest(BaseModel):
 class UnloadLoraRequest(BaseModel):
     """POST /v1/unload_lora_adapter. lora_int_id: vLLM's internal number of the adapter, which this server ignores."""
 
-    model_config = _STRICT
+    model_config = STRICT
     lora_name: Name
     lora_int_id: int | None = None
     tenant: Name | None = None

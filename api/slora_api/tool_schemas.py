@@ -12,15 +12,22 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
 )
-from pydantic_core import PydanticCustomError
 
+from slora.structured_output import OPTIONS_KEY
 from slora_adapters.abbreviation import abbreviate
-from slora_api.field_types import Name, Text, refuse_surrogates
+from slora_api.field_types import (
+    STRICT,
+    Name,
+    Text,
+    check_depth,
+    check_length,
+    make_refusal,
+    refuse_surrogates,
+)
 
 __all__ = [
     "MAX_TOOLS",
@@ -36,24 +43,12 @@ __all__ = [
 MAX_TOOLS = 128
 _MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
-# Deeper than any schema that OpenAI accepts.
-_MAX_SCHEMA_DEPTH = 64
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-def _refusal(text: str, **values: object) -> PydanticCustomError:
-    return PydanticCustomError("invalid_value", text, values)
 
 
 def _check_tool_name(name: str) -> str:
-    if len(name) > _MAX_NAME_CHARS:
-        raise _refusal(
-            "it has {length} characters, and at most {limit} are accepted; shorten it",
-            length=len(name),
-            limit=_MAX_NAME_CHARS,
-        )
+    check_length(name, _MAX_NAME_CHARS)
     if not _NAME.fullmatch(name):
-        raise _refusal(
+        raise make_refusal(
             "it is {value}; the name of a function has letters, digits, `_` and `-` only",
             value=abbreviate(name),
         )
@@ -63,23 +58,19 @@ def _check_tool_name(name: str) -> str:
 def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     kind = schema.get("type", "object")
     if kind != "object":
-        raise _refusal(
+        raise make_refusal(
             "it has the type {value}; the parameters of a function are a JSON schema of the type 'object'",
             value=abbreviate(kind),
         )
     if not isinstance(properties := schema.get("properties", {}), dict):
-        raise _refusal("its `properties` are {value}; they must be an object", value=abbreviate(properties))
-    _check_depth(schema, _MAX_SCHEMA_DEPTH)
+        raise make_refusal(
+            "its `properties` are {value}; they must be an object", value=abbreviate(properties)
+        )
+    if OPTIONS_KEY in schema:
+        raise make_refusal("it has the key {key}, which is not supported; remove it", key=repr(OPTIONS_KEY))
+    check_depth(schema)
     refuse_surrogates(json.dumps(schema, ensure_ascii=False))
     return schema
-
-
-def _check_depth(value: object, left: int) -> None:
-    if not left:
-        raise _refusal("it is nested more than {limit} levels deep; flatten it", limit=_MAX_SCHEMA_DEPTH)
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, left - 1)
 
 
 class FunctionTool(BaseModel):
@@ -88,7 +79,7 @@ class FunctionTool(BaseModel):
     strict: with true for any of the tools, all calls are held to the schemas of their tools.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     name: Annotated[str, AfterValidator(_check_tool_name)]
     description: Text | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
@@ -98,7 +89,7 @@ class FunctionTool(BaseModel):
 class Tool(BaseModel):
     """A tool that the model may call."""
 
-    model_config = _STRICT
+    model_config = STRICT
     type: Literal["function"]
     function: FunctionTool
 
@@ -116,7 +107,7 @@ def _check_tools(tools: list[Tool]) -> list[Tool]:
     seen = set()
     for index, tool in enumerate(tools):
         if tool.function.name in seen:
-            raise _refusal(
+            raise make_refusal(
                 "`tools.{index}.function.name` is '{name}', which an earlier tool has, too; give each function its own "
                 "name",
                 param="tools",
@@ -129,7 +120,7 @@ def _check_tools(tools: list[Tool]) -> list[Tool]:
 
 def _check_count(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_TOOLS:
-        raise _refusal(
+        raise make_refusal(
             "`tools` has {count} tools; at most {limit} are accepted, so send fewer",
             param="tools",
             count=len(value),
@@ -147,14 +138,14 @@ Tools = Annotated[
 
 
 class NamedFunction(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     name: Name
 
 
 class NamedChoice(BaseModel):
     """The model must call this function."""
 
-    model_config = _STRICT
+    model_config = STRICT
     type: Literal["function"]
     function: NamedFunction
 
@@ -166,7 +157,7 @@ def _read_choice(value: Any) -> Any:
     try:
         return NamedChoice.model_validate(value)
     except ValidationError:
-        raise _refusal(
+        raise make_refusal(
             "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",
             param="tool_choice",
             example='{"type": "function", "function": {"name": "..."}}',
@@ -187,11 +178,11 @@ def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | 
     if choice in (None, "none"):
         return
     if not tools:
-        raise _refusal("`tool_choice` is only allowed when `tools` are sent.", param="tool_choice")
+        raise make_refusal("`tool_choice` is only allowed when `tools` are sent.", param="tool_choice")
     if isinstance(choice, NamedChoice):
         names = [tool.function.name for tool in tools]
         if choice.function.name not in names:
-            raise _refusal(
+            raise make_refusal(
                 "`tool_choice` names the function {name}, which is not in `tools`; choose one of them: {known}",
                 param="tool_choice",
                 known=abbreviate(names),
@@ -202,7 +193,7 @@ def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | 
 class SentFunction(BaseModel):
     """arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: what the openai SDK adds."""
 
-    model_config = _STRICT
+    model_config = STRICT
     name: Name
     arguments: Text
     parsed_arguments: Any = None
@@ -211,7 +202,7 @@ class SentFunction(BaseModel):
 class SentCall(BaseModel):
     """A call in a message of the assistant, as an earlier answer had it. index: what streams add; it has no effect."""
 
-    model_config = _STRICT
+    model_config = STRICT
     id: Name
     type: Literal["function"] = "function"
     function: SentFunction
@@ -239,7 +230,7 @@ def check_tool_messages(messages: Sequence[_Message]) -> None:
     for index, message in enumerate(messages):
         if message.role == "tool":
             if message.tool_call_id not in waiting:
-                raise _refusal(
+                raise make_refusal(
                     "`messages.{index}.tool_call_id` is {value}, which matches no unanswered tool call of the "
                     "preceding assistant message{known}",
                     param="messages",
@@ -253,7 +244,7 @@ def check_tool_messages(messages: Sequence[_Message]) -> None:
             break
         for call in message.tool_calls or ():
             if call.id in waiting:
-                raise _refusal(
+                raise make_refusal(
                     "`messages.{index}.tool_calls` has the id {value} twice; give each call an id of its own",
                     param="messages",
                     index=index,
@@ -261,7 +252,7 @@ def check_tool_messages(messages: Sequence[_Message]) -> None:
                 )
             waiting[call.id] = None
     if waiting:
-        raise _refusal(
+        raise make_refusal(
             "`messages` has no tool result for the calls {value}; after the assistant message, add one message with "
             "the role 'tool' for each call",
             param="messages",

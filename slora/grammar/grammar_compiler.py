@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slora.errors import ConfigError, RequestRefused
 from slora.grammar.grammar_source import Compiled, Refused
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import MAX_CACHED_FORMS, StructuredOutput
+from slora.structured_output import MAX_CACHED_FORMS, MISSING_LIBRARY, StructuredOutput
 
 if TYPE_CHECKING:
     from slora.grammar.lark_grammar import GrammarLibrary
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["GrammarCompiler"]
 
 _log = logging.getLogger(__name__)
-
-_MISSING = (
-    "structured output needs the package llguidance, which is not installed: pip install 'slora[serve]'"
-)
 
 
 class GrammarCompiler:
@@ -126,7 +122,7 @@ class GrammarCompiler:
         try:
             module = importlib.import_module("slora.grammar.lark_grammar")
         except ModuleNotFoundError as error:
-            raise ConfigError(_MISSING) from error
+            raise ConfigError(MISSING_LIBRARY) from error
         if not self._eos_token_ids:
             raise ConfigError("the model has no end-of-sequence token, so a grammar could not end an answer")
         library: GrammarLibrary = module.GrammarLibrary(self._read_spelling(), self._eos_token_ids)

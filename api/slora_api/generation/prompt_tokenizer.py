@@ -148,10 +148,7 @@ class PromptTokenizer:
         reserved = sorted(variables.keys() & {*RESERVED_NAMES, *SPECIAL_NAMES})
         if reserved:
             raise BadRequest(f"`{param}` sets `{reserved[0]}`, which the server sets itself; omit it.", param)
-        try:
-            num_chars = len(json.dumps(variables, ensure_ascii=False))
-        except RecursionError:
-            raise BadRequest(f"`{param}` is nested too deeply; flatten it.", param) from None
+        num_chars = len(json.dumps(variables, ensure_ascii=False))
         if num_chars > most:
             raise BadRequest(
                 f"`{param}` has {num_chars} characters of JSON; this server accepts at most {most}. Shorten it.",

@@ -190,7 +190,6 @@ class PromptMaker:
         """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
-        await self.grammars.check(self.terms.tenant, draft.structured_output)
         chat = await self.tokenizer.encode_chat(body.messages, body)
         token_ids = chat.token_ids
         room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
@@ -209,8 +208,7 @@ class PromptMaker:
         size.check(self.tokenizer.bounds, len(token_ids), max_tokens)
         syntax = _answer_syntax(body, chat)
         form = self._chat_form(body, syntax)
-        if form is not draft.structured_output:
-            await self.grammars.check(self.terms.tenant, form)
+        await self.grammars.check(self.terms.tenant, form)
         sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs, form)
         return Prompt(token_ids, sampling, syntax=syntax)
 

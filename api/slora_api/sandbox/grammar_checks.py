@@ -11,7 +11,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 
 from slora.errors import RequestRefused
-from slora.structured_output import MAX_CACHED_FORMS, OutputKind, StructuredOutput
+from slora.structured_output import MAX_CACHED_FORMS, MISSING_LIBRARY, OutputKind, StructuredOutput
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox import pack_frame
@@ -69,11 +69,7 @@ class GrammarChecks:
         if output is None:
             return
         if not self._is_installed:
-            raise RequestRefused(
-                f"{output.param} is not supported, because this server lacks the package {_LIBRARY}; its operator "
-                "can install it (pip install 'slora[serve]')",
-                output.param,
-            )
+            raise RequestRefused(f"{output.param} is not supported: {MISSING_LIBRARY}", output.param)
         digest = sha256(f"{output.kind} {output.text}".encode()).digest()
         if digest in self._accepted:
             self._accepted.move_to_end(digest)

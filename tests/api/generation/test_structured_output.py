@@ -20,6 +20,17 @@ SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
 
 
+def nest(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"not": schema}
+    return schema
+
+
+# Deeper schemas than this can't be sent from here, because Python could not write them as JSON.
+DEEP = nest(900)
+
+
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     engine = ScriptedEngine([deltas_of(b"Hi!")] * 1)
@@ -79,6 +90,16 @@ def test_each_field_gives_the_engine_its_form(
         ),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one form"),
         ({"guided_json": "{"}, "guided_json", "is not JSON"),
+        # Found in review: a schema of 984 levels was answered 500.
+        ({"guided_json": DEEP}, "guided_json", "more than 64 levels deep; flatten it"),
+        ({"guided_json": json.dumps(DEEP)}, "guided_json", "more than 64 levels deep; flatten it"),
+        ({"structured_outputs": {"json": DEEP}}, "structured_outputs.json", "more than 64 levels deep"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": DEEP}}},
+            "response_format.json_schema.schema",
+            "more than 64 levels deep",
+        ),
+        ({"guided_json": {"x-guidance": {}}}, "guided_json", "the key 'x-guidance'"),
         ({"guided_regex": "a" * (MAX_FORM_CHARS + 1)}, "guided_regex", f"at most {MAX_FORM_CHARS}"),
         ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "omit min_tokens"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "omit ignore_eos"),

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from slora.errors import ConfigError, RequestRefused
 from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
-from slora.structured_output import MAX_FORM_CHARS, StructuredOutput
+from slora.structured_output import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from slora.text.spelling import spell_tokens
 from slora.text.tokenizer import Tokenizer
 from tests.slora.grammar.random_schemas import RECURSIVE, SCHEMAS
@@ -167,7 +167,10 @@ def test_each_token_spells_what_it_adds_to_a_text() -> None:
         (StructuredOutput.json_schema({"$ref": "#/$defs/none"}), "none"),
         (StructuredOutput.json_schema({"type": "text"}), "Invalid type: text"),
         (StructuredOutput.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
-        (StructuredOutput.json_schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+        (
+            StructuredOutput(OutputKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "not": {}}'),
+            "x-guidance",
+        ),
         (StructuredOutput.json_schema(False), "schema is false"),
         (StructuredOutput.json_schema(COMBINED), "schema too large"),
         (StructuredOutput.regex("(a"), "unclosed group"),
