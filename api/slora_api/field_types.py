@@ -1,9 +1,10 @@
 """What the schemas of JSON bodies share: their configuration, the types of text, and checks of values."""
 
+import json
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from slora_api.request_bounds import MAX_NAME_CHARS
 
@@ -14,6 +15,7 @@ __all__ = [
     "Text",
     "check_depth",
     "check_length",
+    "check_object",
     "make_refusal",
     "refuse_surrogates",
 ]
@@ -56,16 +58,33 @@ def check_depth(value: Any, limit: int = MAX_DEPTH) -> Any:
     """Returns the value. Refuses arrays and objects nested more than `limit` levels deep. Writing JSON of 1,000 levels
     raises RecursionError.
     """
-    if isinstance(value, dict | list) and _is_deeper(value, limit):
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        if not level:
+            return value
+        # Comparing types takes half the time of isinstance. Parsed JSON has no subclasses of these types.
+        level = [
+            item
+            for container in level
+            for item in (container.values() if type(container) is dict else container)
+            if type(item) is dict or type(item) is list
+        ]
+    if level:
         raise make_refusal("it is nested more than {limit} levels deep; flatten it", limit=limit)
     return value
 
 
-def _is_deeper(container: dict[str, Any] | list[Any], limit: int) -> bool:
-    if not limit:
-        return True
-    items = container.values() if isinstance(container, dict) else container
-    return any(isinstance(item, dict | list) and _is_deeper(item, limit - 1) for item in items)
+def check_object(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value, a JSON object. Refuses half of a surrogate pair anywhere in it, and more than `MAX_DEPTH`
+    levels.
+    """
+    try:
+        text = to_json(value)
+    except ValueError:  # a surrogate, or more levels than the writer accepts
+        refuse_surrogates(json.dumps(check_depth(value), ensure_ascii=False))
+        raise
+    # Few brackets cannot be nested deeply, so most objects need no search.
+    return value if text.count(b"{") + text.count(b"[") <= MAX_DEPTH else check_depth(value)
 
 
 def _check_text(value: str) -> str:

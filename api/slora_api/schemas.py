@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
-from slora_api.field_types import STRICT, Name, Text, check_depth, refuse_surrogates
+from slora_api.field_types import STRICT, Name, Text, check_object, refuse_surrogates
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
 from slora_api.tool_schemas import (
@@ -376,7 +376,7 @@ class ChatTemplateFields(BaseModel):
     """
 
     model_config = STRICT
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_object)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

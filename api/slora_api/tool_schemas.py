@@ -3,7 +3,6 @@
 The limits are OpenAI's. This module does not depend on the format in which a model writes calls.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -23,10 +22,9 @@ from slora_api.field_types import (
     STRICT,
     Name,
     Text,
-    check_depth,
     check_length,
+    check_object,
     make_refusal,
-    refuse_surrogates,
 )
 
 __all__ = [
@@ -68,9 +66,7 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
         )
     if OPTIONS_KEY in schema:
         raise make_refusal("it has the key {key}, which is not supported; remove it", key=repr(OPTIONS_KEY))
-    check_depth(schema)
-    refuse_surrogates(json.dumps(schema, ensure_ascii=False))
-    return schema
+    return check_object(schema)
 
 
 class FunctionTool(BaseModel):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from slora_api.chat.answer_reader import THINK_END, THINK_START, AnswerSyntax
 
 __all__ = ["ChatGrammar"]
@@ -76,7 +78,7 @@ class ChatGrammar:
             plain = {"type": "object"} | dict(_NO_PARAMETERS if schema is None else schema)
             plain.pop(_OPTIONS_KEY, None)
             lines.append(f"call_{index}: {begin} {json.dumps(name)} {middle} arguments_{index} {end}")
-            lines.append(f"arguments_{index}: %json {_escape(json.dumps(plain))}")
+            lines.append(f"arguments_{index}: %json {_escape(to_json(plain).decode())}")
         return lines
 
     def _write_text(self, opener: str = "") -> list[str]:

@@ -1,10 +1,11 @@
 """Turns the texts and conversations of one request into token ids."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from pydantic_core import to_json
 
 from slora.errors import RequestRefused
 from slora.text.chat_template import RESERVED_NAMES, cut_at_mark, mark_end
@@ -93,7 +94,7 @@ class PromptTokenizer:
         name = self.model.asked_for
         remedy = "Choose a model with tools, or upload an adapter with a chat template that has them."
         if tools:
-            self.bounds.check_chars(len(json.dumps(tools, ensure_ascii=False)), "tools")
+            self.bounds.check_chars(_count_json_chars(tools), "tools")
             if not traits.reads_tools:
                 raise BadRequest(
                     f"`tools` has {len(tools)} tools, but the chat template of the model {name!r} does not show tools "
@@ -148,7 +149,7 @@ class PromptTokenizer:
         reserved = sorted(variables.keys() & {*RESERVED_NAMES, *SPECIAL_NAMES})
         if reserved:
             raise BadRequest(f"`{param}` sets `{reserved[0]}`, which the server sets itself; omit it.", param)
-        num_chars = len(json.dumps(variables, ensure_ascii=False))
+        num_chars = _count_json_chars(variables)
         if num_chars > most:
             raise BadRequest(
                 f"`{param}` has {num_chars} characters of JSON; this server accepts at most {most}. Shorten it.",
@@ -164,3 +165,8 @@ class PromptTokenizer:
         return await self.encoder.encode(
             self.tenant, texts, encode, max_model_len=self.bounds.max_model_len, param=param
         )
+
+
+def _count_json_chars(value: object) -> int:
+    """Returns the characters of a value as JSON without white space."""
+    return len(to_json(value).decode())

@@ -74,8 +74,10 @@ class JsonStructure:
         num_backslashes = len(part) - len(part.rstrip(b"\\"))
         self._held = part[len(part) - num_backslashes % 2 :]
         part = part[: len(part) - num_backslashes % 2]
-        # Remove escaped backslashes, then escaped quotes. Each remaining quote begins or ends a string.
-        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        if b"\\" in part:  # looking for one byte first takes a hundredth of the time
+            # Remove escaped backslashes, then escaped quotes. Each remaining quote begins or ends a string.
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = part.split(b'"')
         bare = b'"'.join(pieces[int(self._in_string) :: 2])
         self._in_string ^= len(pieces) % 2 == 0
         return bare

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jinja2
+from pydantic_core import to_json
 
 from slora.text.chat_template import compile_chat_template, render_chat
 from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
@@ -46,7 +47,8 @@ def pack_request(template: str, messages: Any = None, variables: Mapping[str, An
 
     variables: of the template. They travel as JSON, because msgpack has no integers of more than 64 bits.
     """
-    return pack_frame({"template": template, "messages": messages, "variables": json.dumps(variables or {})})
+    text = to_json(variables or {}).decode()
+    return pack_frame({"template": template, "messages": messages, "variables": text})
 
 
 def _render(special_tokens: Mapping[str, str], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
