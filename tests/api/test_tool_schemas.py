@@ -118,7 +118,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER, asked("1", "1")]}, "`messages.1.tool_calls` has the id '1' twice", "messages"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "must have `tool_call_id` with the role", "messages.0"),
     ({"messages": [{**USER, "tool_call_id": "1"}]}, "must have `tool_call_id` with the role", "messages.0"),
-    ({"messages": [{**told("1"), "content": None}]}, "is required unless the role is `assistant`", "messages.0.content"),
+    ({"messages": [{**told("1"), "content": None}]}, "required unless the role is `assistant`", "messages.0.content"),
     ({"messages": [{**USER, "tool_calls": [call()]}]}, "has the role `user`", "messages.0"),
     ({"messages": [{**USER, "reasoning": "Hm."}]}, "has the role `user`", "messages.0"),
     ({"messages": [{**asked(), "tool_calls": [{"id": "1"}]}]}, "is missing", "messages.0.tool_calls.0.function"),
