@@ -1,6 +1,7 @@
 """What the schemas of JSON bodies share: their configuration, the types of text, and checks of values."""
 
 import json
+from collections.abc import Set
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict
@@ -16,6 +17,7 @@ __all__ = [
     "check_depth",
     "check_length",
     "check_object",
+    "join_text_parts",
     "make_refusal",
     "refuse_surrogates",
 ]
@@ -24,6 +26,7 @@ __all__ = [
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 # Levels of arrays and objects: deeper than any schema that OpenAI accepts.
 MAX_DEPTH = 64
+_SHOWN_CHARS = 64
 
 
 def make_refusal(text: str, **values: object) -> PydanticCustomError:
@@ -85,6 +88,30 @@ def check_object(value: dict[str, Any]) -> dict[str, Any]:
         raise
     # Few brackets cannot be nested deeply, so most objects need no search.
     return value if text.count(b"{") + text.count(b"[") <= MAX_DEPTH else check_depth(value)
+
+
+def join_text_parts(value: Any, param: str, kinds: Set[str], ignored: Set[str] = frozenset()) -> Any:
+    """Joins a list of text parts into one text. Any other kind of part is refused by name.
+
+    kinds: the accepted values of `type`. ignored: fields of a part that have no effect.
+    """
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if (
+            not isinstance(kind, str)
+            or kind not in kinds
+            or not isinstance(part.get("text"), str)
+            or part.keys() - ignored != {"type", "text"}
+        ):
+            shown = repr(kind[:_SHOWN_CHARS]) if isinstance(kind, str) else "it is not a valid name"
+            raise make_refusal(
+                "`{param}`: a content part of type {kind} is not supported; this model reads text only.",
+                param=param,
+                kind=shown,
+            )
+    return "".join(part["text"] for part in value)
 
 
 def _check_text(value: str) -> str:

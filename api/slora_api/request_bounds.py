@@ -42,6 +42,17 @@ _MAX_CONTENT_PARTS = 4096
 _CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
 # Memory: 1,048,576 token ids take 38 MB.
 _MAX_REQUEST_TOKENS = 1 << 20
+# Fields of a body whose value is an object.
+_NESTED_FIELDS = (
+    "stream_options",
+    "response_format",
+    "structured_outputs",
+    "tool_choice",
+    "text",
+    "reasoning",
+)
+# Fields of a message or an item that may be lists of parts.
+_PART_FIELDS = ("content", "output", "summary")
 # A log-probability takes 30 to 100 bytes of JSON and 1.5 microseconds to write.
 _MAX_ANSWER_LOGPROBS = 1 << 18
 _MAX_ECHO_CHARS = 1 << 22
@@ -140,16 +151,18 @@ class RequestBounds:
         """
         _check_fields("The body", None, body)
         self._check_prompts(body.get("prompt"))
-        messages = body.get("messages")
+        messages, items = body.get("messages"), body.get("input")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
+        _check_count("input", items, "items", self.messages, "Leave out the oldest items.")
         for name in ("stop", "stop_token_ids", "logit_bias"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
-        for name in ("stream_options", "response_format", "structured_outputs", "tool_choice"):
-            _check_nested(f"`{name}`", name, body.get(name), "json_schema", "function")
+        for name in _NESTED_FIELDS:
+            _check_nested(f"`{name}`", name, body.get(name), "json_schema", "function", "format")
         _check_each("A tool", "tools", body.get("tools"))
-        if isinstance(messages, list):
-            self._check_parts([message for message in messages if isinstance(message, dict)])
+        for name, sent in (("messages", messages), ("input", items)):
+            if isinstance(sent, list):
+                self._check_parts(name, [one for one in sent if isinstance(one, dict)])
 
     def check_chars(self, num_chars: int, param: str) -> None:
         """Raises ContextTooLong for a text that cannot fit into the context, however it is tokenized."""
@@ -195,17 +208,18 @@ class RequestBounds:
         else:
             find_answer_room(len(prompt), self.max_model_len)
 
-    def _check_parts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_parts(self, param: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """messages: or the items of `input`."""
         for message in messages:
-            _check_fields("A message", "messages", message)
-            _check_each("A tool call", "messages", message.get("tool_calls"))
-        contents = [message.get("content") for message in messages]
-        num_parts = sum(len(content) for content in contents if isinstance(content, list))
-        if num_parts > self.content_parts:
+            _check_fields("A message" if param == "messages" else "An item", param, message)
+            _check_each("A tool call", param, message.get("tool_calls"))
+        contents = [message.get(name) for message in messages for name in _PART_FIELDS]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        if len(parts) > self.content_parts:
             raise BadRequest(
-                f"`messages` has {num_parts} content parts in all; this server accepts at most "
+                f"`{param}` has {len(parts)} content parts in all; this server accepts at most "
                 f"{self.content_parts}. Join the texts of each message into one part.",
-                "messages",
+                param,
             )
 
 

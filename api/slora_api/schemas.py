@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slora.sampling_params import MAX_LOGPROBS
-from slora_api.field_types import STRICT, Name, Text, check_object, refuse_surrogates
+from slora_api.field_types import STRICT, Name, Text, check_object, join_text_parts, refuse_surrogates
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
 from slora_api.tool_schemas import (
@@ -35,11 +35,13 @@ from slora_api.tool_schemas import (
     Tools,
     check_tool_choice,
     check_tool_messages,
+    find_forced_tools,
 )
 from slora_api.unsupported import Unsupported
 
 __all__ = [
     "AliasMove",
+    "AnswerFields",
     "ChatMessage",
     "ChatRequest",
     "ChatTemplateFields",
@@ -48,11 +50,13 @@ __all__ = [
     "GenerationFields",
     "Limit",
     "LoadLoraRequest",
+    "Metadata",
     "NewKeyRequest",
     "NewTenantRequest",
     "PurgeRequest",
     "QuotaChanges",
     "StreamOptions",
+    "TemplateFields",
     "TenantChanges",
     "TenantPatch",
     "TokenizeRequest",
@@ -60,8 +64,6 @@ __all__ = [
     "UploadForm",
     "VersionNumber",
 ]
-
-_SHOWN_CHARS = 64
 
 # Items per page.
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
@@ -96,23 +98,7 @@ def _read_content(value: Any, info: ValidationInfo) -> Any:
         if info.data.get("role") == "assistant":
             return ""
         raise PydanticCustomError("invalid_value", "is required unless the role is `assistant`")
-    return _join_text_parts(value)
-
-
-def _join_text_parts(value: Any) -> Any:
-    """Joins a list of text parts into one text. Any other kind of part is refused by name."""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
-            shown = repr(kind[:_SHOWN_CHARS]) if isinstance(kind, str) else "it is not a valid name"
-            raise PydanticCustomError(
-                "invalid_value",
-                "`messages`: a content part of type {kind} is not supported; this model reads text only.",
-                {"param": "messages", "kind": shown},
-            )
-    return "".join(part["text"] for part in value)
+    return join_text_parts(value, "messages", {"text"})
 
 
 def _check_bias(value: Any) -> Any:
@@ -135,7 +121,7 @@ def _as_list(value: Any) -> Any:
 
 
 # OpenAI's bounds.
-_Metadata = Annotated[
+Metadata = Annotated[
     dict[
         Annotated[Text, Field(max_length=64)],
         Annotated[Text, Field(max_length=512)],
@@ -155,23 +141,18 @@ class StreamOptions(BaseModel):
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
-class GenerationFields(OutputFields):
-    """The fields that both kinds of completion share. None: the client did not send the field.
+class AnswerFields(BaseModel):
+    """The fields of every request for an answer. None: the client did not send the field.
 
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
     deadline_ms: time limit of the first token, and of a whole beam search, which has no token before its end. A request
     that cannot meet it is answered 503 `deadline_missed`.
-    use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
-    and a stream sends each answer in one piece.
     safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
-    return_token_ids: as in vLLM, adds the token ids of the prompt and of the answer.
-    return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
     """
 
     model_config = STRICT
     model: Name
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -182,11 +163,6 @@ class GenerationFields(OutputFields):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_check_bias)] = None
     min_tokens: int | None = None
     seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
     stop: Annotated[
         list[Text] | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
     ] = None
@@ -194,16 +170,12 @@ class GenerationFields(OutputFields):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None
     request_id: Name | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     deadline_ms: int | None = None
     # OpenAI's fields.
@@ -233,6 +205,27 @@ class GenerationFields(OutputFields):
     kv_transfer_params: Annotated[Any, Unsupported({})] = None
     ec_transfer_params: Annotated[Any, Unsupported({})] = None
     vllm_xargs: Annotated[Any, Unsupported({})] = None
+
+
+class GenerationFields(AnswerFields, OutputFields):
+    """The fields that both kinds of completion share.
+
+    use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
+    and a stream sends each answer in one piece.
+    return_token_ids: as in vLLM, adds the token ids of the prompt and of the answer.
+    return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
+    """
+
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    prompt_logprobs: int | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -365,14 +358,13 @@ class ChatMessage(BaseModel):
         return made
 
 
-class ChatTemplateFields(BaseModel):
+class TemplateFields(BaseModel):
     """How a conversation becomes a prompt, with vLLM's fields.
 
     chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": false}`.
     add_generation_prompt: whether the prompt ends with the beginning of an answer; by default, it does.
     continue_final_message: the prompt ends with the text of the last message, which the answer continues.
     add_special_tokens: whether the tokenizer adds its special tokens to those of the template; by default, it does not.
-    tools: the functions that the model may call.
     """
 
     model_config = STRICT
@@ -381,15 +373,9 @@ class ChatTemplateFields(BaseModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: Annotated[Any, Unsupported(instead="Upload the template with the adapter.")] = None
-    tools: Tools | None = None
     documents: Annotated[Any, Unsupported([])] = None
     media_io_kwargs: Annotated[Any, Unsupported({})] = None
     mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
-
-    @property
-    def shown_tools(self) -> list[Tool]:
-        """The tools that the model sees."""
-        return self.tools or []
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
@@ -400,6 +386,17 @@ class ChatTemplateFields(BaseModel):
                 {"param": "continue_final_message"},
             )
         return self
+
+
+class ChatTemplateFields(TemplateFields):
+    """A conversation with tools. tools: the functions that the model may call."""
+
+    tools: Tools | None = None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model sees."""
+        return self.tools or []
 
 
 def _check_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -448,10 +445,32 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """The tools one of which the model must call. Empty if it need not call any."""
-        if isinstance(self.tool_choice, NamedChoice):
-            return [tool for tool in self.shown_tools if tool.function.name == self.tool_choice.function.name]
-        return self.shown_tools if self.tool_choice == "required" else []
+        return find_forced_tools(self.tool_choice, self.shown_tools)
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether the request names the tool that the model must call."""
+        return isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def chat_messages(self) -> Sequence[ChatMessage]:
+        return self.messages
+
+    @property
+    def messages_field(self) -> str:
+        return "messages"
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the most probable tokens to list for each token of the answer. None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        """The most tokens of an answer, and the field that sets it. None: as many as the bounds allow."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return self.max_tokens, "max_tokens"
 
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> Self:

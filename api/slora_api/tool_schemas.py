@@ -29,13 +29,20 @@ from slora_api.field_types import (
 
 __all__ = [
     "MAX_TOOLS",
+    "FunctionTool",
+    "Mode",
     "NamedChoice",
+    "NamedFunction",
     "SentCall",
+    "SentFunction",
     "Tool",
     "ToolChoice",
     "Tools",
+    "check_distinct_names",
     "check_tool_choice",
+    "check_tool_count",
     "check_tool_messages",
+    "find_forced_tools",
 ]
 
 MAX_TOOLS = 128
@@ -99,22 +106,27 @@ class Tool(BaseModel):
         return {"type": "function", "function": function}
 
 
-def _check_tools(tools: list[Tool]) -> list[Tool]:
+def check_distinct_names(names: Sequence[str], field: str) -> None:
+    """Raises a refusal if two tools have one name. field: where a tool has its name."""
     seen = set()
-    for index, tool in enumerate(tools):
-        if tool.function.name in seen:
+    for index, name in enumerate(names):
+        if name in seen:
             raise make_refusal(
-                "`tools.{index}.function.name` is '{name}', which an earlier tool has, too; give each function its own "
-                "name",
+                "`tools.{index}.{field}` is '{name}', which an earlier tool has, too; give each function its own name",
                 param="tools",
                 index=index,
-                name=tool.function.name,
+                field=field,
+                name=name,
             )
-        seen.add(tool.function.name)
+        seen.add(name)
+
+
+def _check_tools(tools: list[Tool]) -> list[Tool]:
+    check_distinct_names([tool.function.name for tool in tools], "function.name")
     return tools
 
 
-def _check_count(value: Any) -> Any:
+def check_tool_count(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise make_refusal(
             "`tools` has {count} tools; at most {limit} are accepted, so send fewer",
@@ -128,7 +140,7 @@ def _check_count(value: Any) -> Any:
 Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
-    BeforeValidator(_check_count, json_schema_input_type=list[Tool]),
+    BeforeValidator(check_tool_count, json_schema_input_type=list[Tool]),
     AfterValidator(_check_tools),
 ]
 
@@ -161,11 +173,11 @@ def _read_choice(value: Any) -> Any:
         ) from None
 
 
-_Mode = Literal["auto", "none", "required"]
+Mode = Literal["auto", "none", "required"]
 _MODES = ("auto", "none", "required")
 ToolChoice = Annotated[
-    _Mode | NamedChoice | None,
-    PlainValidator(_read_choice, json_schema_input_type=_Mode | NamedChoice | None),
+    Mode | NamedChoice | None,
+    PlainValidator(_read_choice, json_schema_input_type=Mode | NamedChoice | None),
 ]
 
 
@@ -184,6 +196,13 @@ def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | 
                 known=abbreviate(names),
                 name=abbreviate(choice.function.name),
             )
+
+
+def find_forced_tools(choice: str | NamedChoice | None, shown: list[Tool]) -> list[Tool]:
+    """Returns the tools one of which the model must call. Empty if it need not call any. shown: what the model sees."""
+    if isinstance(choice, NamedChoice):
+        return [tool for tool in shown if tool.function.name == choice.function.name]
+    return shown if choice == "required" else []
 
 
 class SentFunction(BaseModel):

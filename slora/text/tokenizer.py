@@ -108,14 +108,16 @@ class Tokenizer:
         """The number of tokens of the text alone. Does not copy the ids, which would hold the GIL."""
         return len(self._fast.encode_batch_fast([text], add_special_tokens=False)[0])
 
-    def encode_chat(self, rendered: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode_chat(
+        self, rendered: str, *, add_special_tokens: bool = False, param: str = "messages"
+    ) -> list[int]:
         """Encodes a rendered chat, which usually contains its special tokens already.
 
-        Raises RequestRefused if the chat has no tokens.
+        Raises RequestRefused, which names `param`, if the chat has no tokens.
         """
         ids = self.encode(rendered, add_special_tokens=add_special_tokens)
         if not ids:
-            raise RequestRefused("The chat template renders these messages as an empty prompt.", "messages")
+            raise RequestRefused("The chat template renders these messages as an empty prompt.", param)
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -176,24 +178,26 @@ class Tokenizer:
         template: str | None = None,
         *,
         add_generation_prompt: bool = True,
+        param: str = "messages",
     ) -> str:
         """Renders a conversation.
 
         template: an adapter's own template, which replaces the checkpoint's.
+        param: the field of the request that holds the messages. Errors name it.
 
         Raises RequestRefused when there is no template, or when the template refuses these messages.
         """
         source = template or self.chat_template
         if source is None:
             raise RequestRefused(
-                "this model has no chat template; send a text prompt to /v1/completions", "messages"
+                "this model has no chat template; send a text prompt to /v1/completions", param
             )
         try:
             rendered = render_chat(
                 source, messages, self._special_tokens, {"add_generation_prompt": add_generation_prompt}
             )
         except _TEMPLATE_FAILURES as error:
-            raise RequestRefused(f"the chat template refuses these messages: {error}", "messages") from error
+            raise RequestRefused(f"the chat template refuses these messages: {error}", param) from error
         return rendered
 
 

@@ -53,6 +53,9 @@ class AnswerReader:
 
     def __init__(self, syntax: AnswerSyntax) -> None:
         self.num_calls = 0
+        # Whether the text has reasoning, and whether it ends within it.
+        self.has_thought = False
+        self.is_thinking = False
         self._syntax = syntax
         self._reader = TextReader()
         self._steps = self._read_answer()
@@ -62,20 +65,25 @@ class AnswerReader:
         self._follows_call = False
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Returns the pieces that no later text can change. Adjacent pieces of one kind are merged, except calls."""
+        """Returns the pieces that no later text can change. Pieces of one kind that follow each other in the text are
+        merged, except calls.
+        """
         self._reader.add(text)
         self._reader.is_over = is_last
-        runs: list[tuple[PieceKind, list[str]]] = []
+        runs: list[tuple[Piece, list[str]]] = []
+        end = 0
         for piece in self._steps:
             if piece is None:
                 break
             if not piece.text or self._is_surplus(piece):
                 continue
-            if runs and runs[-1][0] is piece.kind and piece.kind is not PieceKind.CALL:
+            is_next = piece.kind is not PieceKind.CONTENT or piece.start == end
+            if runs and runs[-1][0].kind is piece.kind and piece.kind is not PieceKind.CALL and is_next:
                 runs[-1][1].append(piece.text)
             else:
-                runs.append((piece.kind, [piece.text]))
-        return [Piece(kind, "".join(texts)) for kind, texts in runs]
+                runs.append((piece, [piece.text]))
+            end = piece.start + len(piece.text)
+        return [Piece(first.kind, "".join(texts), first.start) for first, texts in runs]
 
     def _is_surplus(self, piece: Piece) -> bool:
         """Counts the calls. Returns whether the piece belongs to a call beyond the last that counts."""
@@ -96,9 +104,10 @@ class AnswerReader:
     def _read_rest(self) -> Steps:
         reader = self._reader
         while True:
+            start = reader.position
             text = reader.advance(len(reader.text))
             reader.release()
-            yield Piece(PieceKind.CONTENT, text)
+            yield Piece(PieceKind.CONTENT, text, start)
             if not (yield from reader.more()):
                 return
 
@@ -106,8 +115,9 @@ class AnswerReader:
         reader = self._reader
         space = yield from reader.skip_space()
         if not (yield from reader.take(THINK_START)) and not self._syntax.prompt_thinks:
-            yield Piece(PieceKind.CONTENT, space)
+            yield Piece(PieceKind.CONTENT, space, reader.position - len(space))
             return
+        self.has_thought = self.is_thinking = True
         yield from reader.match(_NEWLINES)
         while (found := reader.text.find(THINK_END, reader.at)) < 0:
             yield from self._emit_reasoning(_partial_end(reader.text, (THINK_END,), reader.at))
@@ -118,6 +128,7 @@ class AnswerReader:
         yield from self._emit_reasoning(found)
         self._space = ""
         reader.advance(reader.at + len(THINK_END))
+        self.is_thinking = False
         yield from reader.match(_NEWLINES)
 
     def _emit_reasoning(self, end: int) -> Steps:
@@ -152,7 +163,7 @@ class AnswerReader:
             if not (yield from reader.more()):
                 yield from self._read_content(len(reader.text))
                 if not self._follows_call:
-                    yield Piece(PieceKind.CONTENT, self._space)
+                    yield Piece(PieceKind.CONTENT, self._space, reader.position - len(self._space))
                 return
 
     def _read_block(self, block: CallBlock) -> Steps:
@@ -191,14 +202,16 @@ class AnswerReader:
         text = self._reader.text[self._reader.at : end]
         if not text:
             return
+        start = self._reader.position
         self._reader.advance(end)
         self._reader.release()
         content = text.rstrip()
         if self._follows_call and content:
+            start += len(content) - len(content.lstrip())
             content = content.lstrip()
             self._space = ""
         if content:
-            yield Piece(PieceKind.CONTENT, self._space + content)
+            yield Piece(PieceKind.CONTENT, self._space + content, start - len(self._space))
             self._space, self._follows_call = "", False
         self._space += text[len(text.rstrip()) :]
 

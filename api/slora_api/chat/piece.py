@@ -16,5 +16,8 @@ class PieceKind(Enum):
 
 
 class Piece(NamedTuple):
+    """start: for CONTENT, the position in the answer of the first character."""
+
     kind: PieceKind
     text: str
+    start: int = 0

@@ -38,7 +38,13 @@ class TextReader:
         self.text = ""
         self.at = 0
         self.is_over = False
+        self._num_dropped = 0
         self._held_from: int | None = None
+
+    @property
+    def position(self) -> int:
+        """The position of the next character in the whole text."""
+        return self._num_dropped + self.at
 
     def add(self, text: str) -> None:
         self.text += text
@@ -62,6 +68,7 @@ class TextReader:
         assert self._held_from is None
         if 2 * self.at > len(self.text):
             self.text = self.text[self.at :]
+            self._num_dropped += self.at
             self.at = 0
 
     def advance(self, end: int) -> str:

@@ -2,12 +2,13 @@
 
 `CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
 and model; `model` is the name that the client sent. Token ids are added in vLLM's form if the request asks for them.
-This module does not depend on the engine or on HTTP.
+In a stream, each event is one `data: {json}`, and `data: [DONE]` ends the stream. This module does not depend on the
+engine.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -18,12 +19,15 @@ from slora.text.answer import Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer
 from slora_api.chat.chat_parts import ChatParts
+from slora_api.chat.reasoning_counter import ReasoningCounter
+from slora_api.errors import ErrorAnswer
 from slora_api.generation.json_slices import LongList, encode_ascii
 from slora_api.schemas import GenerationFields
 
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
 
 Json = dict[str, Any]
+_DONE = b"data: [DONE]\n\n"
 # Makes a list from a function that yields the items: at once, or only while the JSON is written (`LongList`).
 _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
@@ -32,30 +36,45 @@ _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 class Usage:
     """The token counts to charge.
 
-    completion_tokens: grows with each delta.
+    reasoning: counts the tokens of reasoning; None if the answers have none.
+    completion_tokens, reasoning_tokens: grow with each delta.
     cached_tokens: tokens of the prompt that were found in the prefix cache.
     """
 
     prompt_tokens: int
+    reasoning: ReasoningCounter | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def add(self, delta: CompletionDelta) -> None:
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.num_cached_tokens
+        if self.reasoning is not None:
+            is_last = delta.finish_reason is not None
+            self.reasoning_tokens += self.reasoning.add(
+                delta.choice, len(delta.token_ids), delta.text, is_last=is_last
+            )
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
     def to_json(self) -> Json:
-        total = self.prompt_tokens + self.completion_tokens
-        return {
+        made: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
+            "total_tokens": self.total_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning is not None:
+            made["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return made
 
 
 class AnswerFormat(Protocol):
-    """The JSON form of one API, for one request. The methods for streams return server-sent events.
+    """The JSON form of one API, for one request. The methods for streams return server-sent events, in parts that may
+    be made when they are taken.
 
     reads_text: whether `whole` searches the texts for tool calls and reasoning, which takes long for a long text.
     """
@@ -63,17 +82,20 @@ class AnswerFormat(Protocol):
     @property
     def reads_text(self) -> bool: ...
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: Usage) -> Iterable[bytes]:
         """Events that are sent before any text."""
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> bytes:
+    def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
         """Events that contain the delta. Empty if the delta has nothing to show.
 
         usage: the usage so far, which includes the delta.
         """
 
-    def usage(self, usage: Usage) -> bytes:
-        """The event that contains only the usage."""
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        """Events that end a complete stream."""
+
+    def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
+        """Events that end a stream with an error."""
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """The body of an answer that is not streamed. Lists that may be long are `LongList`s."""
@@ -85,9 +107,10 @@ class _Envelope:
     model: the name in the request. fields: the request. chunk_kind: the field `object` of the chunks of a stream.
     """
 
-    __slots__ = ("_chunk_start", "_is_usage_continuous", "_shared", "_usage_field")
+    __slots__ = ("_chunk_start", "_includes_usage", "_is_usage_continuous", "_shared", "_usage_field")
 
     def __init__(self, prefix: str, model: str, fields: GenerationFields, chunk_kind: str) -> None:
+        self._includes_usage = fields.include_usage
         self._is_usage_continuous = fields.continuous_usage
         self._shared: Json = {
             "id": f"{prefix}-{fields.request_id or uuid.uuid4().hex}",
@@ -108,8 +131,13 @@ class _Envelope:
         prompt = "" if prompt_token_ids is None else f',"prompt_token_ids":{encode_ascii(prompt_token_ids)}'
         return f"{self._chunk_start}{choice}]{usage_field}{prompt}}}\n\n".encode("ascii")
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return f"{self._chunk_start}]{_encode_usage(usage)}}}\n\n".encode("ascii")
+    def closing(self, usage: Usage) -> Iterator[bytes]:
+        if self._includes_usage:
+            yield f"{self._chunk_start}]{_encode_usage(usage)}}}\n\n".encode("ascii")
+        yield _DONE
+
+    def failure(self, error: ErrorAnswer) -> Iterator[bytes]:
+        yield f"data: {encode_ascii(error.body)}\n\n".encode("ascii")
 
     def whole(self, kind: str, choices: list[Json]) -> Json:
         return {**self._shared, "object": kind, "choices": choices}
@@ -157,7 +185,7 @@ class LogprobsFormat:
         """The field `logprobs` of /v1/chat/completions."""
         if self._num_top is None:
             return None
-        return {"content": make_list(lambda: map(self._content_token, tokens)), "refusal": None}
+        return {"content": make_list(lambda: map(self.content_token, tokens)), "refusal": None}
 
     def prompt(self, completion: Completion) -> Json:
         """The field `prompt_logprobs`: for each token of the prompt an object that maps token ids to logprobs. Empty if
@@ -175,7 +203,7 @@ class LogprobsFormat:
         top = {self._text(other): logprob for other, logprob in token.logprobs.top[: self._num_top]}
         return {**top, self._text(token.token_id): token.logprobs.logprob}
 
-    def _content_token(self, token: AlignedToken) -> Json:
+    def content_token(self, token: AlignedToken) -> Json:
         assert token.logprobs is not None, "a chat has no echo, so every token has log-probabilities"
         top = [
             _token_json(self._text(other), logprob) for other, logprob in token.logprobs.top[: self._num_top]
@@ -222,13 +250,13 @@ class CompletionFormat:
     def reads_text(self) -> bool:
         return False
 
-    def opening(self, usage: Usage) -> bytes:
-        return b""
+    def opening(self, usage: Usage) -> Iterable[bytes]:
+        return ()
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> bytes:
+    def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
         has_ids = self._has_ids and bool(delta.token_ids)
         if not delta.text and not delta.tokens and delta.finish_reason is None and not has_ids:
-            return b""
+            return ()
         index = delta.index * self._num_choices + delta.choice
         is_first = index not in self._offsets
         offset = self._offsets.get(index, 0)
@@ -237,10 +265,14 @@ class CompletionFormat:
         rest = _encode_rest(logprobs, delta.finish_reason, delta.token_ids if self._has_ids else None)
         if self._has_ids and is_first:
             rest += f',"prompt_token_ids":{self._encode_prompt(delta.index)}'
-        return self._envelope.event(f'{{"index":{index},"text":{encode_ascii(delta.text)},{rest}}}', usage)
+        choice = f'{{"index":{index},"text":{encode_ascii(delta.text)},{rest}}}'
+        return (self._envelope.event(choice, usage),)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._envelope.usage_event(usage)
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        return self._envelope.closing(usage)
+
+    def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
+        return self._envelope.failure(error)
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         choices: list[Json] = []
@@ -284,43 +316,43 @@ class ChatFormat:
     def reads_text(self) -> bool:
         return self._parts is not None
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: Usage) -> Iterator[bytes]:
         first = encode_ascii({"role": "assistant", "content": "" if self._parts is None else None})
         prompts = [self._prompt if self._has_ids else None] + [None] * (self._num_choices - 1)
-        return b"".join(
-            self._event(index, first, usage, prompt_token_ids=prompt) for index, prompt in enumerate(prompts)
-        )
+        for index, prompt in enumerate(prompts):
+            yield self._event(index, first, usage, prompt_token_ids=prompt)
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> bytes:
+    def events(self, delta: CompletionDelta, usage: Usage) -> Iterator[bytes]:
         token_ids = delta.token_ids if self._has_ids else ()
         if self._parts is not None:
-            return self._part_events(self._parts, delta, token_ids, usage)
-        events = b""
+            yield from self._part_events(self._parts, delta, token_ids, usage)
+            return
         if delta.text or delta.tokens or token_ids:
             content = f'{{"content":{encode_ascii(delta.text)}}}'
-            events += self._event(delta.choice, content, usage, delta.tokens, token_ids=token_ids)
+            yield self._event(delta.choice, content, usage, delta.tokens, token_ids=token_ids)
         if delta.finish_reason is not None:
-            events += self._event(delta.choice, "{}", usage, (), delta.finish_reason)
-        return events
+            yield self._event(delta.choice, "{}", usage, (), delta.finish_reason)
 
     def _part_events(
         self, parts: ChatParts, delta: CompletionDelta, token_ids: Sequence[int], usage: Usage
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         """The first event has the tokens. It has no text if the text of these tokens is held back."""
         choice, reason = delta.choice, delta.finish_reason
         fields = parts.deltas(choice, delta.text, is_last=reason is not None)
         if not fields and (delta.tokens or token_ids):
             fields = [{}]
-        tokens, events = delta.tokens, b""
+        tokens = delta.tokens
         for part in fields:
-            events += self._event(choice, encode_ascii(part), usage, tokens, token_ids=token_ids)
+            yield self._event(choice, encode_ascii(part), usage, tokens, token_ids=token_ids)
             tokens, token_ids = (), ()
         if reason is not None:
-            events += self._event(choice, "{}", usage, (), parts.finish_reason(choice, reason))
-        return events
+            yield self._event(choice, "{}", usage, (), parts.finish_reason(choice, reason))
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._envelope.usage_event(usage)
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        return self._envelope.closing(usage)
+
+    def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
+        return self._envelope.failure(error)
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         (completion,) = completions

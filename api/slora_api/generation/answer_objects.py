@@ -18,15 +18,24 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """reasoning_tokens: tokens of the answers up to the end of their reasoning, which the last of them marks."""
+
+    reasoning_tokens: int
+
+
 # The tier that served the request, if the request has the field `service_tier`.
 ServiceTier = Literal["default"]
 
 
 class UsageObject(TypedDict):
+    """completion_tokens_details: only of a chat with a model that reasons."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class PromptLogprob(TypedDict):

@@ -18,6 +18,7 @@ class AnswerSize:
     echoes: whether each choice repeats the text of its prompt.
     lists_prompts: whether each choice lists the token ids of its prompt.
     param: the field that asks for log-probabilities.
+    length_param: the field that asks for tokens.
 
     Worked example: a prompt of 1,000 tokens and max_tokens 16, with n 128, echo, logprobs 20 and prompt_logprobs 20.
     The answer lists 128 x (1,016 x 21 + 1,000 x 21) = 5,419,008 log-probabilities.
@@ -29,6 +30,7 @@ class AnswerSize:
     echoes: bool
     param: str = "logprobs"
     lists_prompts: bool = False
+    length_param: str = "max_tokens"
 
     def answer_room(self, bounds: RequestBounds, num_prompts: int, prompt_tokens: int) -> int:
         """Returns the most tokens per answer that the bounds allow, and at least 1. prompt_tokens: tokens of all
@@ -52,8 +54,8 @@ class AnswerSize:
             raise BadRequest(
                 f"The request asks for {tokens} tokens in all choices and repeated prompts together; "
                 f"this server returns at most {bounds.answer_tokens}. Send fewer prompts, or a "
-                "smaller `n` or `max_tokens`.",
-                "max_tokens",
+                f"smaller `n` or `{self.length_param}`.",
+                self.length_param,
             )
         listed = self._num_prompt_logprobs(prompt_tokens)
         if self.logprobs is not None:
@@ -63,7 +65,7 @@ class AnswerSize:
             raise BadRequest(
                 f"`{param}` asks for {listed} log-probabilities in all choices together; this server "
                 f"returns at most {bounds.answer_logprobs}. Ask for fewer per token, or send fewer "
-                "prompts or a smaller `n` or `max_tokens`.",
+                f"prompts or a smaller `n` or `{self.length_param}`.",
                 param,
             )
 

@@ -4,7 +4,7 @@ The first delta is awaited before anything is sent. Until then, a failure can st
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 
 from fastapi import Request, Response
@@ -18,7 +18,7 @@ from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
 from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
-from slora_api.schemas import GenerationFields
+from slora_api.schemas import AnswerFields
 
 __all__ = ["answer_request"]
 
@@ -33,10 +33,11 @@ _Events = AsyncGenerator[bytes, None]
 
 async def answer_request(
     request: Request,
-    fields: GenerationFields,
+    fields: AnswerFields,
     generator: Generator,
     meter: RequestMeter,
     answers: Sequence[Answer],
+    usage: Usage,
     shape: AnswerFormat,
     *,
     echoes: Sequence[str] = (),
@@ -45,10 +46,10 @@ async def answer_request(
 ) -> Response:
     """Computes `answers`, one for each prompt, and sends them.
 
+    usage: grows with the answers.
     echoes: the texts of the prompts, if the answers repeat them.
     writing: slots for writing long answers. Raises TenantBusy if too many answers of the tenant wait for one.
     """
-    usage = Usage(sum(len(answer.request.prompt_token_ids) for answer in answers))
     deltas = generator.run(answers, meter)
     if not fields.stream:
         work = _complete(deltas, answers, echoes, usage, generator)
@@ -59,7 +60,7 @@ async def answer_request(
         deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
     events = _events(deltas, shape, usage)
     first = await unless_disconnected(request.receive, _first(events))
-    return EventStream(first, events, lambda: shape.usage(usage) if fields.include_usage else b"", headers)
+    return EventStream(first, events, shape.failure, headers)
 
 
 async def _write_answer(
@@ -100,17 +101,36 @@ async def _first(events: _Events) -> bytes:
 
 
 async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage) -> _Events:
+    """Yields the events of a stream in writes of a bounded size."""
     opened = False
     async with aclosing(deltas):
         async for arrived in deltas:
-            events = b"" if opened else shape.opening(usage)
-            opened = True
-            for delta in arrived:
-                usage.add(delta)
-                events += shape.events(delta, usage)
-                if len(events) >= _EVENT_BYTES:
-                    yield events
-                    events = b""
-                    await asyncio.sleep(0)
-            if events:
+            for events in _join(_make_events(arrived, shape, usage, opens=not opened)):
                 yield events
+                if len(events) >= _EVENT_BYTES:
+                    await asyncio.sleep(0)
+            opened = True
+    for events in _join(shape.closing(usage)):
+        yield events
+        await asyncio.sleep(0)
+
+
+def _make_events(
+    arrived: Sequence[CompletionDelta], shape: AnswerFormat, usage: Usage, *, opens: bool
+) -> Iterator[bytes]:
+    if opens:
+        yield from shape.opening(usage)
+    for delta in arrived:
+        usage.add(delta)
+        yield from shape.events(delta, usage)
+
+
+def _join(parts: Iterable[bytes]) -> Iterator[bytes]:
+    joined = b""
+    for part in parts:
+        joined += part
+        if len(joined) >= _EVENT_BYTES:
+            yield joined
+            joined = b""
+    if joined:
+        yield joined

@@ -6,7 +6,7 @@ This module does not depend on HTTP.
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +14,7 @@ from typing import Any
 
 from slora_api.fair_slots import FairSlots
 
-__all__ = ["LongList", "encode_ascii", "write_json"]
+__all__ = ["LongList", "Once", "Written", "encode_ascii", "slice_ascii", "write_json"]
 
 # Events are pure ASCII, because some clients also end a line at U+2028 or U+0085.
 encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
@@ -34,11 +34,44 @@ class LongList:
     items: Callable[[], Iterable[Any]]
 
 
+class Once:
+    """A value that several JSON texts contain. It is written once, and its text is reused."""
+
+    __slots__ = ("_texts", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._texts: list[str] | None = None
+
+    def write(self, write: Callable[[Any], Iterator[str]]) -> Iterator[str]:
+        if self._texts is not None:
+            yield from self._texts
+            return
+        texts = []
+        for text in write(self._value):
+            texts.append(text)
+            yield text
+        self._texts = texts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """JSON that is written already, in parts: a text without its quotes, or a list without its brackets."""
+
+    parts: Sequence[str]
+    marks: str
+
+
+def slice_ascii(value: Any) -> Iterator[bytes]:
+    """Yields the JSON of `value` in parts that are made when they are taken, in pure ASCII."""
+    return _slices(_write(value, {}, encode_ascii))
+
+
 async def write_json(value: Any, tenant: str, slots: FairSlots) -> list[bytes]:
     """Returns the JSON of `value` in parts. Only a long answer takes one of the slots. Raises TenantBusy."""
     parts: list[bytes] = []
     async with AsyncExitStack() as stack:
-        for part in _slices(_write(value, {})):
+        for part in _slices(_write(value, {}, _dump)):
             if len(parts) == 1:
                 await stack.enter_async_context(slots.hold(tenant))
             parts.append(part)
@@ -64,39 +97,45 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _write(value: Any, written: dict[LongList, list[str]]) -> Iterator[str]:
+def _write(value: Any, written: dict[LongList, list[str]], dump: Callable[[Any], str]) -> Iterator[str]:
     """Walks dicts and lists down to the long lists and to texts, which may be long, too."""
     if isinstance(value, LongList):
         if value not in written:
             written[value] = []
-            for text in _write_items(value):
+            for text in _write_items(value, dump):
                 written[value].append(text)
                 yield text
         else:
             yield from written[value]
+    elif isinstance(value, Written):
+        yield value.marks[0]
+        yield from value.parts
+        yield value.marks[1]
+    elif isinstance(value, Once):
+        yield from value.write(lambda inner: _write(inner, written, dump))
     elif isinstance(value, dict):
         for position, (name, item) in enumerate(value.items()):
-            yield f"{',' if position else '{'}{_dump(name)}:"
-            yield from _write(item, written)
+            yield f"{',' if position else '{'}{dump(name)}:"
+            yield from _write(item, written, dump)
         yield "}" if value else "{}"
     elif isinstance(value, list):
         for position, item in enumerate(value):
             yield "," if position else "["
-            yield from _write(item, written)
+            yield from _write(item, written, dump)
         yield "]" if value else "[]"
     elif isinstance(value, str):
         yield '"'
         for start in range(0, len(value), _SLICE_CHARS):
-            yield _dump(value[start : start + _SLICE_CHARS])[1:-1]
+            yield dump(value[start : start + _SLICE_CHARS])[1:-1]
         yield '"'
     else:
-        yield _dump(value)
+        yield dump(value)
 
 
-def _write_items(value: LongList) -> Iterator[str]:
+def _write_items(value: LongList, dump: Callable[[Any], str]) -> Iterator[str]:
     items = iter(value.items())
     mark = "["
     while some := list(islice(items, _ITEMS)):
-        yield mark + _dump(some)[1:-1]
+        yield mark + dump(some)[1:-1]
         mark = ","
     yield "]" if mark == "," else "[]"

@@ -20,8 +20,9 @@ from slora_api.generation.served_model import ServedModel
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import RequestBounds
 from slora_api.sandbox.chat_templates import ChatTemplates
-from slora_api.schemas import ChatMessage, ChatTemplateFields
+from slora_api.schemas import ChatMessage, TemplateFields
 from slora_api.settings import Settings
+from slora_api.tool_schemas import Tool
 
 __all__ = ["PromptTokenizer", "TokenizedChat"]
 
@@ -61,21 +62,32 @@ class PromptTokenizer:
         )
         return await self._encode(texts, encode, "prompt")
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], fields: ChatTemplateFields) -> TokenizedChat:
-        """Also raises BadRequest and RequestRefused."""
-        self.bounds.check_chars(sum(message.num_chars for message in messages), "messages")
-        tools = [tool.for_template() for tool in fields.shown_tools]
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        shown_tools: Sequence[Tool],
+        fields: TemplateFields,
+        param: str = "messages",
+    ) -> TokenizedChat:
+        """Also raises BadRequest and RequestRefused.
+
+        shown_tools: the tools that the model sees. param: the field of the request that holds the messages.
+        """
+        self.bounds.check_chars(sum(message.num_chars for message in messages), param)
+        tools = [tool.for_template() for tool in shown_tools]
         traits = self._traits(has_tools=bool(tools))
-        self._check_template(traits, messages, tools)
+        self._check_template(traits, messages, tools, param)
         made = [message.for_template() for message in messages]
         if traits.call_format is not None and traits.call_format.has_short_ids:
             shorten_call_ids(made)
-        text = await self._render(made, tools, fields)
-        self.bounds.check_chars(len(text), "messages")
+        text = await self._render(made, tools, fields, param)
+        self.bounds.check_chars(len(text), param)
         encode = partial(
-            self.encoder.tokenizer.encode_chat, add_special_tokens=bool(fields.add_special_tokens)
+            self.encoder.tokenizer.encode_chat,
+            add_special_tokens=bool(fields.add_special_tokens),
+            param=param,
         )
-        (token_ids,) = await self._encode([text], encode, "messages")
+        (token_ids,) = await self._encode([text], encode, param)
         return TokenizedChat(token_ids, traits, ends_in_thought=text.rstrip().endswith(THINK_START))
 
     def _traits(self, *, has_tools: bool) -> TemplateTraits:
@@ -88,7 +100,11 @@ class PromptTokenizer:
         return traits if thinks == "auto" else replace(traits, thinks=thinks == "think")
 
     def _check_template(
-        self, traits: TemplateTraits, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+        self,
+        traits: TemplateTraits,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        param: str,
     ) -> None:
         """Raises BadRequest for tools that the model would not see, and for calls that could not be read."""
         name = self.model.asked_for
@@ -113,13 +129,17 @@ class PromptTokenizer:
         num_calls = max(len(message.tool_calls or ()) for message in messages)
         if num_calls > traits.max_calls:
             raise BadRequest(
-                f"`messages` has a message with {num_calls} tool calls, but the chat template of the model {name!r} "
+                f"`{param}` has a message with {num_calls} tool calls, but the chat template of the model {name!r} "
                 f"shows at most {traits.max_calls} of them to the model. {remedy}",
-                "messages",
+                param,
             )
 
     async def _render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], fields: ChatTemplateFields
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        fields: TemplateFields,
+        param: str,
     ) -> str:
         add_generation_prompt = fields.add_generation_prompt
         if add_generation_prompt is None:
@@ -131,6 +151,7 @@ class PromptTokenizer:
             add_generation_prompt=add_generation_prompt,
             variables=self._variables(fields.chat_template_kwargs or {})
             | ({"tools": tools} if tools else {}),
+            param=param,
         )
         if not fields.continue_final_message:
             return text

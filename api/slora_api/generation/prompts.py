@@ -26,9 +26,9 @@ from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.prompt_tokenizer import PromptTokenizer, TokenizedChat
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.responses_request import ResponsesRequest
 from slora_api.sandbox.grammar_checks import GrammarChecks
-from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
-from slora_api.tool_schemas import NamedChoice
+from slora_api.schemas import AnswerFields, ChatRequest, CompletionRequest
 
 __all__ = ["Prompt", "PromptMaker"]
 
@@ -61,6 +61,8 @@ _AS_SENT = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
+ConversationRequest = ChatRequest | ResponsesRequest
+
 _ANY_OBJECT = '{"type": "object"}'
 _JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.JSON_OBJECT)
 # Sampling defaults of a generation_config.json that beam search ignores, because it does not sample.
@@ -84,7 +86,7 @@ class Prompt:
 
 
 def _sampling(
-    fields: GenerationFields,
+    fields: AnswerFields,
     defaults: GenerationDefaults,
     info: EngineInfo,
     max_tokens: int | None,
@@ -101,11 +103,12 @@ def _sampling(
     values = defaults.cap_min_tokens(max_tokens).explicit_fields()
     if form is not None:
         values.pop("min_tokens", None)  # the form decides where the answer ends
-    if fields.use_beam_search:
+    sent = {name: value for name in _AS_SENT if (value := getattr(fields, name, None)) is not None}
+    if sent.get("use_beam_search"):
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
             "temperature": 0.0
         }
-    values |= {name: sent for name in _AS_SENT if (sent := getattr(fields, name, None)) is not None}
+    values |= sent
     if values.get("top_k") == -1:  # in vLLM, -1 turns top_k off
         values["top_k"] = 0
     values["stop"] = defaults.stop if fields.stop is None else tuple(fields.stop)
@@ -121,7 +124,7 @@ def _sampling(
     return sampling
 
 
-def _answer_syntax(body: ChatRequest, chat: TokenizedChat) -> AnswerSyntax | None:
+def _answer_syntax(body: ConversationRequest, chat: TokenizedChat) -> AnswerSyntax | None:
     tools, traits = body.shown_tools, chat.traits
     thinks = traits.thinks and _thinks_before(body.structured_output)
     if not tools and not thinks:
@@ -132,7 +135,7 @@ def _answer_syntax(body: ChatRequest, chat: TokenizedChat) -> AnswerSyntax | Non
         traits.call_format if tools else None,
         frozenset(tool.function.name for tool in tools),
         1 if body.parallel_tool_calls is False else traits.max_calls,
-        isinstance(body.tool_choice, NamedChoice),
+        body.names_tool,
     )
 
 
@@ -156,8 +159,9 @@ class PromptMaker:
         raise.
         """
         given = body.prompts
-        draft = self._draft(body, body.logprobs, len(given))
-        await self.grammars.check(self.terms.tenant, draft.structured_output)
+        form = body.structured_output
+        draft = self._draft(body, form, body.logprobs, body.prompt_logprobs, len(given))
+        await self.grammars.check(self.terms.tenant, form)
         for item in given:
             if isinstance(item, list):
                 find_answer_room(len(item), self.info.max_model_len)
@@ -186,18 +190,21 @@ class PromptMaker:
         size.check(self.tokenizer.bounds, num_tokens, wanted)
         return prompts
 
-    async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        draft = self._draft(body, logprobs, 1)
-        chat = await self.tokenizer.encode_chat(body.messages, body)
+    async def conversation_prompt(self, body: ConversationRequest) -> Prompt:
+        """Makes the prompt of a conversation. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
+        logprobs, field = body.num_top_logprobs, body.messages_field
+        draft = self._draft(body, body.structured_output, logprobs, body.prompt_logprobs, 1)
+        chat = await self.tokenizer.encode_chat(body.chat_messages, body.shown_tools, body, field)
         token_ids = chat.token_ids
-        room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
-        wanted, param = body.max_tokens, "max_tokens"
-        if body.max_completion_tokens is not None:
-            wanted, param = body.max_completion_tokens, "max_completion_tokens"
+        room = find_answer_room(len(token_ids), self.info.max_model_len, field)
+        wanted, param = body.answer_limit
         size = AnswerSize(
-            draft.num_choices, logprobs, body.prompt_logprobs, echoes=False, param="top_logprobs"
+            draft.num_choices,
+            logprobs,
+            body.prompt_logprobs,
+            echoes=False,
+            param="top_logprobs",
+            length_param=param,
         )
         default = self._answer_room(size, draft, 1, len(token_ids))
         if self.tokenizer.model.defaults.max_tokens is not None:
@@ -207,12 +214,14 @@ class PromptMaker:
         max_tokens = min(default, room) if wanted is None else wanted
         size.check(self.tokenizer.bounds, len(token_ids), max_tokens)
         syntax = _answer_syntax(body, chat)
-        form = self._chat_form(body, syntax)
+        form = self._conversation_form(body, syntax)
         await self.grammars.check(self.terms.tenant, form)
         sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs, form)
         return Prompt(token_ids, sampling, syntax=syntax)
 
-    def _chat_form(self, body: ChatRequest, syntax: AnswerSyntax | None) -> StructuredOutput | None:
+    def _conversation_form(
+        self, body: ConversationRequest, syntax: AnswerSyntax | None
+    ) -> StructuredOutput | None:
         """The form of a whole answer: what the request asks for, with tool calls and reasoning in their format."""
         form, forced = body.structured_output, body.forced_tools
         are_strict = any(tool.function.strict for tool in body.shown_tools)
@@ -240,23 +249,28 @@ class PromptMaker:
         )
         return StructuredOutput.grammar(grammar.write(), "tools" if form is None else form.param)
 
-    def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
+    def _draft(
+        self,
+        body: AnswerFields,
+        form: StructuredOutput | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        num_prompts: int,
+    ) -> SamplingParams:
         """Makes all checks that need no token ids. Returns the sampling parameters, without max_tokens."""
         check_terms(self.terms.priority, self.terms.deadline_s, self.info)
-        draft = self._sampling(body, None, logprobs, body.prompt_logprobs)
+        draft = self._sampling(body, None, logprobs, prompt_logprobs, form)
         self.limiter.check_generation(self.terms.tenant, num_prompts, draft.width, draft.width_param)
         return draft
 
     def _sampling(
         self,
-        body: GenerationFields,
+        body: AnswerFields,
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None,
-        form: StructuredOutput | None = None,
+        form: StructuredOutput | None,
     ) -> SamplingParams:
-        """form: by default, that of the body."""
-        form = form or body.structured_output
         return _sampling(
             body, self.tokenizer.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs, form
         )
@@ -293,7 +307,9 @@ class PromptMaker:
         else:
             check_max_tokens(max_tokens, len(token_ids), self.info.max_model_len)
         if not body.echo:
-            sampling = self._sampling(body, max_tokens, body.logprobs, body.prompt_logprobs)
+            sampling = self._sampling(
+                body, max_tokens, body.logprobs, body.prompt_logprobs, body.structured_output
+            )
             return Prompt(token_ids, sampling)
         text = (
             given
@@ -303,5 +319,7 @@ class PromptMaker:
         is_alone = body.max_tokens == 0
         asked = [count for count in (body.logprobs, body.prompt_logprobs) if count is not None]
         # The engine scores a prompt only if it computes a token after it.
-        sampling = self._sampling(body, max_tokens or 1, body.logprobs, max(asked, default=None))
+        sampling = self._sampling(
+            body, max_tokens or 1, body.logprobs, max(asked, default=None), body.structured_output
+        )
         return Prompt(token_ids, sampling, text, is_alone)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slora.tenant_share import TenantShare
-from slora_api.schemas import GenerationFields
+from slora_api.schemas import AnswerFields
 from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["ServiceTerms"]
@@ -25,6 +25,6 @@ class ServiceTerms:
     deadline_s: float | None = None
 
     @staticmethod
-    def of(key: KeyRecord, fields: GenerationFields) -> "ServiceTerms":
+    def of(key: KeyRecord, fields: AnswerFields) -> "ServiceTerms":
         deadline_s = None if fields.deadline_ms is None else fields.deadline_ms / 1000
         return ServiceTerms(key.tenant, key.key_id, key.share, fields.priority or 0, deadline_s)

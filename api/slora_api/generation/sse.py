@@ -1,8 +1,7 @@
 """Streams of server-sent events, and the detection of clients that hang up or do not read.
 
-Each event is one `data: {json}`, and `data: [DONE]` ends the stream. After the first byte the
-status line has been sent, so an error is sent as an event. uvicorn does not cancel a handler when its client
-disconnects. Code that waits for tokens therefore also waits for the disconnect.
+After the first byte the status line has been sent, so an error is sent as an event. uvicorn does not cancel a handler
+when its client disconnects. Code that waits for tokens therefore also waits for the disconnect.
 
 A client that does not read its stream is treated like one that hung up. While the connection holds more than 64 KiB of
 the stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16
@@ -15,7 +14,7 @@ engine computes meanwhile are limited by the bounds of the request.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -23,20 +22,14 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slora_adapters.errors import SloraError
-from slora_api.errors import ClientGone, Stopping, describe_error
-from slora_api.generation.json_slices import encode_ascii
+from slora_api.errors import ClientGone, ErrorAnswer, Stopping, describe_error
 from slora_api.tenants.running_requests import ENDED_BY
 
-__all__ = ["EventStream", "encode_event", "unless_disconnected"]
+__all__ = ["EventStream", "unless_disconnected"]
 
 logger = logging.getLogger(__name__)
 
-_DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
-
-
-def encode_event(content: dict[str, Any]) -> bytes:
-    return f"data: {encode_ascii(content)}\n\n".encode("ascii")
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -75,12 +68,12 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
 
 
 class EventStream(Response):
-    """Sends `events`, and then `closing` and `[DONE]`. Each item is written at once and has one or more events.
+    """Sends `events`. Each item is written at once.
 
     It subclasses Response because FastAPI requires that, and shares only the headers.
 
     first: the events that are ready already. The status is 200 because they exist.
-    closing: makes the events that follow all others.
+    failure: makes the events that end a stream with an error.
     """
 
     media_type = "text/event-stream"
@@ -89,7 +82,7 @@ class EventStream(Response):
         self,
         first: bytes,
         events: AsyncGenerator[bytes, None],
-        closing: Callable[[], bytes],
+        failure: Callable[[ErrorAnswer], Iterable[bytes]],
         headers: dict[str, str],
     ) -> None:
         # X-Accel-Buffering keeps nginx from collecting the whole answer before it passes it on.
@@ -97,7 +90,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
-        self._closing = closing
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -105,21 +98,23 @@ class EventStream(Response):
             await send(start)
             try:
                 await unless_disconnected(receive, self._send_events(send))
-                end = self._closing() + _DONE
+                end: Iterable[bytes] = ()
             except ClientGone:
                 return
             except asyncio.CancelledError:
                 # The key was revoked, or uvicorn cancels the remaining requests because the drain time is over. The
                 # client gets an event that says so.
-                end = encode_event(describe_error(scope["state"].get(ENDED_BY) or Stopping()).body)
+                end = self._failure(describe_error(scope["state"].get(ENDED_BY) or Stopping()))
             except Exception as error:
                 # The response has started, so no exception handler could still report the error to the client.
                 if not isinstance(error, SloraError):
                     logger.error(
                         "request %s failed while streaming", scope["state"]["request_id"], exc_info=error
                     )
-                end = encode_event(describe_error(error).body)
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+                end = self._failure(describe_error(error))
+            for part in end:
+                await send(_body(part))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
         await send(_body(self._first))

@@ -55,7 +55,7 @@ class BodyLimits:
     grace_s: float = _GRACE_S
     upload_path: str = "/v1/adapters"
     generation_paths: frozenset[str] = frozenset(
-        {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+        {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"}
     )
 
     def too_large(self, scope: Scope) -> BodyTooLarge:

@@ -300,7 +300,7 @@ class RequestMeter:
             return TenantBusy(
                 f"{_label(subject)} has {left} tokens left of its budget of {limit} ({name}). Requests in progress "
                 f"reserve {reserved} of them, and this request needs up to {charge.tokens}. Try again in {wait_s} s, "
-                "or send a smaller `max_tokens`.",
+                "or ask for a shorter answer (`max_tokens`, `max_output_tokens`).",
                 wait_s,
             )
         ends_at = _end_of(name, self._quotas.utc())
@@ -378,9 +378,9 @@ def _check_fits(subject: Subject, charge: Charge, param: str) -> None:
         limit = getattr(quota, name)
         if limit is not None and charge.tokens > limit:
             raise RateLimited(
-                f"This request needs up to {charge.tokens} tokens (its prompts, and `max_tokens` of each answer), and "
-                f"the limit of {_owner(subject)} is {limit} ({name}). Shorten the prompt, send a smaller `max_tokens`, "
-                "or ask the operator for a higher quota.",
+                f"This request needs up to {charge.tokens} tokens (its prompts, and `max_tokens` or "
+                f"`max_output_tokens` of each answer), and the limit of {_owner(subject)} is {limit} ({name}). Shorten "
+                "the prompt, ask for a shorter answer, or ask the operator for a higher quota.",
                 None,
             )
     limit = quota.concurrent_answers

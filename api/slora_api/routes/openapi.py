@@ -76,12 +76,17 @@ def form_body(model: type[BaseModel]) -> _Json:
     return _body("multipart/form-data", model)
 
 
-def event_stream(chunk: type) -> _Responses:
+_CHUNKS = (
+    "Server-sent events. The data of each is a JSON object, and `data: [DONE]` ends the stream. An error ends it, too, "
+    "as an event with the JSON of an error."
+)
+
+
+def event_stream(chunk: Any, description: str = _CHUNKS) -> _Responses:
     """Returns the `responses` of a route that may answer with server-sent events. chunk: the type of one event."""
     schema = {
         "type": "string",
-        "description": "Server-sent events. The data of each is a JSON object, and `data: [DONE]` ends the stream. An "
-        "error ends it, too, as an event with the JSON of an error.",
+        "description": description,
         "contentMediaType": "application/json",
         "contentSchema": TypeAdapter(chunk).json_schema(ref_template=_SCHEMAS + "{model}"),
     }

@@ -77,7 +77,7 @@ async def tokenize(
 
 async def _encode(tokenizer: PromptTokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return (await tokenizer.encode_chat(body.messages, body)).token_ids
+        return (await tokenizer.encode_chat(body.messages, body.shown_tools, body)).token_ids
     (token_ids,) = await tokenizer.encode_texts(
         [body.prompt or ""], add_special_tokens=body.add_special_tokens
     )

@@ -82,10 +82,12 @@ class ChatTemplates:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        param: str = "messages",
     ) -> str:
         """Returns the text of the prompt.
 
         own_template: the adapter's chat template; None selects the base model's.
+        param: the field of the request that holds the messages. Errors name it.
         variables: further variables of the template, such as `tools`, from the client.
 
         Raises RequestRefused if the template refuses the messages, TenantBusy, and ServerBusy if no process can be
@@ -94,13 +96,15 @@ class ChatTemplates:
         template = self.find_template(own_template, has_tools=bool((variables or {}).get("tools")))
         is_trusted = own_template is None and not variables
         if template is None or (is_trusted and _is_short(messages)):
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+            return self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, param=param
+            )
         every = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
         answer = await self._pool.ask(tenant, pack_request(template, messages, every))
         if answer.text is None:
             owner = "model" if own_template is None else "adapter"
             raise RequestRefused(
-                f"The {owner}'s chat template refuses these messages: {answer.error}.", "messages"
+                f"The {owner}'s chat template refuses these messages: {answer.error}.", param
             )
         return answer.text
 

@@ -29,6 +29,7 @@ from slora_api.routes import (
     models,
     openapi,
     quotas,
+    responses,
     tokens,
     usage,
     vllm_adapters,
@@ -42,7 +43,20 @@ __all__ = ["ROUTES", "make_app", "make_router"]
 logger = logging.getLogger(__name__)
 
 _MODULES = (
-    *(completions, tokens, models, limits, adapters, vllm_adapters, usage, quotas, admin, keys, audit),
+    *(
+        completions,
+        responses,
+        tokens,
+        models,
+        limits,
+        adapters,
+        vllm_adapters,
+        usage,
+        quotas,
+        admin,
+        keys,
+        audit,
+    ),
     *(health, openapi, docs),
 )
 ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))

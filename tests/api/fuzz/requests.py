@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
+from slora_api.responses_request import ResponsesRequest
 from slora_api.schemas import (
     AliasMove,
     ChatRequest,
@@ -37,6 +38,7 @@ _GENERATION = {"model": "default", "max_tokens": 3}
 ACCEPTED: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_GENERATION, "prompt": "a"},
     "/v1/chat/completions": {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"model": "default", "max_output_tokens": 3, "input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1, 2]},
     "/v1/adapters/{name}/aliases/{alias}": {"versions": {"1": 100}},
@@ -54,6 +56,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/adapters/{name}/aliases/{alias}": AliasMove,
@@ -73,6 +76,24 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "model": ["default", "small", "small@latest", "base"],
     "prompt": ["", "a b c", ["a", "b"], [1, 2, 3], [[1], [2, 3]], "a" * 400],
     "messages": [[{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]],
+    "input": [
+        "a b c",
+        [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+        [
+            {
+                "type": "reasoning",
+                "id": "r",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "a"}],
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "a"},
+        ],
+    ],
+    "instructions": ["a"],
+    "max_output_tokens": [0, 1, 5, 400],
+    "include": [["message.output_text.logprobs"]],
+    "text": [{"format": {"type": "json_object"}}, {"verbosity": "low"}],
     "max_tokens": [0, 1, 5, 400],
     "max_completion_tokens": [1, 4],
     "temperature": [0, 0.7, 2],

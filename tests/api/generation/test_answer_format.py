@@ -1,6 +1,7 @@
 """The events of a stream, whose constant parts are encoded only once."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -32,9 +33,9 @@ options = st.fixed_dictionaries(
 )
 
 
-def read_events(events: bytes) -> list[Any]:
+def read_events(events: Iterable[bytes]) -> list[Any]:
     """Divides the events as a client does that ends a line at every line separator of Unicode."""
-    lines = events.decode().splitlines()
+    lines = b"".join(events).decode().splitlines()
     assert set(lines[1::2]) <= {""} and len(lines) % 2 == 0
     return [json.loads(line.removeprefix("data: ")) for line in lines[::2]]
 
@@ -56,7 +57,7 @@ def test_the_event_of_a_completion_is_its_chunk_as_json(
 ) -> None:
     fields = CompletionRequest.model_validate({"model": model, "prompt": "a", "stream": True, **sent})
     shape = CompletionFormat(model, fields, LogprobsFormat(byte_tokenizer()), [PROMPT])
-    (seen,) = read_events(shape.events(CompletionDelta(0, text, (7,), reason), USAGE) or b"data: {}\n\n")
+    (seen,) = read_events(shape.events(CompletionDelta(0, text, (7,), reason), USAGE) or [b"data: {}\n\n"])
     choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
     if fields.return_token_ids:
         choice |= {"token_ids": [7], "prompt_token_ids": PROMPT}
@@ -70,7 +71,7 @@ def test_the_events_of_a_chat_are_its_chunks_as_json(model: str, text: str, sent
     fields = ChatRequest.model_validate({"model": model, "messages": messages, "stream": True, **sent})
     shape = ChatFormat(model, fields, LogprobsFormat(byte_tokenizer()), PROMPT)
     delta = CompletionDelta(0, text, (7,), FinishReason.STOP)
-    first, *middle, last = read_events(shape.opening(USAGE) + shape.events(delta, USAGE))
+    first, *middle, last = read_events([*shape.opening(USAGE), *shape.events(delta, USAGE)])
 
     def expected(delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason, **more}

@@ -1,11 +1,12 @@
 """How answers are sent: in writes of a bounded size, and with the work on long texts in the slots of the tenant."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from slora.request import FinishReason
 from slora.text.answer import Choice, Completion, CompletionDelta
+from slora_api.errors import ErrorAnswer
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.answer_format import Usage
 from slora_api.generation.answering import _events, _write_answer
@@ -22,14 +23,17 @@ class Shape:
         self.num_holders: list[int] = []
         self.slots = CountedSlots(1, 1, "answers to write")
 
-    def opening(self, usage: Usage) -> bytes:
-        return b""
+    def opening(self, usage: Usage) -> Iterable[bytes]:
+        return ()
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> bytes:
-        return EVENT
+    def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
+        return (EVENT,)
 
-    def usage(self, usage: Usage) -> bytes:
-        return b""
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        return ()
+
+    def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
+        return ()
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
         self.num_holders.append(self.slots.num_held)

@@ -73,7 +73,7 @@ def test_errors_name_their_codes(document: Json) -> None:
 
 
 def test_streams_are_documented_as_events(document: Json) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         operation = document["paths"][path]["post"]
         assert operation["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
         assert "model" in operation["requestBody"]["content"]["application/json"]["schema"]["required"]

@@ -92,8 +92,9 @@ def test_the_default_model_is_checked_like_any_other(platform: Platform) -> None
 
 def test_a_forbidden_model_answers_like_one_that_does_not_exist(platform: Platform) -> None:
     key = key_with(platform, "voice")
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        prompt = PROMPT if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    prompts = {"/v1/completions": PROMPT, "/v1/chat/completions": chat, "/v1/responses": {"input": "hi"}}
+    for path, prompt in prompts.items():
         forbidden = post(platform, key, path, {"model": "hidden", **prompt})
         unknown = post(platform, key, path, {"model": "nothing", **prompt})
         assert forbidden.status_code == unknown.status_code == 404

@@ -26,6 +26,7 @@ ALL = AuditFilter()
 _NO_CHANGES = {
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
     "/tokenize",
     "/detokenize",
     "/v1/adapters/{reference}/prewarm",

@@ -38,6 +38,7 @@ def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
         "field `model` of a chat": send(
             "POST", "/v1/chat/completions", json={"model": key, "messages": [{"role": "user", "content": "a"}]}
         ),
+        "field `model` of a response": send("POST", "/v1/responses", json={"model": key, "input": "a"}),
         "name of a field": send("POST", "/v1/completions", json={key: 1, "model": "default", **prompt}),
         "value of the wrong type": send(
             "POST", "/v1/completions", json={"model": "default", **prompt, "temperature": key}

@@ -1,0 +1,282 @@
+"""The items of `input` in a request to /v1/responses, and the messages of a chat that they become.
+
+Clients send the items of earlier answers back, with all fields of an answer. The items that the assistant wrote in one
+turn, such as its reasoning, a text and two calls, become one message.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+
+from slora_adapters.abbreviation import abbreviate
+from slora_api.field_types import STRICT, Name, Text, join_text_parts, make_refusal, refuse_surrogates
+from slora_api.schemas import ChatMessage
+from slora_api.tool_schemas import SentCall, SentFunction
+from slora_api.unsupported import Unsupported
+
+__all__ = ["Input", "make_messages"]
+
+_Status = Literal["in_progress", "completed", "incomplete"]
+_DIRECT = {"type": "direct"}
+
+
+class TextPart(BaseModel):
+    """A part of a text. annotations, logprobs, parsed: what answers and clients add; no effect."""
+
+    model_config = STRICT
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+class ReasoningPart(BaseModel):
+    model_config = STRICT
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+_read_text = partial(
+    join_text_parts,
+    param="input",
+    kinds={"input_text", "output_text"},
+    ignored={"annotations", "logprobs", "parsed"},
+)
+_JoinedText = Annotated[Text, BeforeValidator(_read_text, json_schema_input_type=str | list[TextPart])]
+_read_reasoning = partial(join_text_parts, param="input", kinds={"reasoning_text", "summary_text"})
+_JoinedReasoning = Annotated[
+    Text, BeforeValidator(_read_reasoning, json_schema_input_type=list[ReasoningPart])
+]
+
+
+class MessageItem(BaseModel):
+    """One message. The role `developer` is OpenAI's newer name for `system`. id, status, phase: no effect."""
+
+    model_config = STRICT
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _JoinedText
+    id: Name | None = None
+    status: _Status | None = None
+    phase: Name | None = None
+
+
+class FunctionCallItem(BaseModel):
+    """A call, as an earlier answer had it.
+
+    arguments: JSON, as the model wrote it; it may be invalid. id, status: no effect. parsed_arguments: what the openai
+    SDK adds; no effect.
+    """
+
+    model_config = STRICT
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+    id: Name | None = None
+    status: _Status | None = None
+    parsed_arguments: Any = None
+    is_async: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
+    namespace: Annotated[Any, Unsupported()] = None
+    caller: Annotated[Any, Unsupported(_DIRECT)] = None
+
+
+class FunctionOutputItem(BaseModel):
+    """The result of a call. call_id: of the call. id, status, name: no effect."""
+
+    model_config = STRICT
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: _JoinedText
+    id: Name | None = None
+    status: _Status | None = None
+    name: Name | None = None
+    namespace: Annotated[Any, Unsupported()] = None
+    caller: Annotated[Any, Unsupported(_DIRECT)] = None
+
+
+class ReasoningItem(BaseModel):
+    """The reasoning of an earlier answer. The chat template decides whether the model sees it.
+
+    content: the text. summary: read if there is no content. id, status: no effect.
+    """
+
+    model_config = STRICT
+    type: Literal["reasoning"]
+    id: Name | None = None
+    summary: _JoinedReasoning = ""
+    content: _JoinedReasoning | None = None
+    status: _Status | None = None
+    encrypted_content: Annotated[Any, Unsupported(instead="Send `content`, as this server returned it.")] = (
+        None
+    )
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _find_kind(value: Any) -> str | None:
+    """Returns the type of an item. Only a message may leave it out."""
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type", "message" if "role" in value else None)
+    return kind if isinstance(kind, str) else None
+
+
+def _check_kind(value: Any) -> Any:
+    kind = _find_kind(value)
+    if isinstance(value, dict) and kind not in _KINDS:
+        raise make_refusal(
+            "it has the type {kind}, which this server does not read; {remedy} (accepted: {known})",
+            remedy="this server stores nothing, so send the item itself"
+            if kind == "item_reference"
+            else "leave it out",
+            known=", ".join(map(repr, _KINDS)),
+            kind=abbreviate(value.get("type")),
+        )
+    return value
+
+
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+_Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _find_kind, custom_error_type="invalid_value", custom_error_message="an item must be an object"
+    ),
+    BeforeValidator(_check_kind, json_schema_input_type=Item),
+]
+
+
+def _read_input(value: Any) -> Any:
+    """A text is one message of the user."""
+    if isinstance(value, str):
+        refuse_surrogates(value)
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise make_refusal("`input` must be a text, or a list of items that is not empty.", param="input")
+    return value
+
+
+Input = Annotated[
+    list[_Item],
+    Field(fail_fast=True),
+    BeforeValidator(_read_input, json_schema_input_type=str | list[Item]),
+]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What the assistant has written since the last item of another kind. calls: by their ids."""
+
+    thoughts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: dict[str, SentCall] = field(default_factory=dict)
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            role="assistant",
+            content="".join(self.texts),
+            reasoning="\n".join(self.thoughts) or None,
+            tool_calls=list(self.calls.values()) or None,
+        )
+
+
+class _Messages:
+    """Collects messages from items. waiting: calls that no item has answered yet."""
+
+    def __init__(self) -> None:
+        self.made: list[ChatMessage] = []
+        self._turn: _Turn | None = None
+        self._waiting: dict[str, None] = {}
+
+    def add(self, index: int, item: Item) -> None:
+        """index: of the item in `input`. Raises a refusal."""
+        match item:
+            case ReasoningItem():
+                turn = self._turn
+                if turn is not None and turn.texts and not turn.calls:
+                    self._end_turn()
+                self._open_turn().thoughts.append(item.summary if item.content is None else item.content)
+            case FunctionCallItem():
+                self._add_call(index, item)
+            case FunctionOutputItem():
+                self._add_output(index, item)
+            case MessageItem(role="assistant"):
+                turn = self._turn
+                if turn is not None and turn.texts and not turn.calls:
+                    self._end_turn()
+                self._open_turn().texts.append(item.content)
+            case MessageItem():
+                self.end()
+                self.made.append(ChatMessage(role=item.role, content=item.content))
+
+    def end(self) -> None:
+        """Ends the turn of the assistant. Raises a refusal if one of its calls has no result."""
+        self._end_turn()
+        self._check_answered()
+
+    def _open_turn(self) -> _Turn:
+        if self._turn is None:
+            self._turn = _Turn()
+        return self._turn
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._check_answered()
+            self.made.append(self._turn.message())
+            self._waiting = dict.fromkeys(self._turn.calls)
+            self._turn = None
+
+    def _add_call(self, index: int, item: FunctionCallItem) -> None:
+        calls = self._open_turn().calls
+        if item.call_id in calls:
+            raise make_refusal(
+                "`input.{index}.call_id` is {value}, which an earlier call of the same turn has, too; give each call "
+                "an id of its own",
+                param="input",
+                index=index,
+                value=abbreviate(item.call_id),
+            )
+        function = SentFunction(name=item.name, arguments=item.arguments)
+        calls[item.call_id] = SentCall(id=item.call_id, function=function)
+
+    def _add_output(self, index: int, item: FunctionOutputItem) -> None:
+        self._end_turn()
+        if item.call_id not in self._waiting:
+            raise make_refusal(
+                "`input.{index}.call_id` is {value}, which matches no unanswered function_call before it{known}; send "
+                "the items of the answer with the call before its result",
+                param="input",
+                index=index,
+                known=f"; these do: {abbreviate(list(self._waiting))}" if self._waiting else "",
+                value=abbreviate(item.call_id),
+            )
+        del self._waiting[item.call_id]
+        self.made.append(ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+
+    def _check_answered(self) -> None:
+        if self._waiting:
+            raise make_refusal(
+                "`input` has no result for the calls {value}; after the calls, add one item with the type "
+                "'function_call_output' for each",
+                param="input",
+                value=abbreviate(list(self._waiting)),
+            )
+
+
+def make_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
+    """Returns the conversation. Raises a refusal for a call without a result, and for a result without a call."""
+    messages = _Messages()
+    if instructions:
+        messages.made.append(ChatMessage(role="system", content=instructions))
+    for index, item in enumerate(items):
+        messages.add(index, item)
+    messages.end()
+    return messages.made

@@ -1,0 +1,340 @@
+"""The body of POST /v1/responses, and what it means as a chat.
+
+The request has properties with the names of `ChatRequest`, from which `PromptMaker` makes the prompt. Nothing is
+stored, so a field that refers to an earlier answer is refused with the remedy.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from slora.sampling_params import MAX_LOGPROBS
+from slora.structured_output import StructuredOutput
+from slora_adapters.abbreviation import abbreviate
+from slora_api.field_types import STRICT, Name, Text, check_depth, make_refusal
+from slora_api.responses_items import Input, make_messages
+from slora_api.schemas import AnswerFields, ChatMessage, TemplateFields
+from slora_api.tool_schemas import (
+    FunctionTool,
+    Mode,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+    check_distinct_names,
+    check_tool_choice,
+    check_tool_count,
+    find_forced_tools,
+)
+from slora_api.unsupported import Unsupported
+
+__all__ = ["ResponsesRequest"]
+
+_LOGPROBS = "message.output_text.logprobs"
+_NO_STATE = "This server stores nothing: send the whole conversation in `input`."
+_CHAT_FORM = "Send `text.format`; the other forms are fields of /v1/chat/completions."
+
+
+class ResponsesTool(FunctionTool):
+    """A function, in the shape of this route.
+
+    parameters: its JSON schema; without it, the function has no parameters.
+    strict: with true for any of the tools, all calls are held to the schemas of their tools. By default, they are not.
+    """
+
+    type: Literal["function"]
+    is_async: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
+    defer_loading: Annotated[Any, Unsupported(False)] = None
+    allowed_callers: Annotated[Any, Unsupported([], ["direct"])] = None
+    output_schema: Annotated[Any, Unsupported()] = None
+
+    def to_tool(self) -> Tool:
+        """The same tool in the shape of a chat. Its values are checked already, and a schema may be long."""
+        function = FunctionTool.model_construct(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+        return Tool.model_construct(type="function", function=function)
+
+
+def _check_shapes(value: Any) -> Any:
+    """Refuses tools of the server, and tools in the shape of /v1/chat/completions, with a remedy."""
+    for index, tool in enumerate(check_tool_count(value) if isinstance(value, list) else ()):
+        if not isinstance(tool, dict):
+            continue
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind != "function":
+            raise make_refusal(
+                "`tools.{index}` has the type {kind}, which this server does not have; offer a tool of the type "
+                "'function' and run it in the client",
+                param="tools",
+                index=index,
+                kind=abbreviate(kind),
+            )
+        if "function" in tool:
+            raise make_refusal(
+                "`tools.{index}` has the field `function` of /v1/chat/completions; in /v1/responses, `name`, "
+                "`description`, `parameters` and `strict` are fields of the tool itself",
+                param="tools",
+                index=index,
+            )
+    return value
+
+
+def _check_names(tools: list[ResponsesTool]) -> list[ResponsesTool]:
+    check_distinct_names([tool.name for tool in tools], "name")
+    return tools
+
+
+class FunctionChoice(BaseModel):
+    """The model must call this function."""
+
+    model_config = STRICT
+    type: Literal["function"]
+    name: Name
+
+
+def _read_choice(value: Any) -> Any:
+    """Reads the name of a mode, or a choice of one function."""
+    if value is None or value in ("auto", "none", "required"):
+        return value
+    try:
+        choice = FunctionChoice.model_validate(value)
+    except ValidationError:
+        raise make_refusal(
+            "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",
+            param="tool_choice",
+            example='{"type": "function", "name": "..."}',
+            value=abbreviate(value),
+        ) from None
+    return NamedChoice(type="function", function=NamedFunction(name=choice.name))
+
+
+class TextFormat(BaseModel):
+    """The form of the answer. name, description: no effect. json_schema: with the type `json_schema` only.
+
+    strict: has no effect, because a schema is always enforced, and one that cannot be enforced is refused.
+    """
+
+    model_config = STRICT
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema"), AfterValidator(check_depth)] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_the_type_needs_one(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise make_refusal("must have `schema` with the type `json_schema`, and with no other type")
+        if self.type == "json_schema" and self.name is None:
+            raise make_refusal("must have `name` with the type `json_schema`")
+        return self
+
+
+class TextFields(BaseModel):
+    model_config = STRICT
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, Unsupported("medium")] = None
+
+
+class ReasoningFields(BaseModel):
+    """None of these fields has an effect. The server returns the reasoning as the model wrote it."""
+
+    model_config = STRICT
+    effort: Annotated[
+        Any, Unsupported(instead="Set what the chat template reads in `chat_template_kwargs`.")
+    ] = None
+    summary: Annotated[
+        Any, Unsupported("auto", instead="The answer has the reasoning itself, in `content`.")
+    ] = None
+    generate_summary: Annotated[
+        Any, Unsupported("auto", instead="The answer has the reasoning itself, in `content`.")
+    ] = None
+    context: Annotated[Any, Unsupported("auto")] = None
+    mode: Annotated[Any, Unsupported("standard")] = None
+
+
+class ResponsesStreamOptions(BaseModel):
+    """include_obfuscation: padding of events against traffic analysis. The usage is always sent."""
+
+    model_config = STRICT
+    include_obfuscation: Annotated[Any, Unsupported(False)] = None
+
+
+def _check_include(names: list[str]) -> list[str]:
+    for name in names:
+        if name == "reasoning.encrypted_content":
+            raise make_refusal(
+                "`include` has {name}, which this server does not have; reasoning items have their text in `content`, "
+                "so omit it and send the items back as they are",
+                param="include",
+                name=abbreviate(name),
+            )
+        if name != _LOGPROBS:
+            raise make_refusal(
+                "`include` has {name}, which this server does not have; omit it (accepted: '{known}')",
+                param="include",
+                known=_LOGPROBS,
+                name=abbreviate(name),
+            )
+    return names
+
+
+class ResponsesRequest(TemplateFields, AnswerFields):
+    """POST /v1/responses.
+
+    input: a text, or the items of a conversation: messages, and the reasoning, the calls and their results of earlier
+    answers.
+    instructions: a system message before all items.
+    tools: the functions that the model may call.
+    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, an answer
+        is held to the schemas of the tools.
+    parallel_tool_calls: with false, an answer has at most one call.
+    text: the form of the answer.
+    include: `message.output_text.logprobs` adds log-probabilities to the text.
+    top_logprobs: how many of the most probable tokens they list for each token.
+    max_tool_calls: limits calls of the server's own tools, of which there are none.
+    """
+
+    prompt_logprobs: ClassVar[None] = None
+    messages_field: ClassVar[str] = "input"
+
+    input: Input
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: (
+        Annotated[
+            list[ResponsesTool],
+            Field(fail_fast=True),
+            BeforeValidator(_check_shapes, json_schema_input_type=list[ResponsesTool]),
+            AfterValidator(_check_names),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        Mode | NamedChoice | None,
+        PlainValidator(_read_choice, json_schema_input_type=Mode | FunctionChoice | None),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextFields | None = None
+    include: Annotated[list[str], AfterValidator(_check_include)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    reasoning: ReasoningFields | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    store: Annotated[Any, Unsupported(False, instead=_NO_STATE)] = None
+    previous_response_id: Annotated[Any, Unsupported(instead=_NO_STATE)] = None
+    conversation: Annotated[Any, Unsupported(instead=_NO_STATE)] = None
+    prompt: Annotated[Any, Unsupported(instead="Send the texts in `instructions` and `input`.")] = None
+    background: Annotated[
+        Any, Unsupported(False, instead="Send `stream: true`, and read the answer as it is made.")
+    ] = None
+    background_options: Annotated[Any, Unsupported({})] = None
+    truncation: Annotated[Any, Unsupported("disabled", instead="Leave out the oldest items of `input`.")] = (
+        None
+    )
+    context_management: Annotated[Any, Unsupported([], instead="Leave out the oldest items of `input`.")] = (
+        None
+    )
+    moderation: Annotated[Any, Unsupported()] = None
+    # Fields of /v1/chat/completions that have another name here.
+    messages: Annotated[Any, Unsupported(instead="Send `input`.")] = None
+    max_tokens: Annotated[Any, Unsupported(instead="Send `max_output_tokens`.")] = None
+    max_completion_tokens: Annotated[Any, Unsupported(instead="Send `max_output_tokens`.")] = None
+    n: Annotated[Any, Unsupported(1, instead="An answer has one choice: send several requests.")] = None
+    logprobs: Annotated[Any, Unsupported(False, instead=f'Send `include: ["{_LOGPROBS}"]`.')] = None
+    reasoning_effort: Annotated[
+        Any, Unsupported(instead="Set what the chat template reads in `chat_template_kwargs`.")
+    ] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"}, instead="Send `text.format`.")] = None
+    structured_outputs: Annotated[Any, Unsupported(instead=_CHAT_FORM)] = None
+
+    @cached_property
+    def chat_messages(self) -> Sequence[ChatMessage]:
+        return make_messages(self.instructions, self.input)
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self._chat_tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        return find_forced_tools(self.tool_choice, self.shown_tools)
+
+    @property
+    def names_tool(self) -> bool:
+        return isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.include else None
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        return self.max_output_tokens, "max_output_tokens"
+
+    @property
+    def sent_tools(self) -> list[dict[str, Any]]:
+        """The tools as an answer repeats them."""
+        return [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": bool(tool.strict),
+            }
+            for tool in self.tools or ()
+        ]
+
+    @property
+    def sent_choice(self) -> str | dict[str, str]:
+        """The choice of tools as an answer repeats it."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return {"type": "function", "name": self.tool_choice.function.name}
+        return self.tool_choice or "auto"
+
+    @property
+    def sent_format(self) -> dict[str, Any]:
+        """The form as an answer repeats it."""
+        form = None if self.text is None else self.text.format
+        return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+
+    @cached_property
+    def structured_output(self) -> StructuredOutput | None:
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
+            return None
+        if form.json_schema is None:
+            return StructuredOutput.json_object("text.format")
+        return StructuredOutput.json_schema(form.json_schema, "text.format")
+
+    @cached_property
+    def _chat_tools(self) -> list[Tool]:
+        return [tool.to_tool() for tool in self.tools or ()]
+
+    @model_validator(mode="after")
+    def _fields_that_depend_on_each_other(self) -> Self:
+        if self.tool_choice != "auto":
+            check_tool_choice(self.tool_choice, self._chat_tools)
+        if self.top_logprobs and not self.include:
+            raise make_refusal(
+                '`top_logprobs` is only allowed with `include: ["{known}"]`.',
+                param="top_logprobs",
+                known=_LOGPROBS,
+            )
+        if self.stream_options is not None and not self.stream:
+            raise make_refusal(
+                "`stream_options` is only allowed with `stream: true`.", param="stream_options"
+            )
+        assert self.chat_messages, "the conversation is checked when it is made"
+        return self

@@ -1,0 +1,226 @@
+"""The events of /v1/responses add up to the whole answer, however its text is divided into deltas."""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from slora.request import FinishReason, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from slora.text.answer import Choice, Completion, CompletionDelta
+from slora.text.token_aligner import AlignedToken
+from slora_api.chat.answer_reader import AnswerSyntax
+from slora_api.chat.call_format import CALL_FORMATS
+from slora_api.chat.reasoning_counter import ReasoningCounter
+from slora_api.errors import Stopping, TenantBusy, describe_error
+from slora_api.generation.answer_format import LogprobsFormat, Usage
+from slora_api.generation.json_slices import _dump, _write
+from slora_api.generation.responses_format import ResponsesFormat
+from slora_api.responses_request import ResponsesRequest
+from tests.api.scripted_engine import byte_tokenizer
+
+Json = dict[str, Any]
+SYNTAX = AnswerSyntax(
+    thinks=True, calls=CALL_FORMATS["hermes"], tool_names=frozenset({"f"}), max_calls=2, names_tool=False
+)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln"}}\n</tool_call>'
+LOGPROBS = ["message.output_text.logprobs"]
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+# Fields that differ between two answers to one request.
+OWN = ("id", "call_id", "item_id", "created_at", "completed_at")
+
+fragments = st.sampled_from(
+    [
+        "<think>",
+        "Hm.\n",
+        "</think>",
+        "\n\n",
+        "Hé 😀",
+        " ",
+        '"\\',
+        "\u2028",
+        CALL,
+        CALL[:-25],
+        "<tool_call>",
+        "x",
+    ]
+)
+answers = st.lists(fragments, max_size=6).map("".join)
+
+
+def make_format(syntax: AnswerSyntax | None = SYNTAX, **fields: Any) -> ResponsesFormat:
+    body = ResponsesRequest.model_validate({"model": "m", "input": "hi", "stream": True, **fields})
+    logprobs = LogprobsFormat(byte_tokenizer(), body.num_top_logprobs)
+    return ResponsesFormat("m", body, SamplingParams(), logprobs, syntax)
+
+
+def tokens_of(text: str) -> tuple[AlignedToken, ...]:
+    """One token for each character, whose id is the character's place."""
+    return tuple(AlignedToken(at % 256, TokenLogprobs(-float(at), ()), 1) for at in range(len(text)))
+
+
+def read_events(events: Iterable[bytes]) -> list[Json]:
+    found = []
+    for event in b"".join(events).decode("ascii").removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def stream(
+    shape: ResponsesFormat, text: str, cuts: Sequence[int], reason: FinishReason, *, with_tokens: bool
+) -> list[Json]:
+    usage = Usage(3, ReasoningCounter(SYNTAX))
+    tokens = tokens_of(text) if with_tokens else ()
+    places = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
+    parts = [*shape.opening(usage)]
+    for start, end in pairwise(places):
+        is_last = end == len(text) and start == places[-2]
+        delta = CompletionDelta(
+            0, text[start:end], (7,), reason if is_last else None, tokens=tokens[start:end]
+        )
+        usage.add(delta)
+        parts += shape.events(delta, usage)
+        if is_last:
+            break
+    return read_events([*parts, *shape.closing(usage)])
+
+
+def whole(shape: ResponsesFormat, text: str, reason: FinishReason, *, with_tokens: bool) -> Json:
+    choice = Choice(text, [7], reason, None, tokens_of(text) if with_tokens else ())
+    body: Json = json.loads("".join(_write(shape.whole([Completion([1], (choice,))], Usage(3)), {}, _dump)))
+    return body
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_ids(one) for name, one in value.items() if name not in OWN}
+    return [without_ids(one) for one in value] if isinstance(value, list) else value
+
+
+def joined(events: Sequence[Json], index: int, kind: str) -> str:
+    return "".join(
+        event["delta"] for event in events if event["type"] == kind and event["output_index"] == index
+    )
+
+
+@given(answers, st.lists(st.integers(0, 200)), st.sampled_from(FinishReason), st.booleans(), st.booleans())
+def test_a_stream_adds_up_to_the_whole_answer_however_it_is_divided(
+    text: str, cuts: list[int], reason: FinishReason, has_syntax: bool, with_tokens: bool
+) -> None:
+    syntax = SYNTAX if has_syntax else None
+    include = LOGPROBS if with_tokens else None
+    events = stream(make_format(syntax, include=include), text, cuts, reason, with_tokens=with_tokens)
+    expected = whole(make_format(syntax, include=include), text, reason, with_tokens=with_tokens)
+    Response.model_validate(expected)
+    for event in events:
+        EVENT.validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    ended = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{expected['status']}"
+    assert without_ids(ended | {"usage": None}) == without_ids(expected | {"usage": None})
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == ended["output"]
+    for index, item in enumerate(done):
+        of_item = [event for event in events if event.get("output_index") == index]
+        assert {event["item_id"] for event in of_item if "item_id" in event} == {item["id"]}
+        kinds = [event["type"] for event in of_item]
+        assert kinds[0] == "response.output_item.added" and kinds[-1] == "response.output_item.done"
+        if item["type"] == "function_call":
+            assert joined(events, index, "response.function_call_arguments.delta") == item["arguments"]
+            assert of_item[-2]["arguments"] == item["arguments"]
+            continue
+        assert kinds[1] == "response.content_part.added" and kinds[-2] == "response.content_part.done"
+        kind = "output_text" if item["type"] == "message" else "reasoning_text"
+        (part,) = item["content"]
+        assert joined(events, index, f"response.{kind}.delta") == part["text"] == of_item[-3]["text"]
+        assert of_item[-2]["part"] == part
+        if kind == "output_text":
+            listed = [
+                one for event in of_item if event["type"].endswith("text.delta") for one in event["logprobs"]
+            ]
+            assert listed == part["logprobs"] == of_item[-3]["logprobs"]
+            # One token for each character: those of the content, and no others.
+            places = [round(-one["logprob"]) for one in listed]
+            assert "".join(text[place] for place in places) == (part["text"] if with_tokens else "")
+
+
+@given(answers.filter(bool), st.lists(st.integers(0, 200)))
+def test_the_tokens_of_reasoning_are_counted_up_to_its_end(text: str, cuts: list[int]) -> None:
+    text = f"<think>{text}"
+    counter = ReasoningCounter(SYNTAX)
+    counted = sum(
+        counter.add(0, 1, character, is_last=at == len(text) - 1) for at, character in enumerate(text)
+    )
+    end = text.find("</think>")
+    assert counted == (len(text) if end < 0 else end + len("</think>"))
+
+
+def test_an_answer_without_reasoning_has_no_tokens_of_reasoning() -> None:
+    counter = ReasoningCounter(SYNTAX)
+    assert not any(counter.add(0, 1, character, is_last=False) for character in " Hi <think>no</think>")
+
+
+def test_each_choice_has_its_own_reasoning() -> None:
+    counter = ReasoningCounter(SYNTAX)
+    counted = [0, 0]
+    for at, character in enumerate("<think>a</think>b"):
+        counted[0] += counter.add(0, 1, character, is_last=at == 16)
+        counted[1] += counter.add(1, 1, "x", is_last=at == 16)
+    assert counted == [16, 0]
+
+
+def test_an_answer_that_is_cut_off_has_an_incomplete_last_item() -> None:
+    text = f"<think>Hm.</think>So: {CALL[:-25]}"
+    answer = whole(make_format(), text, FinishReason.LENGTH, with_tokens=False)
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["completed_at"] is None
+    assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
+    assert '{"city": "Köln"}'.startswith(answer["output"][-1]["arguments"])
+
+
+def test_an_empty_answer_is_an_empty_message() -> None:
+    answer = whole(make_format(), "", FinishReason.STOP, with_tokens=False)
+    assert [item["content"][0]["text"] for item in answer["output"]] == [""]
+    assert answer["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Stopping(), "server_error"), (TenantBusy("full"), "rate_limit_exceeded")]
+)
+def test_a_failed_stream_ends_with_the_error_and_what_was_made(error: Exception, code: str) -> None:
+    shape, usage = make_format(), Usage(3)
+    delta = CompletionDelta(0, "<think>Hm.</think>So", (7,))
+    parts = [*shape.opening(usage), *shape.events(delta, usage), *shape.failure(describe_error(error))]
+    *_, told, failed = read_events(parts)
+    assert (told["type"], told["message"]) == ("error", str(error))
+    answer = Response.model_validate(failed["response"])
+    assert answer.status == "failed" and answer.error is not None and answer.error.code == code
+    assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
+    assert failed["sequence_number"] == told["sequence_number"] + 1
+
+
+def test_the_events_that_repeat_a_long_text_are_made_in_short_parts() -> None:
+    """Other requests are served between the parts."""
+    instructions = "é" * 100_000
+    shape = make_format(instructions=instructions, include=LOGPROBS)
+    usage = Usage(3)
+    opening = [*shape.opening(usage)]
+    assert max(map(len, opening)) < 1 << 18
+    text = "ö" * 64
+    for _ in range(1000):
+        delta = CompletionDelta(0, text, (7,), tokens=tokens_of(text))
+        assert sum(map(len, shape.events(delta, usage))) < 1 << 16
+    last = [*shape.events(CompletionDelta(0, "", (7,), FinishReason.STOP), usage), *shape.closing(usage)]
+    assert max(map(len, last)) < 1 << 18 and sum(map(len, last)) > 1 << 20
+    ended = read_events(last)[-1]["response"]
+    assert (
+        ended["instructions"] == instructions and len(ended["output"][0]["content"][0]["logprobs"]) == 64_000
+    )
