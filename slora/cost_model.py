@@ -11,24 +11,6 @@ from typing import NamedTuple, Protocol
 from slora.errors import ConfigError
 
 
-class Costs(Protocol):
-    """The costs that the scheduler reads, fixed or learned. See `CostModel`."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def decode_s(self) -> float: ...
-
-    def prefill_s(self, num_tokens: int) -> float: ...
-
-    def swap_s(self, num_pages: int) -> float: ...
-
-    def load_s(self, num_bytes: int) -> float: ...
-
-    def tokens(self, seconds: float) -> float: ...
-
-
 class StepWork(NamedTuple):
     """The work of one step. The fields have the order of `CostModel`'s fields after step_s.
 
@@ -42,6 +24,28 @@ class StepWork(NamedTuple):
     context_tokens: int
     swapped_pages: int
     loaded_bytes: int
+
+
+class Costs(Protocol):
+    """The costs that the scheduler reads, fixed or learned. See `CostModel`."""
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def decode_s(self) -> float: ...
+
+    def prefill_s(self, num_tokens: int) -> float: ...
+
+    def row_s(self, context_tokens: int) -> float: ...
+
+    def step_seconds(self, work: StepWork) -> float: ...
+
+    def swap_s(self, num_pages: int) -> float: ...
+
+    def load_s(self, num_bytes: int) -> float: ...
+
+    def tokens(self, seconds: float) -> float: ...
 
 
 class StepTimes(NamedTuple):
@@ -87,6 +91,10 @@ class CostModel:
     def prefill_s(self, num_tokens: int) -> float:
         """Excludes step_s, because these tokens are computed in steps that run anyway."""
         return num_tokens * self.token_s
+
+    def row_s(self, context_tokens: int) -> float:
+        """What one decode row with this context adds to a step that runs anyway."""
+        return self.decode_s + context_tokens * self.context_token_s
 
     def step_seconds(self, work: StepWork) -> float:
         """Worked example: step_s 0.01, decode_s 0.001, context_token_s 1e-6, and 4 decode rows of 500 tokens of context

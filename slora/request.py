@@ -24,6 +24,7 @@ class EngineRequest:
         every token, so any cached KV must be keyed by adapter and weight.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
+    is_background: it only fills what interactive requests leave of each step, and is preempted first.
     account: who is billed within the tenant. The engine only copies it to usage records. Empty: no one is billed.
     deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
         search has its first token when the search is over. None: no deadline.
@@ -39,6 +40,7 @@ class EngineRequest:
     priority: int = 0
     deadline_s: float | None = None
     account: str = ""
+    is_background: bool = False
 
 
 @dataclass(frozen=True, slots=True)

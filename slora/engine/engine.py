@@ -147,7 +147,7 @@ class Engine:
         stop_ids = find_stop_token_ids(sampling, self.info)
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._tenants.set_share(request.tenant, request.share)
-        tenant = self._tenants.find(request.tenant)
+        tenant = self._tenants.find(request.tenant, is_background=request.is_background)
         sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, self._config.block_tokens)
         self._scheduler.add(sequence, time.monotonic())
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -169,11 +169,12 @@ class Engine:
         base model if it is public, because all tenants share it.
         """
         self._scheduler.advance_clock(time.monotonic())
-        tenant = self._tenants.find(name)
+        accounts = self._tenants.find_both(name)
         num_adapters = sum(one.version.tenant == name for one in self._scheduler.paging.residency)
-        ended = self._scheduler.purge_tenant(tenant, RequestFailed(_PURGED))
+        ended = self._scheduler.purge_tenant(name, RequestFailed(_PURGED))
         self._tenants.set_share(name, DEFAULT_SHARE)
-        pages = self._scheduler.paging.pool.pop_residue(tenant)
+        pool = self._scheduler.paging.pool
+        pages = [page for account in accounts for page in pool.pop_residue(account)]
         self._runner.memory.zero(pages, self._scheduler.swapping.free_pages)
         return TenantPurge(len(ended), num_adapters, len(pages)), ended
 

@@ -32,7 +32,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 Message = dict[str, Any]
 
@@ -49,6 +49,7 @@ def encode_add(request: EngineRequest) -> Message:
         "priority": request.priority,
         "deadline_s": request.deadline_s,
         "account": request.account,
+        "is_background": request.is_background,
         "prompt": request.prompt_token_ids,
         "adapter": encode_version(request.adapter) if request.adapter is not None else None,
         "adapter_weight": request.adapter_weight,
@@ -78,6 +79,7 @@ def decode_add(message: Message) -> EngineRequest:
         priority=message["priority"],
         deadline_s=message["deadline_s"],
         account=message["account"],
+        is_background=message["is_background"],
     )
 
 

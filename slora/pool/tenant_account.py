@@ -1,17 +1,27 @@
 """The engine's accounts of tenants: their pages and the service that they have received.
 
+A tenant has two accounts: one for its interactive requests and one for its background requests. So background requests
+use up neither the tenant's turn nor its ceiling, and its floor protects only what interactive requests use. The account
+of background requests is in a priority class after those of all interactive requests.
+
 `PagePool` updates the page counts, and the queue updates service and waiting requests. This module does not depend on
 requests, pages or API keys: the API has authenticated the tenant before.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 from slora.tenant_share import TenantShare
 
+# Added to the priority class of a tenant for its background requests. More than the classes that operators can set.
+_BACKGROUND_CLASS = 1 << 30
+
 
 class TenantAccount:
-    """The account of one tenant.
+    """An account of one tenant.
 
+    is_background: whether it is the account of the tenant's background requests.
     service: virtual token counter (VTC, OSDI'24): grows by tokens / weight.
     num_pages: number of pool pages that it owns, held and cached.
     num_cached: how many of these are cached.
@@ -21,6 +31,7 @@ class TenantAccount:
     """
 
     __slots__ = (
+        "is_background",
         "max_pages",
         "min_pages",
         "name",
@@ -31,8 +42,9 @@ class TenantAccount:
         "share",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_background: bool = False) -> None:
         self.name = name
+        self.is_background = is_background
         self.share = TenantShare()
         self.service = 0.0
         self.num_pages = 0
@@ -75,34 +87,51 @@ class TenantAccounts:
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._tenants: dict[str, TenantAccount] = {}
+        self._interactive: dict[str, TenantAccount] = {}
+        self._background: dict[str, TenantAccount] = {}
         # Every change creates a new list, so that the evictor can detect a change by identity.
         self.bounded: list[TenantAccount] = []
 
     def __iter__(self) -> Iterator[TenantAccount]:
-        return iter(self._tenants.values())
+        return chain(self._interactive.values(), self._background.values())
 
     def page_limit(self, tenant: TenantAccount) -> int:
         """The most pages that the tenant can ever hold: what the floors of other tenants leave, at most its ceiling."""
-        rest = self._num_pages - sum(other.min_pages for other in self.bounded if other is not tenant)
+        rest = self._num_pages - sum(other.min_pages for other in self.bounded if other.name != tenant.name)
         return rest if tenant.max_pages is None else min(rest, tenant.max_pages)
 
     @property
     def has_floors(self) -> bool:
         return any(tenant.min_pages for tenant in self.bounded)
 
-    def find(self, name: str) -> TenantAccount:
-        """The tenant of this name; created with the default share at the first call."""
-        tenant = self._tenants.get(name)
+    def find(self, name: str, *, is_background: bool = False) -> TenantAccount:
+        """The account of the tenant's interactive or background requests.
+
+        It is created at the first call, with the default share or, if it is the second account of the tenant, with the
+        share of the first.
+        """
+        accounts = self._background if is_background else self._interactive
+        tenant = accounts.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = TenantAccount(name)
+            tenant = accounts[name] = TenantAccount(name, is_background=is_background)
+            if is_background:
+                self._apply(tenant, self.find(name).share)
         return tenant
+
+    def find_both(self, name: str) -> list[TenantAccount]:
+        """The accounts that the tenant has."""
+        return [account for account in self if account.name == name]
 
     def set_share(self, name: str, share: TenantShare) -> None:
         """Changes a tenant's share. No page is evicted at once: the new bounds apply from the next allocation on."""
-        tenant = self.find(name)
-        if tenant.share == share:
+        if self.find(name).share == share:
             return
+        for account in self.find_both(name):
+            self._apply(account, share)
+
+    def _apply(self, tenant: TenantAccount, share: TenantShare) -> None:
+        if tenant.is_background:
+            share = replace(share, min_share=0.0, priority=_BACKGROUND_CLASS + share.priority)
         was_bounded = tenant.is_bounded
         tenant.share = share
         tenant.min_pages = self._pages(share.min_share)
@@ -113,12 +142,16 @@ class TenantAccounts:
     def is_over_share(self, tenant: TenantAccount) -> bool:
         """Whether the tenant owns more pages than its share, if the pool is divided by weight among the active tenants.
 
-        A tenant is active if it owns pages or has waiting sequences.
+        A tenant is active if its interactive requests own pages or wait. Its background requests are always over their
+        share.
 
         Worked example: a tenant of weight 1 and another active tenant of weight 3 share 400 pages. The first tenant is
         over its share if it owns more than 100 pages.
         """
-        active = sum(other.share.weight for other in self if other.num_pages or other.num_waiting)
+        if tenant.is_background:
+            return True
+        interactive = self._interactive.values()
+        active = sum(other.share.weight for other in interactive if other.num_pages or other.num_waiting)
         return tenant.num_pages * active > tenant.share.weight * self._num_pages
 
     def _pages(self, share: float) -> int:

@@ -90,6 +90,12 @@ class LearnedCosts:
     def prefill_s(self, num_tokens: int) -> float:
         return self.current.prefill_s(num_tokens)
 
+    def row_s(self, context_tokens: int) -> float:
+        return self.current.row_s(context_tokens)
+
+    def step_seconds(self, work: StepWork) -> float:
+        return self.current.step_seconds(work)
+
     def swap_s(self, num_pages: int) -> float:
         return self.current.swap_s(num_pages)
 

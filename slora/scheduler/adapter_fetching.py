@@ -25,9 +25,8 @@ class AdapterFetching:
         self.pace = FetchPace()
         self._source = source
         self._waiters: dict[AdapterVersion, list[Sequence]] = {}
-        self._unrequested: list[
-            Sequence
-        ] = []  # a heap by arrival of sequences whose fetch is not requested yet
+        # A heap of sequences whose fetch is not requested yet: background sequences last, then by arrival.
+        self._unrequested: list[tuple[bool, Sequence]] = []
         self._requested: set[AdapterVersion] = set()
         self._copies: dict[AdapterVersion, PackedAdapter] = {}
         self._users: dict[AdapterVersion, int] = defaultdict(int)
@@ -40,6 +39,11 @@ class AdapterFetching:
     def num_waiting(self) -> int:
         return sum(len(group) for group in self._waiters.values())
 
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether an interactive sequence waits because the host cache has no room for its adapter."""
+        return bool(self._unrequested) and not self._unrequested[0][0] and not self._has_room()
+
     def find(self, version: AdapterVersion) -> PackedAdapter | None:
         return self._copies.get(version)
 
@@ -47,7 +51,7 @@ class AdapterFetching:
         """Records that the sequence waits until its adapter is fetched."""
         self._waiters.setdefault(version, []).append(sequence)
         if version not in self._requested:
-            heapq.heappush(self._unrequested, sequence)
+            heapq.heappush(self._unrequested, (sequence.is_background, sequence))
             self._request_fetches()
 
     def remove_waiter(self, sequence: Sequence, version: AdapterVersion) -> bool:
@@ -148,7 +152,7 @@ class AdapterFetching:
     def _request_fetches(self) -> None:
         """Requests fetches for the sequences that have waited longest, as long as there is room."""
         while self._unrequested and self._has_room():
-            version = heapq.heappop(self._unrequested).request.adapter
+            version = heapq.heappop(self._unrequested)[1].request.adapter
             if version is not None and version in self._waiters and version not in self._requested:
                 self._requested.add(version)
                 self._source.request(version)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from slora.cost_model import Costs
 from slora.pool.residency import Resident
+from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_fetching import AdapterFetching
 from slora.scheduler.charges import charge_load
@@ -44,7 +45,6 @@ class AdapterLoading:
         self.num_loads = 0
         self.budget = LoadBudget(costs, full_page_bytes, paging.pool.num_pages, load_pages)
         self._costs = costs
-        self._tenants = paging.tenants
         self._residency = paging.residency
         self._host = AdapterFetching(source)
         self._page_bytes = full_page_bytes
@@ -57,6 +57,11 @@ class AdapterLoading:
     @property
     def num_loading(self) -> int:
         return len(self._loading)
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether an interactive sequence waits because the host cache has no room for its adapter."""
+        return self._host.is_short_of_room
 
     def find(self, version: AdapterVersion) -> Resident | None:
         return self._residency.find(version)
@@ -115,9 +120,17 @@ class AdapterLoading:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan, batch: RunningBatch) -> None:
-        """Plans the next slice of the loads in progress. If no sequence decodes, plans all of their slices."""
-        num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in batch)
-        self.budget.begin_step(len(batch) - num_waiting, num_waiting)
+        """Plans the next slice of the loads in progress. If no sequence decodes, plans all of their slices.
+
+        While interactive sequences run, background sequences count neither as decoding nor as waiting.
+        """
+        interactive = [one for one in batch if not one.is_background]
+        waiting = [one for one in interactive or batch if one.resident and not one.resident.is_loaded]
+        num_running = len(interactive) or len(batch)
+        self.budget.begin_step(num_running - len(waiting), len(waiting), is_shared=bool(interactive))
+        for one in waiting:
+            if one.resident in self._loading:
+                self._loading[one.resident].is_background = False
         self.plan_slices(plan)
 
     def load_for(self, sequence: Sequence, version: AdapterVersion, plan: StepPlan) -> Resident:
@@ -128,23 +141,23 @@ class AdapterLoading:
         """
         self._residency.ensure_free_slot(sequence.tenant)
         is_charged = not self._residency.was_displaced(version)
-        resident = self.start_load(version)
+        resident = self.start_load(version, sequence.tenant)
+        self._loading[resident].is_background = sequence.is_background
         if is_charged:
             charge_load(sequence, resident.num_bytes, self._costs)
         self.plan_slices(plan)
         return resident
 
-    def start_load(self, version: AdapterVersion) -> Resident:
-        """Starts a load: takes the copy in the host cache and allocates a slot, and pages that the adapter's tenant
-        owns.
+    def start_load(self, version: AdapterVersion, owner: TenantAccount) -> Resident:
+        """Starts a load: takes the copy in the host cache and allocates a slot, and pages that `owner` owns.
 
-        The caller has made room for both.
+        owner: an account of the adapter's tenant. The caller has made room for both.
         """
         packed = self._host.take_copy(version)
         num_bytes = packed.layout.num_bytes
         resident = self._residency.allocate(
             version,
-            self._tenants.find(version.tenant),
+            owner,
             self.count_pages(packed),
             num_bytes,
             packed.layout.targets,
@@ -157,11 +170,12 @@ class AdapterLoading:
     def plan_slices(self, plan: StepPlan) -> None:
         """Plans slices of the loads under way, oldest first, as far as the budget allows."""
         for resident, load in self._loading.items():
-            count = min(self.budget.num_pages, len(resident.pages) - load.num_planned)
+            left = self.budget.num_background_pages if load.is_background else self.budget.num_pages
+            count = min(max(0, left), len(resident.pages) - load.num_planned)
             if count:
                 plan.loads.append(AdapterLoad(resident, load.packed, load.num_planned, count))
                 load.num_planned += count
-                self.budget.num_pages -= count
+                self.budget.spend(count)
 
     def is_ready(self, resident: Resident) -> bool:
         """Whether this step may compute with the adapter: it is loaded, or the plan already has its last slice, which
@@ -225,10 +239,15 @@ class AdapterLoading:
 
 
 class _Load:
-    """One load under way. num_planned: how many pages this step and earlier steps were planned to load."""
+    """One load under way.
 
-    __slots__ = ("num_planned", "packed")
+    num_planned: how many pages this step and earlier steps were planned to load.
+    is_background: only background requests are known to wait for it.
+    """
+
+    __slots__ = ("is_background", "num_planned", "packed")
 
     def __init__(self, packed: PackedAdapter) -> None:
         self.packed = packed
         self.num_planned = 0
+        self.is_background = False

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
+from slora.scheduler.background_budget import BackgroundBudget
 from slora.scheduler.charges import charge_prompt
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.preemption import Preemption
@@ -38,7 +39,7 @@ class _Needs(NamedTuple):
 
 
 class Admission:
-    """Admits sequences step by step: `admit`, then `load_upcoming`."""
+    """Admits sequences step by step: `admit`, then `admit_background`, then `load_upcoming`."""
 
     def __init__(
         self,
@@ -54,17 +55,24 @@ class Admission:
         self._lifecycle = lifecycle
         self._queue, self._batch = lifecycle.queue, lifecycle.batch
         self._preemption = preemption
+        self._at_ceiling: set[TenantAccount] = set()
 
-    def admit(self, plan: StepPlan, budget: int) -> None:
-        """Admits sequences in the queue's order until one does not fit. Later sequences then wait, too, so that they do
-        not take the pages that this one needs.
+    def admit(self, plan: StepPlan, budget: int) -> int:
+        """Admits interactive sequences in the queue's order until one does not fit. Later sequences then wait, too, so
+        that they do not take the pages that this one needs.
 
-        There are two exceptions: a tenant at its ceiling is skipped, and a tenant below its floor goes ahead.
+        There are two exceptions: a tenant at its ceiling is skipped, and a tenant below its floor goes ahead. A
+        sequence that does not fit preempts background sequences. Returns the remaining token budget.
         """
+        self._at_ceiling = set()
         skipped: set[TenantAccount] = set()
         while budget > 0 and len(self._queue):
             sequence = self._queue.peek(skipped)
-            if sequence is None or sequence.num_choices > self._batch.free_capacity:
+            if sequence is None or sequence.is_background:
+                break
+            if sequence.num_choices > self._batch.free_capacity:
+                if self._preemption.preempt_background(plan):
+                    continue
                 break
             version = sequence.request.adapter
             if version is not None and self._adapters.num_pages(version) is None:
@@ -73,11 +81,40 @@ class Admission:
             needs = self._measure_needs(sequence, budget)
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
                 skipped.add(sequence.tenant)
+                self._at_ceiling.add(sequence.tenant)
             elif self._reserve(sequence, needs, plan):
                 budget -= self._start(sequence, needs, plan)
+            elif self._preemption.preempt_background(plan):
+                continue
             elif self._paging.tenants.has_floors:
                 skipped.update(t for t in self._paging.tenants if t.num_pages >= t.min_pages)
                 skipped.add(sequence.tenant)
+            else:
+                break
+        return budget
+
+    def admit_background(self, plan: StepPlan, budget: BackgroundBudget) -> None:
+        """Admits background sequences, unless an interactive sequence waits whose tenant is not at its ceiling.
+
+        Called after `admit`.
+        """
+        skipped = self._at_ceiling.copy()
+        while len(self._queue):
+            sequence = self._queue.peek(skipped)
+            if sequence is None or not sequence.is_background:
+                break
+            version = sequence.request.adapter
+            if version is not None and self._adapters.num_pages(version) is None:
+                self._lifecycle.wait_for_adapter(sequence)
+                continue
+            fitting = budget.fit(sequence, sequence.max_chunk_tokens)
+            if not fitting or sequence.num_choices > self._batch.free_capacity:
+                break
+            needs = self._measure_needs(sequence, fitting)
+            if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
+                skipped.add(sequence.tenant)
+            elif self._reserve(sequence, needs, plan):
+                budget.spend(sequence, self._start(sequence, needs, plan))
             else:
                 break
 

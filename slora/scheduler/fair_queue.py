@@ -81,14 +81,17 @@ class FairQueue:
         The tenant is not chosen by the largest counter. If each tenant runs only one or two sequences, the largest
         counter belongs to the one that has computed most. Preempting that one would lose the most work.
 
-        Tenants above their floors are preempted first, then tenants of late priority classes. Within the tenant, the
-        requests' own priority decides. Starving sequences come last in their class.
+        Background sequences are preempted first, then tenants above their floors, then tenants of late priority
+        classes. Within the tenant, the requests' own priority decides. Starving sequences come last in their class.
         """
         candidates = list(running)
+        candidates = [sequence for sequence in candidates if sequence.is_background] or candidates
         held: dict[TenantAccount, int] = {
             s.tenant: s.tenant.num_pages - s.tenant.num_cached for s in candidates
         }
-        weights = sum(tenant.share.weight for tenant in held.keys() | self._heaps.keys())
+        # Background requests do not count in the shares of interactive ones.
+        waiting = {one for one in self._heaps if one.is_background == candidates[0].is_background}
+        weights = sum(tenant.share.weight for tenant in held.keys() | waiting)
         page_share = sum(held.values()) / weights  # pages per unit of weight
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
 

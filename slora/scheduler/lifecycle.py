@@ -125,6 +125,16 @@ class Lifecycle:
         self.dequeue(sequence)
         self._enqueue(sequence)
 
+    def release_background_copies(self) -> None:
+        """Takes the adapters' copies in the host cache away from background sequences in the queue.
+
+        Interactive sequences wait for the room. The background sequences wait for their adapters again.
+        """
+        for sequence in list(self.unfinished):
+            version = sequence.request.adapter
+            if sequence.is_background and sequence in self.queue and version is not None:
+                self.wait_for_adapter(sequence)
+
     def restart_with_long_rope(self, sequence: Sequence) -> None:
         """Restarts a sequence that has become longer than `rope_switch` tokens.
 

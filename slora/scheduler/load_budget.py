@@ -6,9 +6,13 @@ lengthen the step by the fraction (W - 1) / D of its duration.
 
 At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
 is not noticeable. A step without decoding sequences has no limit.
+
+Loads that only background requests wait for get less: they may lengthen the steps of interactive requests as much as
+background computing may.
 """
 
 from slora.cost_model import Costs
+from slora.scheduler.background_budget import MAX_GROWTH
 
 _MIN_SHARE = 0.1
 
@@ -17,22 +21,33 @@ class LoadBudget:
     """The load budget of the step that is being planned.
 
     num_pages: adapter pages that the step may still load.
+    num_background_pages: how many of these may be for background requests.
     pool_pages: number of pages in the pool, the limit of a step without decoding sequences.
     fixed: the limit of a step with decoding sequences. None derives it from `costs` and the numbers of sequences.
     """
 
     def __init__(self, costs: Costs, full_page_bytes: int, pool_pages: int, fixed: int | None) -> None:
-        self.num_pages = 0
+        self.num_pages = self.num_background_pages = 0
         self._costs = costs
         self._full_page_bytes = full_page_bytes
         self._pool_pages = pool_pages
         self._fixed = fixed
         self._is_limited = False
 
-    def begin_step(self, num_decoding: int, num_waiting: int) -> None:
-        """num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load."""
+    def begin_step(self, num_decoding: int, num_waiting: int, *, is_shared: bool = False) -> None:
+        """num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load.
+
+        is_shared: interactive requests run, and the numbers count only them.
+        """
         self._is_limited = num_decoding > 0
         self.num_pages = self._limit(num_decoding, num_waiting) if self._is_limited else self._pool_pages
+        self.num_background_pages = self.num_pages
+        if is_shared:
+            self.num_background_pages = min(self.num_pages, self._share(num_decoding, MAX_GROWTH))
+
+    def spend(self, num_pages: int) -> None:
+        self.num_pages -= num_pages
+        self.num_background_pages -= num_pages
 
     def add_first_sequence(self) -> None:
         """Called when a sequence is added to the step. Limits the budget if no sequence was decoding before."""
@@ -48,7 +63,9 @@ class LoadBudget:
         """
         if self._fixed is not None:
             return self._fixed
+        return self._share(num_decoding, max(_MIN_SHARE, (num_waiting - 1) / num_decoding))
+
+    def _share(self, num_decoding: int, share: float) -> int:
         step_s = self._costs.step_s + num_decoding * self._costs.decode_s
-        share = max(_MIN_SHARE, (num_waiting - 1) / num_decoding)
         page_s = self._costs.load_s(self._full_page_bytes)
         return max(1, int(share * step_s / page_s)) if page_s else 1

@@ -28,9 +28,9 @@ class Preemption:
 
     @property
     def upcoming(self) -> list[Sequence]:
-        """The next sequences of the queue, as of this step's first access."""
+        """The next interactive sequences of the queue, as of this step's first access."""
         if self._next is None:
-            self._next = self._queue.upcoming(_LOOK_AHEAD)
+            self._next = [one for one in self._queue.upcoming(_LOOK_AHEAD) if not one.is_background]
         return self._next
 
     def make_room(self, num_pages: int, sequence: Sequence, *, evict_pinned: bool = False) -> bool:
@@ -63,7 +63,7 @@ class Preemption:
         tenants with a floor: those tenants go ahead of it as long as they are below their floors. A request is accepted
         without regard to pins, so it might otherwise wait forever.
         """
-        if sequence.is_starving:
+        if sequence.is_starving and not sequence.is_background:
             return True
         return self._batch.runs_alone(sequence) or all(
             one is sequence or (one.tenant.min_pages > 0 and one.tenant is not sequence.tenant)
@@ -73,7 +73,7 @@ class Preemption:
     @property
     def has_starving(self) -> bool:
         """Whether a starving sequence runs or is next. Then no adapter is loaded for a pin or for prewarming."""
-        return any(one.is_starving for one in (*self._batch, *self.upcoming))
+        return any(one.is_starving and not one.is_background for one in (*self._batch, *self.upcoming))
 
     def choose_victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
         """The sequence to preempt so that `tenant` gets `num_pages`.
@@ -86,12 +86,13 @@ class Preemption:
     def preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Preempts a sequence: it returns to the queue with its tokens but without pages.
 
-        If it can't be queued again, its request ends.
+        A background sequence is never swapped out, because the copies would delay the interactive requests that it
+        makes room for. If it can't be queued again, its request ends.
         """
         self.num_preemptions += 1
         # The last token of a beam is recomputed, because its proposal must be made again.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
-        if plan.remove(sequence):
+        if plan.remove(sequence) and not sequence.is_background:
             self.free_behind_window(sequence)
             self._swapping.swap_out(sequence, plan)
         error = self._lifecycle.requeue(sequence)
@@ -100,6 +101,16 @@ class Preemption:
             for choice in self._lifecycle.unfinished.find(sequence.request.request_id):
                 plan.remove(choice)
             plan.ended.append(self._lifecycle.fail(sequence, error))
+
+    def preempt_background(self, plan: StepPlan) -> bool:
+        """Preempts one background sequence so that an interactive sequence can be admitted.
+
+        Returns False if none runs.
+        """
+        background = [one for one in self._batch if one.is_background]
+        if background:
+            self.preempt(self._queue.choose_victim(background), plan)
+        return bool(background)
 
     def preempt_for_stuck_beams(self, plan: StepPlan) -> bool:
         """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, and there is

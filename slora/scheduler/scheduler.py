@@ -7,6 +7,10 @@ Admission: the waiting queue chooses the next sequence. If it does not fit, no l
 There are two exceptions. A request whose adapter is not yet on the host waits outside the queue. A tenant at its
 ceiling is skipped.
 
+Background requests: interactive requests are planned first. Background requests fill the rest of the step, as far as
+the step then takes little longer (`background_budget`). None is admitted while an interactive request waits that could
+run, and they are preempted first: when an interactive request needs a page, and also when it needs one to be admitted.
+
 Pages come from three sources, in this order:
 
     1. free pages
@@ -37,11 +41,11 @@ from slora.cost_model import Costs
 from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.grammar.grammar_source import GrammarSource
 from slora.pool.swap_space import SwapSpace
-from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
+from slora.scheduler.background_budget import BackgroundBudget
 from slora.scheduler.beams import Beams
 from slora.scheduler.charges import charge_output, charge_prompt
 from slora.scheduler.deadlines import Deadlines
@@ -92,6 +96,7 @@ class Scheduler:
         self.prefixes = PrefixCache(self.paging, is_public=config.prefix_cache == "public")
         self.swapping = Swapping(SwapSpace(config.swap_pages), self.paging.kv, costs, config.preemption)
         self._config = config
+        self._costs = costs
         self._was_idle = True  # the last step had nothing to do
         self._stale_rows: list[Sequence] = []  # their sampling table rows are outdated since `undo_step`
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
@@ -173,14 +178,15 @@ class Scheduler:
         self.prewarming.remove(version)
         self._lifecycle.remove_adapter(version)
 
-    def purge_tenant(self, tenant: TenantAccount, error: Exception) -> list[StepOutput]:
+    def purge_tenant(self, name: str, error: Exception) -> list[StepOutput]:
         """Ends the tenant's requests with `error`, and drops its adapters and prefixes, between two steps."""
-        unfinished = [one for one in self._lifecycle.unfinished if one.tenant is tenant]
+        unfinished = [one for one in self._lifecycle.unfinished if one.tenant.name == name]
         ended = {one.request.request_id: self._lifecycle.fail(one, error) for one in unfinished}
-        self.adapters.purge(tenant.name)
-        for version in [one.version for one in self.paging.residency if one.version.tenant == tenant.name]:
+        self.adapters.purge(name)
+        for version in [one.version for one in self.paging.residency if one.version.tenant == name]:
             self.remove_adapter(version)
-        self.paging.kv.remove_tenant(tenant)
+        for account in self.paging.tenants.find_both(name):
+            self.paging.kv.remove_tenant(account)
         self.swapping.finish_step()
         return list(ended.values())
 
@@ -208,11 +214,15 @@ class Scheduler:
         self._stale_rows = []
         plan.ended.extend(self._lifecycle.collect_grammars())
         plan.ended.extend(self._lifecycle.collect_fetches())
+        if self.adapters.is_short_of_room:
+            self._lifecycle.release_background_copies()
         self.adapters.begin_step(plan, self._batch)
         budget = self._continue_running(plan, self._config.max_num_batched_tokens)
-        self._admission.admit(plan, budget)
+        budget = self._admission.admit(plan, budget)
+        self._plan_background(plan, budget)
         while self._is_stuck_on_beams(plan) and self._preemption.preempt_for_stuck_beams(plan):
-            self._admission.admit(plan, budget)
+            budget = self._admission.admit(plan, budget)
+            self._admission.admit_background(plan, self._background_budget(plan, budget))
         self._admission.load_upcoming(plan)
         self._load_without_requests(plan, now)
         plan.chunks.sort(key=_chunk_order)
@@ -323,12 +333,32 @@ class Scheduler:
             return False
         return any(sequence.has_proposed for sequence in self._batch)
 
+    def _plan_background(self, plan: StepPlan, num_tokens: int) -> None:
+        """Fills the step with background work. num_tokens: what interactive requests leave of the token budget."""
+        running = [sequence for sequence in self._batch if sequence.is_background]
+        if not running and not len(self._lifecycle.queue):
+            return
+        budget = self._background_budget(plan, num_tokens)
+        for sequence in running:
+            fitting = budget.fit(sequence, min(sequence.num_uncomputed, sequence.max_chunk_tokens))
+            if fitting and self._continue_sequence(sequence, fitting, plan):
+                budget.spend(sequence, fitting)
+        self._admission.admit_background(plan, budget)
+
+    def _background_budget(self, plan: StepPlan, num_tokens: int) -> BackgroundBudget:
+        is_shared = any(not sequence.is_background for sequence in self._batch)
+        work = plan.measure_work(self._config.full_page_bytes)
+        return BackgroundBudget(self._costs, num_tokens, work if is_shared else None)
+
     def _continue_running(self, plan: StepPlan, budget: int) -> int:
-        """Plans the next tokens of the running sequences, oldest first. Returns the remaining token budget."""
-        running = list(self._batch)
+        """Plans the next tokens of the running interactive sequences, oldest first.
+
+        Returns the remaining token budget.
+        """
         if self._config.rope_switch is not None:
-            for sequence in running:
+            for sequence in self._batch:
                 self._lifecycle.restart_with_long_rope(sequence)
+        running = [sequence for sequence in self._batch if not sequence.is_background]
         # Reserve one token of the budget for each decoding sequence, so that a long prompt never stalls decoding.
         reserved = sum(1 for sequence in running if len(sequence.token_ids) - sequence.num_computed == 1)
         for sequence in running:
@@ -337,16 +367,22 @@ class Scheduler:
                 reserved -= 1
             else:
                 num_tokens = min(num_tokens, sequence.max_chunk_tokens, budget - reserved)
-            if num_tokens <= 0 or not sequence.is_running:  # preempted in this loop
-                continue
-            resident = sequence.resident
-            if resident is not None and not self.adapters.is_ready(resident):
-                continue
-            if self._allocate_pages(sequence, num_tokens, plan):
-                plan.add(sequence, num_tokens)
-                charge_prompt(sequence, num_tokens)
+            if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
                 budget -= num_tokens
         return budget
+
+    def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""
+        if not sequence.is_running:  # preempted since the caller listed the running sequences
+            return False
+        resident = sequence.resident
+        if resident is not None and not self.adapters.is_ready(resident):
+            return False
+        if not self._allocate_pages(sequence, num_tokens, plan):
+            return False
+        plan.add(sequence, num_tokens)
+        charge_prompt(sequence, num_tokens)
+        return True
 
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if pages are short.

@@ -174,6 +174,10 @@ class Sequence:
         return self.num_repeat_preemptions >= _MAX_REPEAT_PREEMPTIONS
 
     @property
+    def is_background(self) -> bool:
+        return self.tenant.is_background
+
+    @property
     def awaits_grammar(self) -> bool:
         """Whether the form of its answer is not compiled yet."""
         return self.matcher is None and self.request.sampling.structured_output is not None

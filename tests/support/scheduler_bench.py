@@ -130,7 +130,7 @@ class SchedulerBench:
             request_id, tenant, tokens or [1] * prompt, adapter, sampling, share=share, **fields
         )
         self.memory.tenants.set_share(tenant, share)
-        owner = self.memory.tenants.find(tenant)
+        owner = self.memory.tenants.find(tenant, is_background=request.is_background)
         sequence = Sequence(request, owner, max_tokens or longest, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
         self.scheduler.add(sequence, self.now)
         return sequence
@@ -209,6 +209,8 @@ class SchedulerBench:
         for load in plan.loads:
             self._load(load)
         for chunk in plan.chunks:
+            if chunk.sequence.is_finished:  # another choice of its request was a culprit
+                continue
             self._check_adapter(chunk)
             self._compute(chunk)
         return [self._sample_token(sequence) for chunk in plan.chunks for sequence in chunk.sampled_sequences]

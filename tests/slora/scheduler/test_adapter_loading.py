@@ -52,7 +52,7 @@ class Setup:
 
     def begin(self, version: AdapterVersion) -> Resident:
         """Begins the load of `version`, with one user besides the load."""
-        resident = self.loading.start_load(version)
+        resident = self.loading.start_load(version, self.tenant)
         self.residency.acquire(resident)
         self.loading.release_copy(version)
         return resident

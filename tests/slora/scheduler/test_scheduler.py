@@ -10,11 +10,13 @@ from slora.engine_config import EVICTION_POLICIES
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.pool.residency import Resident
 from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.scheduler.background_budget import MAX_GROWTH
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import StepPlan
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.beam_model import search_plainly
-from tests.support.scheduler_bench import BEAM_MODEL, STOP_TOKEN, BrokenStep, SchedulerBench
+from tests.support.scheduler_bench import BEAM_MODEL, COSTS, STOP_TOKEN, BrokenStep, SchedulerBench
 from tests.support.scripted_source import FULL_PAGE_BYTES
 
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(5)]
@@ -117,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         beams=st.none() | st.none() | st.integers(1, 4),
         priority=st.integers(0, 1),
         deadline_s=st.none() | st.sampled_from([0.01, 3.0]),
+        is_background=st.booleans(),
     )
     def add(
         self,
@@ -214,6 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         crowd, num_preemptions = self._crowd(), self.bench.scheduler.num_preemptions
         for output in self.bench.step(breaks=breaks, culprits=culprits):
             self._take(output)
+        self._check_background()
         num_loads = self.bench.scheduler.adapters.num_loads - num_loads
         has_slots = num_residents + num_loads <= self.bench.config.num_slots
         stayed = crowd & self._crowd() if self.bench.scheduler.num_preemptions == num_preemptions else set()
@@ -277,6 +281,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = sequence.request.sampling
         expected = search_plainly(BEAM_MODEL, params, sequence.stop_ids, sequence.max_tokens)
         assert found == [one.tokens for one in expected]
+
+    def _check_background(self) -> None:
+        """Background sequences run beside interactive ones only if no interactive sequence waits for their places or
+        their pages, and they lengthen the step only a little.
+        """
+        plan = self.bench.last_plan
+        interactive = [chunk for chunk in plan.chunks if not chunk.sequence.is_background]
+        if interactive:
+            alone, together = (
+                COSTS.step_seconds(StepPlan(chunks).measure_work(FULL_PAGE_BYTES)._replace(loaded_bytes=0))
+                for chunks in (interactive, plan.chunks)
+            )
+            loads_s = 3 * COSTS.load_s(FULL_PAGE_BYTES)  # of the interactive requests, in the same step
+            assert together - alone <= MAX_GROWTH * (alone + loads_s) + 1e-9
 
     @invariant()
     def nobody_is_lost_and_no_page_leaks(self) -> None:

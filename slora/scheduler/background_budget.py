@@ -1,0 +1,59 @@
+"""How much background work one step may compute.
+
+Beside interactive requests, background work may lengthen the step by at most `MAX_GROWTH` of its estimated duration,
+so the time between two tokens of an interactive request hardly changes. Often not even one row fits, for example on a
+CPU, where each row takes time of its own. Background requests then wait for a step without interactive requests.
+
+A step without interactive requests takes at most `_MAX_IDLE_STEPS` times its fixed cost, because an interactive request
+that arrives during the step waits for its end. So at most a fifth of the time is spent on the fixed cost.
+"""
+
+from slora.cost_model import Costs, StepWork
+from slora.scheduler.sequence import Sequence
+
+MAX_GROWTH = 0.03
+_MAX_IDLE_STEPS = 5
+# A step without interactive requests may always compute this many tokens, even if the fixed cost of a step is tiny.
+_MIN_IDLE_TOKENS = 64
+
+
+class BackgroundBudget:
+    """What one step has left for background work.
+
+    num_tokens: tokens that the step may still compute.
+    interactive: the interactive work of the step; None if no interactive request runs.
+    """
+
+    def __init__(self, costs: Costs, num_tokens: int, interactive: StepWork | None) -> None:
+        self._costs = costs
+        self._num_tokens = num_tokens
+        if interactive is not None:
+            self._seconds = MAX_GROWTH * costs.step_seconds(interactive)
+        else:
+            idle_s = (_MAX_IDLE_STEPS - 1) * costs.step_s
+            self._seconds = max(idle_s, costs.prefill_s(_MIN_IDLE_TOKENS), costs.decode_s)
+
+    def fit(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of the sequence's next `num_tokens` tokens fit; 0 if none does."""
+        num_tokens = min(num_tokens, self._num_tokens)
+        if num_tokens > 0 and _decodes(sequence):
+            return int(self._row_s(sequence) <= self._seconds)
+        # A chunk of a prefill can have any length. The 1e-6 makes 0.03 s at 0.001 s per token 30 tokens, not 29.
+        return max(0, min(num_tokens, int(self._costs.tokens(self._seconds) + 1e-6)))
+
+    def spend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Counts tokens that the step computes. Called while the sequence is as it was at `fit`."""
+        self._num_tokens -= num_tokens
+        if num_tokens and _decodes(sequence):
+            self._seconds -= self._row_s(sequence)
+        else:
+            self._seconds -= self._costs.prefill_s(num_tokens)
+
+    def _row_s(self, sequence: Sequence) -> float:
+        """Seconds of a decode row, with the mask of structured output."""
+        return self._costs.row_s(len(sequence.token_ids)) + sequence.mask_s
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Whether the sequence computes only the KV of its last generated token, as `StepPlan.measure_work` counts rows."""
+    return sequence.num_uncomputed == 1 and sequence.num_computed >= sequence.num_prompt
