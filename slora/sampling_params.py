@@ -15,12 +15,21 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 32
+# Each word has a second spelling, which begins with a space.
+MAX_BAD_WORD_CHARS = 64
+# A space and four bytes for each character.
+MAX_BAD_WORD_TOKENS = 1 + 4 * MAX_BAD_WORD_CHARS
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_CHOICES = 128
 # Field -> the most items, and what the items are.
 _MAX_ITEMS = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
+    "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"),
+    "bad_words": (MAX_BAD_SEQUENCES, "token sequences"),
 }
 # Any length raised to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
@@ -53,6 +62,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: OpenAI's, over the tokens generated so far; 0 is off.
     repetition_penalty: transformers', over the tokens of prompt and answer; 1 is off.
     logit_bias: token id -> value added to the token's logit.
+    allowed_token_ids: the only tokens that may be sampled, stop tokens included; None allows all.
+    bad_words: token sequences that never occur in an answer. Tokens of the prompt do not count.
     min_tokens: before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
     seed: the same seed gives the same tokens in any batch.
     stop: strings that end the text; matched on decoded text, outside the engine.
@@ -79,6 +90,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -110,6 +123,7 @@ class SamplingParams:
             raise RequestRefused(f"seed is {_shown(self.seed)}; it must fit in 64 bits", "seed")
         self._check_stops()
         self._check_bias()
+        self._check_filter()
         self._check_between("logprobs", 0, MAX_LOGPROBS)
         self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
         self._check_choices()
@@ -152,6 +166,13 @@ class SamplingParams:
     def _check_structured_output(self) -> None:
         if self.structured_output is None:
             return
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise RequestRefused(
+                    f"{name} and {self.structured_output.param} both limit the tokens of the answer, and together they "
+                    f"may leave none; omit {name}",
+                    name,
+                )
         for name, neutral in (("min_tokens", 0), ("ignore_eos", False)):
             if getattr(self, name) != neutral:
                 raise RequestRefused(
@@ -207,12 +228,7 @@ class SamplingParams:
         for index, text in enumerate(self.stop):
             refuse_surrogate(text, f"stop[{index}]", "stop")
         check_num_items("stop_token_ids", len(self.stop_token_ids))
-        outside = [token for token in self.stop_token_ids if not 0 <= token <= _MAX_COUNT]
-        if outside:
-            raise RequestRefused(
-                f"stop_token_ids has id {_shown(outside[0])}; ids are between 0 and {_MAX_COUNT}",
-                "stop_token_ids",
-            )
+        self._check_ids("stop_token_ids", self.stop_token_ids)
         self._check_between("min_tokens", 0, _MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestRefused(
@@ -232,9 +248,33 @@ class SamplingParams:
                     f"logit_bias of token {token} is {bias}; it must be between -100 and 100", "logit_bias"
                 )
 
+    def _check_filter(self) -> None:
+        if self.allowed_token_ids is not None:
+            check_num_items("allowed_token_ids", len(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise RequestRefused(
+                    "allowed_token_ids is empty; it needs at least one token, or omit it", "allowed_token_ids"
+                )
+            self._check_ids("allowed_token_ids", self.allowed_token_ids)
+        check_num_items("bad_words", len(self.bad_words))
+        for tokens in self.bad_words:
+            if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
+                raise RequestRefused(
+                    f"bad_words has a sequence of {len(tokens)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}",
+                    "bad_words",
+                )
+            self._check_ids("bad_words", tokens)
+
+    def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
+        outside = [token for token in token_ids if not 0 <= token <= _MAX_COUNT]
+        if outside:
+            raise RequestRefused(
+                f"{name} has id {_shown(outside[0])}; ids are between 0 and {_MAX_COUNT}", name
+            )
+
 
 def check_num_items(name: str, num_items: int) -> None:
-    """Raises RequestRefused if `stop`, `stop_token_ids` or `logit_bias` has too many items."""
+    """Raises RequestRefused if the field, which is one of `_MAX_ITEMS`, has too many items."""
     most, unit = _MAX_ITEMS[name]
     if num_items > most:
         raise RequestRefused(

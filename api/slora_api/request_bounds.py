@@ -15,6 +15,9 @@ from slora.engine.info import EngineInfo
 from slora.engine.request_check import find_answer_room
 from slora.errors import ContextTooLong
 from slora.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -104,6 +107,9 @@ class RequestBounds:
     stop_chars: int
     stop_token_ids: int
     logit_bias: int
+    allowed_token_ids: int
+    bad_words: int
+    bad_word_chars: int
     choices: int
     logprobs: int
     answer_tokens: int
@@ -136,6 +142,9 @@ class RequestBounds:
             stop_chars=MAX_STOP_CHARS,
             stop_token_ids=MAX_STOP_TOKEN_IDS,
             logit_bias=MAX_LOGIT_BIAS,
+            allowed_token_ids=MAX_ALLOWED_TOKEN_IDS,
+            bad_words=MAX_BAD_WORDS,
+            bad_word_chars=MAX_BAD_WORD_CHARS,
             choices=min(MAX_CHOICES, info.max_num_seqs),
             logprobs=MAX_LOGPROBS,
             answer_tokens=request_tokens,
@@ -154,9 +163,10 @@ class RequestBounds:
         messages, items = body.get("messages"), body.get("input")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
         _check_count("input", items, "items", self.messages, "Leave out the oldest items.")
-        for name in ("stop", "stop_token_ids", "logit_bias"):
+        for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
+        _check_count("bad_words", body.get("bad_words"), "words", self.bad_words, "Send fewer words.")
         for name in _NESTED_FIELDS:
             _check_nested(f"`{name}`", name, body.get(name), "json_schema", "function", "format")
         _check_each("A tool", "tools", body.get("tools"))

@@ -23,8 +23,17 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from slora.sampling_params import MAX_LOGPROBS
-from slora_api.field_types import STRICT, Name, Text, check_object, join_text_parts, refuse_surrogates
+from slora.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
+from slora_api.field_types import (
+    STRICT,
+    Name,
+    Text,
+    check_length,
+    check_object,
+    join_text_parts,
+    make_refusal,
+    refuse_surrogates,
+)
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
 from slora_api.tool_schemas import (
@@ -116,6 +125,16 @@ def _check_bias(value: Any) -> Any:
     )
 
 
+def _check_bad_words(words: list[str]) -> list[str]:
+    for word in words:
+        check_length(word, MAX_BAD_WORD_CHARS)
+        if not word.strip():
+            raise make_refusal(
+                "it has a word without letters; a word needs a character that is not white space"
+            )
+    return words
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -149,6 +168,8 @@ class AnswerFields(BaseModel):
     that cannot meet it is answered 503 `deadline_missed`.
     safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
+    allowed_token_ids: as in vLLM, the only tokens that the model may choose. Others, also stop tokens, never come.
+    bad_words: as in vLLM, texts that never occur in an answer: as the tokenizer writes them alone, or after a space.
     """
 
     model_config = STRICT
@@ -161,6 +182,8 @@ class AnswerFields(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_check_bias)] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[Text], AfterValidator(_check_bad_words)] | None = None
     min_tokens: int | None = None
     seed: int | None = None
     stop: Annotated[
@@ -185,10 +208,6 @@ class AnswerFields(BaseModel):
     prompt_cache_retention: Annotated[Any, Unsupported("in_memory", "in-memory")] = None
     # vLLM's fields.
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    allowed_token_ids: Annotated[
-        Any, Unsupported(instead="Use `structured_outputs` with a choice, or `logit_bias`.")
-    ] = None
-    bad_words: Annotated[Any, Unsupported([], instead="Ban single tokens with `logit_bias`.")] = None
     logprob_token_ids: Annotated[Any, Unsupported(instead="Use `logprobs`.")] = None
     logits_processors: Annotated[Any, Unsupported([])] = None
     repetition_detection: Annotated[Any, Unsupported()] = None

@@ -65,6 +65,9 @@ def decode_add(message: Message) -> EngineRequest:
     sampling["stop"] = tuple(sampling["stop"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     sampling["logit_bias"] = dict(sampling["logit_bias"])
+    if sampling["allowed_token_ids"] is not None:
+        sampling["allowed_token_ids"] = tuple(sampling["allowed_token_ids"])
+    sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
     output = sampling["structured_output"]
     sampling["structured_output"] = output if output is None else _decode_form(output)
     adapter = message["adapter"]

@@ -9,6 +9,8 @@ Every check raises RequestRefused, which names the field.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
 
 from slora.engine.info import EngineInfo
 from slora.errors import ContextTooLong, RequestRefused
@@ -88,6 +90,7 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
             "logit_bias",
         )
     stop_ids = find_stop_token_ids(sampling, info)
+    _check_filter(sampling, stop_ids, info)
     num_left = info.vocab_size - sum(token < info.vocab_size for token in stop_ids)
     if sampling.min_tokens and not num_left:
         raise RequestRefused(
@@ -100,6 +103,35 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
             f"{width_param} is {width}, but only {num_left} of the {info.vocab_size} tokens are not "
             "stop tokens; ask for fewer beams",
             width_param,
+        )
+
+
+def _check_filter(sampling: SamplingParams, stop_ids: AbstractSet[int], info: EngineInfo) -> None:
+    """Checks the ids of `allowed_token_ids` and `bad_words`, and that they leave a token wherever the answer stands."""
+    allowed, banned = sampling.allowed_token_ids, sampling.bad_words
+    if allowed is None and not banned:
+        return
+    for name, ids in (("allowed_token_ids", allowed or ()), ("bad_words", chain.from_iterable(banned))):
+        outside = next((token for token in ids if token >= info.vocab_size), None)
+        if outside is not None:
+            raise RequestRefused(
+                f"{name} has token id {outside}; this model's ids are 0 to {info.vocab_size - 1}", name
+            )
+    # Each sequence forbids at most its last token.
+    forbidden = {tokens[-1] for tokens in banned}
+    if sampling.min_tokens or sampling.use_beam_search:
+        forbidden |= stop_ids
+    if allowed is None:
+        num_left = info.vocab_size - sum(token < info.vocab_size for token in forbidden)
+    else:
+        num_left = len(set(allowed) - forbidden)
+    num_needed = sampling.width if sampling.use_beam_search else 1
+    if num_left < num_needed:
+        name = "bad_words" if allowed is None else "allowed_token_ids"
+        raise RequestRefused(
+            f"{name} leaves {num_left} tokens that neither end a bad word nor stop the answer; it needs at least "
+            f"{num_needed}, so allow more tokens",
+            name,
         )
 
 

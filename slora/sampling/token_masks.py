@@ -1,4 +1,4 @@
-"""The masks of a step: which tokens the grammars of its sequences allow.
+"""The masks of a step: which tokens the grammars and token filters of its sequences allow.
 
 A hostile grammar must cost its own tenant, not the batch. A step therefore spends a limited CPU time on masks, cheapest
 first. A sequence whose mask it has no time for is deferred: it gets no token in this step. The sequence that was
@@ -35,7 +35,7 @@ class TokenMasks:
 
     @staticmethod
     def compute(sequences: Rows[Sequence], vocab_size: int, device: torch.device) -> "TokenMasks | None":
-        """Computes the masks of the sequences with a structured form. None if there is no such sequence.
+        """Computes the masks of the sequences that have a matcher. None if there is no such sequence.
 
         On a GPU, the host computes masks while the device computes the step. A sequence whose grammar allows no token
         gets an empty mask, and its matcher has the reason.
@@ -68,7 +68,7 @@ def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
             sequence.num_deferrals += 1
             continue
         matcher, started_s = sequence.matcher, time.thread_time()
-        assert matcher is not None, "only sequences with a form get here"
+        assert matcher is not None, "only sequences with a matcher get here"
         matcher.write_mask(words[place])
         sequence.mask_s, sequence.num_deferrals = time.thread_time() - started_s, 0
         spent_s += sequence.mask_s

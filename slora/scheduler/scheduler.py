@@ -470,7 +470,7 @@ def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
 
 def _cannot_continue(sequence: Sequence, reason: str) -> RequestRefused:
     output = sequence.request.sampling.structured_output
-    assert output is not None, "only a sequence with a form has a matcher"
+    assert output is not None, "only the matcher of a form has an error"
     return RequestRefused(
         f"{output.param} can't be enforced after {sequence.num_generated} tokens of the answer: {reason}; simplify it",
         output.param,

@@ -22,6 +22,7 @@ import itertools
 from typing import NamedTuple
 
 from slora.grammar.grammar_source import Matcher
+from slora.grammar.token_filter import TokenFilter
 from slora.pool.block_table import BlockTable
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
@@ -132,7 +133,7 @@ class Sequence:
         self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None
         self.resident: Resident | None = None
-        self.matcher: Matcher | None = None
+        self.matcher: Matcher | None = TokenFilter.of(request.sampling)
         self.mask_s = 0.0
         self.num_deferrals = 0
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None

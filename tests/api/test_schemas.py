@@ -45,7 +45,7 @@ NEUTRAL = {
     "response_format": {"type": "text"}, "store": False, "metadata": {}, "service_tier": "auto",
     "prompt_cache_options": {}, "prompt_cache_retention": "in_memory",
     "include_stop_str_in_output": False, "skip_special_tokens": True, "spaces_between_special_tokens": True,
-    "bad_words": [], "truncation_side": "left", "watermarking": False, "thinking_token_budget": -1,
+    "truncation_side": "left", "watermarking": False, "thinking_token_budget": -1,
     "return_token_ids": False, "return_tokens_as_token_ids": False, "return_token_offsets": False,
     "return_mm_kwargs": True, "routed_experts_prompt_start": 0, "stream_interval": 1, "vllm_xargs": {},
     "kv_transfer_params": {}, "ec_transfer_params": {}, "logits_processors": [],

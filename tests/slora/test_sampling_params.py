@@ -26,6 +26,10 @@ def test_an_integer_that_no_message_can_carry_is_refused_by_its_name(name: str, 
         ("stop_token_ids", (-1,)),
         ("logit_bias", {BEYOND: 1.0}),
         ("logit_bias", {-1: 1.0}),
+        ("allowed_token_ids", (BEYOND,)),
+        ("allowed_token_ids", ()),
+        ("bad_words", ((1, -1),)),
+        ("bad_words", ((),)),
     ],
 )
 def test_a_token_id_that_no_vocabulary_has_is_refused(name: str, value: Any) -> None:

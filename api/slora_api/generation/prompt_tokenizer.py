@@ -41,7 +41,7 @@ class PromptTokenizer:
     """Tokenizes for one request. A long text is charged to the tenant first, unless the request has been counted, as
     /tokenize does.
 
-    Both methods raise what the encoder, the chat templates and the meter raise.
+    The methods raise what the encoder, the chat templates and the meter raise.
     """
 
     tenant: str
@@ -61,6 +61,22 @@ class PromptTokenizer:
             add_special_tokens=True if add_special_tokens is None else add_special_tokens,
         )
         return await self._encode(texts, encode, "prompt")
+
+    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the token sequences that spell the words: each at the beginning of a text, and after a space.
+
+        Raises TenantBusy.
+        """
+        bare = [word.lstrip() for word in words]
+        encode = partial(self.encoder.tokenizer.encode, add_special_tokens=False)
+        encoded = await self.encoder.encode(
+            self.tenant,
+            [spelling for word in bare for spelling in (word, f" {word}")],
+            encode,
+            max_model_len=self.bounds.max_model_len,
+            param="bad_words",
+        )
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
     async def encode_chat(
         self,

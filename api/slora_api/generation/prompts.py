@@ -93,12 +93,14 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     form: StructuredOutput | None,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """Makes the sampling parameters of a request from its fields and the model's defaults.
 
     max_tokens: None while it is not known yet.
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
     form: the form of the answers.
+    bad_words: the tokens of the field `bad_words`.
     """
     values = defaults.cap_min_tokens(max_tokens).explicit_fields()
     if form is not None:
@@ -116,6 +118,9 @@ def _sampling(
         *(fields.stop_token_ids or ()),
         *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
+    if fields.allowed_token_ids is not None:
+        values["allowed_token_ids"] = tuple(fields.allowed_token_ids)
+    values["bad_words"] = bad_words
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured_output": form}
     sampling = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
     check_sampling(sampling, info)
@@ -181,11 +186,12 @@ class PromptMaker:
         )
         default = self.tokenizer.model.defaults.max_tokens or _COMPLETION_TOKENS
         default = min(default, self._answer_room(size, draft, len(given), num_tokens))
+        bad_words = await self.tokenizer.encode_bad_words(body.bad_words or ())
         prompts = []
         for position, (item, ids) in enumerate(zip(given, token_ids, strict=True)):
             if position and not position % _PROMPTS_AT_ONCE:
                 await asyncio.sleep(0)
-            prompts.append(await self._completion_prompt(body, item, ids, default))
+            prompts.append(await self._completion_prompt(body, item, ids, default, bad_words))
         wanted = sum(prompt.sampling.max_tokens or 0 for prompt in prompts)
         size.check(self.tokenizer.bounds, num_tokens, wanted)
         return prompts
@@ -216,7 +222,8 @@ class PromptMaker:
         syntax = _answer_syntax(body, chat)
         form = self._conversation_form(body, syntax)
         await self.grammars.check(self.terms.tenant, form)
-        sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs, form)
+        bad_words = await self.tokenizer.encode_bad_words(body.bad_words or ())
+        sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs, form, bad_words)
         return Prompt(token_ids, sampling, syntax=syntax)
 
     def _conversation_form(
@@ -270,9 +277,17 @@ class PromptMaker:
         logprobs: int | None,
         prompt_logprobs: int | None,
         form: StructuredOutput | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
         return _sampling(
-            body, self.tokenizer.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs, form
+            body,
+            self.tokenizer.model.defaults,
+            self.info,
+            max_tokens,
+            logprobs,
+            prompt_logprobs,
+            form,
+            bad_words,
         )
 
     def _answer_room(self, size: AnswerSize, draft: SamplingParams, num_prompts: int, num_tokens: int) -> int:
@@ -299,7 +314,12 @@ class PromptMaker:
         return ids
 
     async def _completion_prompt(
-        self, body: CompletionRequest, given: str | list[int], token_ids: list[int], default: int
+        self,
+        body: CompletionRequest,
+        given: str | list[int],
+        token_ids: list[int],
+        default: int,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> Prompt:
         room, max_tokens = find_answer_room(len(token_ids), self.info.max_model_len), body.max_tokens
         if max_tokens is None:
@@ -308,7 +328,12 @@ class PromptMaker:
             check_max_tokens(max_tokens, len(token_ids), self.info.max_model_len)
         if not body.echo:
             sampling = self._sampling(
-                body, max_tokens, body.logprobs, body.prompt_logprobs, body.structured_output
+                body,
+                max_tokens,
+                body.logprobs,
+                body.prompt_logprobs,
+                body.structured_output,
+                bad_words,
             )
             return Prompt(token_ids, sampling)
         text = (
@@ -320,6 +345,11 @@ class PromptMaker:
         asked = [count for count in (body.logprobs, body.prompt_logprobs) if count is not None]
         # The engine scores a prompt only if it computes a token after it.
         sampling = self._sampling(
-            body, max_tokens or 1, body.logprobs, max(asked, default=None), body.structured_output
+            body,
+            max_tokens or 1,
+            body.logprobs,
+            max(asked, default=None),
+            body.structured_output,
+            bad_words,
         )
         return Prompt(token_ids, sampling, text, is_alone)

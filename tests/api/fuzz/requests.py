@@ -114,6 +114,8 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "stop": ["a", ["b", "c"], ["x" * 400], [chr(at) * 3 for at in range(65, 75)]],
     "stop_token_ids": [[1, 2], list(range(90))],
     "ignore_eos": [True],
+    "allowed_token_ids": [[1, 2], list(range(90))],
+    "bad_words": [["a", "b c"], ["x" * 64]],
     "include_stop_str_in_output": [True],
     "skip_special_tokens": [False],
     "prompt_logprobs": [0, 5],

@@ -234,3 +234,43 @@ def test_special_tokens_of_the_tokenizer_are_added_as_the_request_asks(
             post(platform, key, path, body | {"add_special_tokens": sent}).raise_for_status()
             (first, *_) = platform.engine.requests[-1].prompt_token_ids
             assert (first == EOS) == (is_default if sent is None else sent)
+
+
+@BOTH
+def test_bad_words_reach_the_engine_as_written_alone_and_after_a_space(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    sent = {"bad_words": ["no", " b", "no"], "allowed_token_ids": [65, 66]}
+    assert post(platform, key, path, body | sent).status_code == 200
+    sampling = platform.engine.requests[-1].sampling
+    assert [bytes(tokens) for tokens in sampling.bad_words] == [b"no", b" no", b"b", b" b"]
+    assert sampling.allowed_token_ids == (65, 66)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"bad_words": ["a"] * 33}, "bad_words", "33 words"),
+        ({"bad_words": ["a" * 65]}, "bad_words", "65 characters, and at most 64"),
+        ({"bad_words": [" "]}, "bad_words", "not white space"),
+        ({"bad_words": [1]}, "bad_words.0", "valid string"),
+        ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids", "1025 ids; at most 1024"),
+        ({"allowed_token_ids": [257]}, "allowed_token_ids", "ids are 0 to 256"),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["a", "xb"]}, "allowed_token_ids", "leaves 0 tokens"),
+        ({"bad_words": ["a"], "guided_choice": ["yes"]}, "bad_words", "guided_choice"),
+        ({"allowed_token_ids": [1], "guided_choice": ["yes"]}, "allowed_token_ids", "guided_choice"),
+    ],
+)
+def test_a_token_filter_that_leaves_no_answer_or_breaks_a_limit_is_refused_by_name(
+    platform: Platform,
+    key: str,
+    path: str,
+    body: dict[str, Any],
+    fields: dict[str, Any],
+    param: str,
+    words: str,
+) -> None:
+    answer = post(platform, key, path, body | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and words in error["message"]

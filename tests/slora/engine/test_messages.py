@@ -47,9 +47,10 @@ def over_the_wire(message: Any) -> Any:
         {},
         {"share": TenantShare(2.5, 0.125, 0.5, -3), "priority": -1000, "deadline_s": 0.25},
         {"share": TenantShare(weight=3), "priority": 7, "deadline_s": 86_400},
+        {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((3,), (4, 5)), logit_bias={6: 1.0})},
     ],
 )
-def test_a_request_keeps_its_share_priority_and_deadline(changes: dict[str, Any]) -> None:
+def test_a_request_keeps_its_share_priority_deadline_and_filter(changes: dict[str, Any]) -> None:
     request = replace(REQUEST, **changes)
     assert decode_add(over_the_wire(encode_add(request))) == request
 

@@ -16,7 +16,8 @@ REQUEST = EngineRequest("r", "t", [1, 2, 3], None, SamplingParams(max_tokens=8))
 
 
 def test_every_field_at_its_limit_is_accepted() -> None:
-    sampling = SamplingParams(max_tokens=61, n=8, logit_bias={256: 1.0}, min_tokens=61)
+    filtered = {"allowed_token_ids": (1, 2, 3, 256), "bad_words": ((1,), (1, 2))}
+    sampling = SamplingParams(max_tokens=61, n=8, logit_bias={256: 1.0}, min_tokens=61, **filtered)  # type: ignore[arg-type]
     check_request(
         replace(REQUEST, sampling=sampling, priority=-1000, deadline_s=86_400, adapter_weight=-10_000.0), INFO
     )
@@ -43,6 +44,21 @@ def test_every_field_at_its_limit_is_accepted() -> None:
         ({"sampling": SamplingParams(n=9)}, "n"),
         ({"sampling": SamplingParams(n=2, best_of=9)}, "best_of"),
         ({"sampling": SamplingParams(logit_bias={257: 1.0})}, "logit_bias"),
+        ({"sampling": SamplingParams(allowed_token_ids=(257,))}, "allowed_token_ids"),
+        ({"sampling": SamplingParams(bad_words=((1, 257),))}, "bad_words"),
+        (
+            {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((1,), (1, 2)))},
+            "allowed_token_ids",
+        ),
+        ({"sampling": SamplingParams(allowed_token_ids=(256,), min_tokens=1)}, "allowed_token_ids"),
+        (
+            {
+                "sampling": SamplingParams(
+                    allowed_token_ids=(1, 2, 256), n=3, use_beam_search=True, temperature=0.0
+                )
+            },
+            "allowed_token_ids",
+        ),
         ({"sampling": SamplingParams(max_tokens=None, min_tokens=62)}, "min_tokens"),
         ({"sampling": SamplingParams(temperature=0.0, use_beam_search=True, best_of=9)}, "best_of"),
     ],

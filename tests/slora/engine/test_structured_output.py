@@ -201,7 +201,8 @@ def test_a_form_that_the_model_cannot_write_is_refused_alone(
 
 
 def test_what_contradicts_a_form_is_refused_by_name() -> None:
-    for name, value in (("min_tokens", 3), ("ignore_eos", True)):
+    fields = ("min_tokens", 3), ("ignore_eos", True), ("allowed_token_ids", (1,)), ("bad_words", ((1,),))
+    for name, value in fields:
         with pytest.raises(RequestRefused, match=name) as refused:
             replace(PARAMS, structured_output=StructuredOutput.json_object(), **{name: value})  # type: ignore[arg-type]
         assert refused.value.param == name
