@@ -26,7 +26,7 @@ from slora.setting import (
 __all__ = ["TOOL_CALL_PARSERS", "Settings", "read_settings", "server_setting_specs", "unknown_variables"]
 
 # The names of `slora_api.chat.call_format`.
-TOOL_CALL_PARSERS = ("auto", "mistral_args", "mistral", "hermes", "phi4", "llama3", "gemma")
+TOOL_CALL_PARSERS = ("auto", "mistral_args", "mistral", "deepseek", "hermes", "phi4", "llama3", "gemma")
 _PREFIX = "SLORA_"
 # Variables of the client commands, often set in the same shell.
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})

@@ -163,7 +163,14 @@ def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
         arguments = json.loads(text or "{}")
     except ValueError:
         return function
-    return {**function, "arguments": arguments} if isinstance(arguments, dict) else function
+    return {**function, "arguments": _Arguments(arguments)} if isinstance(arguments, dict) else function
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call as an object. DeepSeek's templates append them to a text, as JSON."""
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
 
 
 def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

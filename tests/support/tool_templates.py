@@ -65,6 +65,15 @@ GEMMA = (
     "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %})\n```"
     "{% endfor %}<end_of_turn>\n{% endfor %}<start_of_turn>model\n"
 )
+DEEPSEEK = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "{% if message.role == 'tool' %}<｜tool▁output▁begin｜>{{ message.content }}<｜tool▁output▁end｜>"
+    "{% elif message.tool_calls %}{{ message.content }}<｜tool▁calls▁begin｜>{% for call in message.tool_calls %}"
+    "{{ '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' "
+    "+ call.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}{% if not loop.last %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}<｜tool▁calls▁end｜>{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜><think>\\n{% endif %}"
+)
 # Family -> a template.
 TOOL_TEMPLATES = {
     "hermes": HERMES,
@@ -74,4 +83,5 @@ TOOL_TEMPLATES = {
     "mistral_args": MISTRAL_ARGS,
     "phi4": PHI4,
     "gemma": GEMMA,
+    "deepseek": DEEPSEEK,
 }

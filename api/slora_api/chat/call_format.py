@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from slora_api.chat.deepseek_calls import CALL_BEGIN, CALL_END, SEPARATOR, read_deepseek_calls
 from slora_api.chat.json_calls import Steps, ToolNames, read_json_calls
 from slora_api.chat.mistral_calls import read_mistral_calls
 from slora_api.chat.python_calls import read_call_list, read_fenced_calls
@@ -51,6 +52,7 @@ class CallFormat:
     layout: how calls are written that an answer must have.
     signs: a chat template of this format has one of these texts.
     foreign: substrings of an unsupported format that shares a sign. A template with one of them has no known format.
+    inner_marks: texts within a block that may be special tokens.
     has_short_ids: whether templates accept only ids of calls that have nine letters and digits.
     """
 
@@ -59,13 +61,14 @@ class CallFormat:
     signs: tuple[str, ...]
     foreign: tuple[str, ...] = ()
     bare: Callable[[TextReader, ToolNames], Steps] | None = None
+    inner_marks: tuple[str, ...] = ()
     has_short_ids: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
         """The texts that may be special tokens, which an answer otherwise leaves out."""
         texts = {text for block in self.blocks for text in (block.opener, block.closer)}
-        return frozenset(texts | {"[ARGS]", "[CALL_ID]"} if self.has_short_ids else texts) - {""}
+        return frozenset({*texts, *self.inner_marks}) - {""}
 
 
 def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
@@ -79,19 +82,32 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
     yield from read_call_list(reader, names) if is_list and not is_json else read_json_calls(reader, names)
 
 
+_MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
+
 # Ordered by how specific the signs are.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral_args": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),
         CallLayout((("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ()), ((), ("[ARGS]",), ())),
         ("[ARGS]",),
+        inner_marks=_MISTRAL_MARKS,
         has_short_ids=True,
     ),
     "mistral": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),
         CallLayout((("[TOOL_CALLS]", "["), (", ",), ("]",))),
         ("[TOOL_CALLS]",),
+        inner_marks=_MISTRAL_MARKS,
         has_short_ids=True,
+    ),
+    "deepseek": CallFormat(
+        (CallBlock("<｜tool▁calls▁begin｜>", read_deepseek_calls, "<｜tool▁calls▁end｜>"),),
+        CallLayout(
+            (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
+            ((CALL_BEGIN, "function", SEPARATOR), ("\n```json\n",), ("\n```", CALL_END)),
+        ),
+        ("<｜tool▁calls▁begin｜>",),
+        inner_marks=(CALL_BEGIN, SEPARATOR, CALL_END),
     ),
     "hermes": CallFormat(
         (CallBlock("<tool_call>", read_json_calls, "</tool_call>"),),

@@ -58,6 +58,10 @@ ONE = [("f", '{"x": 1}')]
 TWO = [*ONE, ("get_weather", '{"city": "Öl\\"}{", "in": [1, {"a": 2}]}')]
 X, Y = (f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in TWO)
 PX, PY = X.replace("arguments", "parameters"), Y.replace("arguments", "parameters")
+DX, DY = (
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+    for name, arguments in TWO
+)
 DEEP = '[")", ' * 40 + "]" * 40
 # Text, content, calls.
 CALLS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
@@ -136,6 +140,17 @@ CALLS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "mistral newer with an id": ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}', "", ONE),
     "mistral without a separator": ("mistral", '[TOOL_CALLS]f{"x": 1}', "", ONE),
     "mistral look-alike": ("mistral", "[TOOL_CALLS] I cannot.", "[TOOL_CALLS] I cannot.", []),
+    "deepseek": ("deepseek", f"<｜tool▁calls▁begin｜>{DX}<｜tool▁calls▁end｜>", "", ONE),
+    "deepseek two": ("deepseek", f"See.\n<｜tool▁calls▁begin｜>{DX}\n{DY}<｜tool▁calls▁end｜>", "See.", TWO),
+    "deepseek without a fence": (
+        "deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>', "", ONE,
+    ),
+    "deepseek without its ends": ("deepseek", f"<｜tool▁calls▁begin｜>{DX[:-18]}", "", ONE),
+    "deepseek unknown tool": (
+        "deepseek", "<｜tool▁calls▁begin｜>" + DX.replace("f\n", "nothing\n"), "", [("nothing", '{"x": 1}')],
+    ),
+    "deepseek look-alike": ("deepseek", "<｜tool▁calls▁begin｜> none", "<｜tool▁calls▁begin｜> none", []),
+    "deepseek cut in the arguments": ("deepseek", f"<｜tool▁calls▁begin｜>{DX[:-22]}", "", [("f", '{"x": 1')]),
     "phi": ("phi4", f"<|tool_call|>[{X}]<|/tool_call|>", "", ONE),
     "phi two": ("phi4", f"<|tool_call|>[{X},{Y}]<|/tool_call|>", "", TWO),
     "phi functools": ("phi4", f"functools[{X}, {Y}]", "", TWO),

@@ -91,6 +91,8 @@ CALLS = {
     "phi4": '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>',
     "llama3": '{"name": "f", "parameters": {}}',
     "gemma": '{"name": "f", "parameters": {}}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 
 
@@ -125,7 +127,11 @@ def test_strict_calls_are_held_to_their_schemas_beside_any_text(family: str, beg
         assert is_allowed(grammar, begin + text), text
     if family not in ("llama3", "gemma"):
         assert is_allowed(grammar, f"{begin}See: {call} Done.\n{call}")
-    for bad in (call.replace("{}", '{"y": 1}'), call.replace('"f"', '"g"').replace("]f[", "]g["), call[:-2]):
+    for bad in (
+        call.replace("{}", '{"y": 1}'),
+        call.replace('"f"', '"g"').replace("]f[", "]g[").replace("｜>f", "｜>g"),
+        call[:-2],
+    ):
         assert not is_allowed(grammar, begin + bad), bad
 
 

@@ -13,7 +13,7 @@ def test_the_template_of_each_family_shows_its_format(family: str) -> None:
     traits = read_traits(TOOL_TEMPLATES[family])
     assert traits.reads_tools and traits.max_calls == (1 if family == "llama3" else None)
     assert traits.call_format is CALL_FORMATS["hermes" if family == "qwen3" else family]
-    assert traits.thinks == (family == "qwen3")
+    assert traits.thinks == (family in ("qwen3", "deepseek"))
 
 
 @pytest.mark.parametrize(

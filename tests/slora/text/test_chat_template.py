@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from slora.text.chat_template import compile_chat_template
+from slora.text.chat_template import compile_chat_template, render_chat
 
 MIB = 1 << 20
 # Short sources whose constants would be large if the compiler evaluated them.
@@ -64,3 +64,13 @@ def test_a_template_is_compiled_once() -> None:
 
 def test_products_are_still_computed_at_rendering() -> None:
     assert compile_chat_template("{{ 'ab' * 3 }}{{ 2 * 3 }}").render() == "ababab6"
+
+
+def test_a_template_may_append_arguments_to_a_text_as_deepseeks_do() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city":"Köln"}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    source = (
+        "{% set one = messages[0].tool_calls[0].function %}{{ one.name + ' ' + one.arguments + '.' }}"
+        "{{ one.arguments.city }}"
+    )
+    assert render_chat(source, messages, {}, {}) == 'f {"city": "Köln"}.Köln'
