@@ -56,10 +56,12 @@ __all__ = [
     "ChatTemplateFields",
     "CompletionRequest",
     "DetokenizeRequest",
+    "FileForm",
     "GenerationFields",
     "Limit",
     "LoadLoraRequest",
     "Metadata",
+    "NewBatchRequest",
     "NewKeyRequest",
     "NewTenantRequest",
     "PurgeRequest",
@@ -652,7 +654,50 @@ class AliasMove(BaseModel):
     follows_pushes: bool = False
 
 
+def _check_metadata(value: dict[str, str] | None) -> dict[str, str] | None:
+    if value is not None and len(value) > _MAX_PAIRS:
+        raise PydanticCustomError("too_long", "has {count} pairs; it may have at most {most}", {
+            "count": len(value), "most": _MAX_PAIRS,
+        })  # fmt: skip
+    for name, text in (value or {}).items():
+        if len(name) > _MAX_KEY_CHARS or len(text) > _MAX_VALUE_CHARS:
+            raise PydanticCustomError(
+                "too_long",
+                "has a key or a value that is too long; keys have at most {key} characters and values at most {value}",
+                {"key": _MAX_KEY_CHARS, "value": _MAX_VALUE_CHARS},
+            )
+    return value
+
+
+# As in OpenAI's API.
+_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
+_Metadata = Annotated[dict[Text, Text] | None, AfterValidator(_check_metadata)]
+
+
+class NewBatchRequest(BaseModel):
+    """POST /v1/batches.
+
+    input_file_id: a file with the purpose `batch`, which has one request in each line.
+    endpoint: the route that answers every line.
+    metadata: up to 16 pairs that the server keeps with the batch.
+    """
+
+    model_config = STRICT
+    input_file_id: Text
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: _Metadata = None
+    output_expires_after: Annotated[Any, Unsupported(None)] = None
+
+
 _File = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
+
+
+class FileForm(BaseModel):
+    """POST /v1/files. `receive_file` reads the form; this describes it."""
+
+    file: _File
+    purpose: Literal["batch"]
 
 
 class UploadForm(BaseModel):

@@ -126,6 +126,23 @@ class Settings:
         ByteSize(),
         metavar="SIZE",
     )
+    max_file_bytes: int = setting(2**27, "largest file of a batch", ByteSize(1), metavar="SIZE")
+    max_files_per_tenant: int = setting(
+        1000, "largest number of files of one tenant: inputs and answers of batches", Whole(1), metavar="N"
+    )
+    max_file_bytes_per_tenant: int = setting(
+        2**30, "largest number of bytes of all files of one tenant", ByteSize(1), metavar="SIZE"
+    )
+    max_batches_per_tenant: int = setting(
+        100, "largest number of batches of one tenant that are not finished", Whole(1), metavar="N"
+    )
+    batch_lines_in_flight: int = setting(
+        64, "lines of batches that one API process has computed at once", Whole(1, 4096), metavar="N"
+    )
+    batch_price_percent: int = setting(
+        50, "what a token of a batch costs in reports of usage, in percent of any other token", Whole(0, 100),
+        metavar="PERCENT",
+    )  # fmt: skip
     usage_days: int = setting(
         90, "days for which usage is kept by request, minute and hour. The sums of days are kept for ever",
         Whole(32, 36_500), metavar="DAYS",

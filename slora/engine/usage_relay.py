@@ -43,7 +43,13 @@ class UsageRelay:
     def add(self, request_id: str, request: EngineRequest) -> None:
         digest = request.adapter.digest if request.adapter is not None else None
         self._unfinished[request_id] = UsageRecord(
-            request_id, request.tenant, request.account, digest, 0.0, RequestUsage()
+            request_id,
+            request.tenant,
+            request.account,
+            digest,
+            0.0,
+            RequestUsage(),
+            is_batch=request.is_background,
         )
 
     def end(self, request_id: str, usage: RequestUsage) -> None:

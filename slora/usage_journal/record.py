@@ -29,6 +29,7 @@ class UsageRecord:
     ended_at: seconds since the epoch.
     is_complete: False if the engine died first. Then only the tokens that the API received are counted, and
         `adapter_bytes` and `page_seconds` are 0.
+    is_batch: whether the request was a line of a batch, which costs less.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class UsageRecord:
     ended_at: float
     usage: RequestUsage
     is_complete: bool = True
+    is_batch: bool = False
 
     def to_line(self) -> bytes:
         values = {name: getattr(self, name) for name in _OWN_FIELDS} | asdict(self.usage)
@@ -48,7 +50,8 @@ class UsageRecord:
 
     @staticmethod
     def from_line(line: bytes) -> "UsageRecord":
-        """Ignores unknown fields, which a newer release may have written. Raises BadLine.
+        """Ignores unknown fields, which a newer release may have written. A field that an older release did not write
+        has its default. Raises BadLine.
 
         line: with or without its newline.
         """
@@ -58,7 +61,8 @@ class UsageRecord:
                 raise BadLine("the checksum is wrong")
             values = json.loads(body)
             usage = RequestUsage(**{name: values[name] for name in _USAGE_FIELDS})
-            return UsageRecord(**{name: values[name] for name in _OWN_FIELDS}, usage=usage)
+            own = {name: values[name] for name in _OWN_FIELDS if name != "is_batch" or name in values}
+            return UsageRecord(**own, usage=usage)
         except (ValueError, KeyError, TypeError) as error:
             raise BadLine(str(error)) from error
 

@@ -39,6 +39,8 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
+from slora_api.batches.batches import Batches
+from slora_api.batches.files import Files
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
@@ -53,6 +55,7 @@ from slora_api.quotas.quota_store import QuotaStore
 from slora_api.routes.services import Services
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
+from slora_api.server.api_process import file_limits, make_batch_runner
 from slora_api.server.app import make_app
 from slora_api.settings import Settings
 from slora_api.tenants.admin_key import open_admin_key
@@ -146,6 +149,7 @@ def running_platform(
     bounds: InspectionBounds | None = None,
     *,
     follows: bool = False,
+    runs_batches: bool = False,
     connection_limits: ConnectionLimits | None = None,
     max_lora_rank: int = 128,
     **settings: Any,
@@ -154,6 +158,7 @@ def running_platform(
 
     bounds: limits of the inspection. Each upload is then inspected in a process of its own, as in a server.
     follows: whether the engine is told about changes of other processes.
+    runs_batches: whether batches are computed.
     max_lora_rank: limit of the engine.
     settings: fields of `Settings`.
     """
@@ -213,12 +218,14 @@ def running_platform(
         grammars,
         Generator(engine, tokenizer, limiter, metrics, recorder),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
-        UsageReport(ledger, registry.find_names, "base"),
+        UsageReport(ledger, registry.find_names, "base", chosen.batch_price_percent),
         TenantLife(tenant_store, ledger, adapters, engine),
         registry,
         quota_store,
         QuotaMeter(quota_store, counters, ledger, limiter.wait_s, metrics.quota_refused),
         UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
+        quarantine,
+        Batches(database, Files(database, file_limits(chosen)), chosen.max_batches_per_tenant),
     )
 
     async def close() -> None:
@@ -228,6 +235,8 @@ def running_platform(
 
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, services.running.run, pinning.run] if follows else []
+    if runs_batches:
+        background.append(make_batch_runner(services).run)
     with live_server(app, background, at_end=close, limits=connection_limits) as url:
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.

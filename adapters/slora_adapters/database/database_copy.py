@@ -1,4 +1,6 @@
-"""Copies tenants, keys, names and usage from one database into another, to move from a SQLite file to PostgreSQL."""
+"""Copies tenants, keys, names, files, batches and usage from one database into another, to move from a SQLite file to
+PostgreSQL.
+"""
 
 import uuid
 from dataclasses import asdict, dataclass
@@ -26,6 +28,8 @@ _NAME_TABLES = (
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
 # Rows of a large table in one statement.
 _ROWS_AT_ONCE = 2000
+# Parts of files, which are larger than other rows.
+_PARTS_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,9 @@ def copy_database(source: Database, target: Database) -> Copied:
             connection, registry
         ):
             num_names, *_ = [_copy_missing(source, connection, table) for table in _NAME_TABLES]
-        for table in (schema.usage_records, schema.usage_buckets):
-            _copy_usage(source, connection, table)
+        for table in (schema.files, schema.batches, schema.usage_records, schema.usage_buckets):
+            _copy_rows(source, connection, table, _ROWS_AT_ONCE)
+        _copy_rows(source, connection, schema.file_parts, _PARTS_AT_ONCE)
         copied = Copied(num_tenants, num_keys, num_names)
         if copied != Copied(0, 0, 0):
             record_change(connection, "database.copy", "", source.label, asdict(copied))
@@ -82,7 +87,8 @@ def copy_everything(source: Connection, target: Connection) -> None:
         if table in _TRANSIENT:
             continue
         query = table.select().execution_options(stream_results=True)
-        for rows in source.execute(query).mappings().partitions(_ROWS_AT_ONCE):
+        num_rows = _PARTS_AT_ONCE if table is schema.file_parts else _ROWS_AT_ONCE
+        for rows in source.execute(query).mappings().partitions(num_rows):
             target.execute(insert(table), [dict(row) for row in rows])
         number = table.autoincrement_column
         if target.dialect.name == "postgresql" and number is not None:
@@ -126,12 +132,12 @@ def _copy_missing(source: Database, connection: Connection, table: Table) -> int
     return len(rows)
 
 
-def _copy_usage(source: Database, connection: Connection, table: Table) -> None:
-    """Copies the rows whose primary key the target does not have, a part at a time: there may be millions. The sums of
-    two sources have different primary keys, because each sum belongs to one API key.
+def _copy_rows(source: Database, connection: Connection, table: Table, num_rows: int) -> None:
+    """Copies the rows whose primary key the target does not have, `num_rows` at a time: there may be millions. The sums
+    of usage of two sources have different primary keys, because each sum belongs to one API key.
     """
     key = tuple(table.primary_key.columns)
-    first: Select[Any] = table.select().order_by(*key).limit(_ROWS_AT_ONCE)
+    first: Select[Any] = table.select().order_by(*key).limit(num_rows)
     rows = source.read(first)
     while rows:
         found = [dict(row._mapping) for row in rows]

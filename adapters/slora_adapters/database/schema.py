@@ -31,8 +31,11 @@ __all__ = [
     "adapter_versions",
     "api_keys",
     "audit_log",
+    "batches",
     "changes",
     "erased_keys",
+    "file_parts",
+    "files",
     "metadata",
     "platform",
     "quotas",
@@ -226,7 +229,7 @@ changes = Table(
 )
 
 # The usage ledger: one row for each request. It has no foreign keys, because the usage of a tenant outlives the tenant.
-# adapter: the digest; empty for the base model. is_complete: see `UsageRecord`.
+# adapter: the digest; empty for the base model. is_complete, is_batch: see `UsageRecord`.
 usage_records = Table(
     "usage_records",
     metadata,
@@ -237,11 +240,13 @@ usage_records = Table(
     Column("ended_at", Double, nullable=False),
     Column("is_complete", Boolean, nullable=False),
     *_usage_columns(),
+    Column("is_batch", Boolean, nullable=False, server_default=false()),
     Index("usage_records_ended", "ended_at"),
     sqlite_with_rowid=False,
 )
 
-# Sums of the rows of `usage_records`, written in the same transaction. width: the length of a bucket in seconds.
+# Sums of the rows of `usage_records`, written in the same transaction. width: the length of a bucket in seconds. The
+# columns with `batch_` have the part of the sums that lines of batches used.
 usage_buckets = Table(
     "usage_buckets",
     metadata,
@@ -252,9 +257,69 @@ usage_buckets = Table(
     Column("adapter", _KEY),
     Column("num_requests", BigInteger, nullable=False),
     *_usage_columns(),
+    *(
+        Column(name, BigInteger, nullable=False, server_default=text("0"))
+        for name in ("batch_requests", "batch_prompt_tokens", "batch_generated_tokens")
+    ),
     PrimaryKeyConstraint("width", "tenant", "start", "key_id", "adapter"),
     Index("usage_buckets_of_all", "width", "start"),
     sqlite_with_rowid=False,
+)
+
+# Files of tenants: the inputs and the answers of batches. purpose: as in OpenAI's API. is_complete: whether all parts
+# are written; a file that is not complete is invisible. expires_at: NULL for never.
+files = Table(
+    "files",
+    metadata,
+    Column("file_id", _KEY, primary_key=True),
+    Column("tenant", _KEY, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("filename", Text, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("is_complete", Boolean, nullable=False),
+    Index("files_of_tenant", "tenant", "file_id"),
+    Index("files_expiring", "expires_at"),
+)
+
+# The bytes of files, in order of `number`. A part of an answer file is the line for that line of the input.
+file_parts = Table(
+    "file_parts",
+    metadata,
+    Column("file_id", _KEY),
+    Column("number", BigInteger),
+    Column("tenant", _KEY, nullable=False),
+    Column("content", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("file_id", "number"),
+    Index("file_parts_of_tenant", "tenant"),
+)
+
+# status: as in OpenAI's API. metadata, errors, times: JSON; times maps the names of states to Unix times.
+# lease_owner, lease_until: the runner that works on the batch, and until when no other may take it over.
+batches = Table(
+    "batches",
+    metadata,
+    Column("batch_id", _KEY, primary_key=True),
+    Column("tenant", _KEY, nullable=False),
+    Column("key_id", _KEY, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("input_file_id", _KEY, nullable=False),
+    Column("output_file_id", _KEY, nullable=False),
+    Column("error_file_id", _KEY, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("metadata", Text, nullable=False),
+    Column("errors", Text, nullable=False),
+    Column("times", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("num_lines", BigInteger, nullable=False),
+    Column("num_completed", BigInteger, nullable=False),
+    Column("num_failed", BigInteger, nullable=False),
+    Column("lease_owner", Text, nullable=False),
+    Column("lease_until", Double, nullable=False),
+    Index("batches_of_tenant", "tenant", "batch_id"),
+    Index("batches_by_status", "status", "lease_until"),
 )
 
 # See `audit_log.py`. details: a JSON object. Entries outlive the tenants that they name.

@@ -25,6 +25,8 @@ _SUMS: Columns = {
     "OUTPUT": lambda one: str(one["output_tokens"]),
     "ADAPTER BYTES": lambda one: str(one["adapter_bytes"]),
     "PAGE SECONDS": lambda one: f"{one['page_seconds']:.1f}",
+    "BATCH": lambda one: str(one["batch_input_tokens"] + one["batch_output_tokens"]),
+    "BILLED": lambda one: f"{one['billed_input_tokens'] + one['billed_output_tokens']:.0f}",
 }
 _GROUPS: Columns = {
     "tenant": lambda one: one["tenant"] or "",

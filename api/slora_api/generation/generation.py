@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from slora.engine.client import EngineClient
@@ -59,8 +59,7 @@ class Generator:
         return [
             Answer(
                 EngineRequest(
-                    # The server makes its own ids, because another client could send the same id.
-                    uuid.uuid4().hex,
+                    _request_id(terms, index),
                     terms.tenant,
                     prompt.token_ids,
                     model.adapter,
@@ -69,6 +68,7 @@ class Generator:
                     priority=terms.priority,
                     deadline_s=terms.deadline_s,
                     account=terms.key_id,
+                    is_background=terms.background_id is not None,
                 ),
                 self.tokenizer,
                 index,
@@ -94,7 +94,13 @@ class Generator:
         prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in answers)
         answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
         async with meter.hold(prompt_tokens, answer_tokens, len(answers) * width, width_param) as spending:
-            with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
+            # The runner of batches bounds its lines itself, and they leave all permits to interactive requests.
+            permits = (
+                nullcontext()
+                if request.is_background
+                else self.limiter.admit_generation(request.tenant, len(answers), width, width_param)
+            )
+            with permits:
                 sent: list[OpenRequest] = []
                 streams = [self._stream(answer, sent, spending) for answer in answers]
                 num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
@@ -102,13 +108,15 @@ class Generator:
                 last: list[CompletionDelta] = []
                 async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
                     async for arrived in deltas:
-                        if not seen_first:
+                        if not (seen_first or request.is_background):
                             seen_first = True
                             self.metrics.first_token(time.perf_counter() - started_at)
                         for delta in arrived:
                             if delta.finish_reason is not None:
                                 num_unfinished -= 1
-                                self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
+                                if not request.is_background:
+                                    seconds = time.perf_counter() - started_at
+                                    self.metrics.finished(delta.finish_reason, seconds)
                         if num_unfinished:
                             yield arrived
                         else:
@@ -125,3 +133,12 @@ class Generator:
         async with aclosing(stream_completion(self.client, answer)) as deltas:
             async for arrived in deltas:
                 yield arrived
+
+
+def _request_id(terms: ServiceTerms, index: int) -> str:
+    """The id of the engine request for one prompt.
+
+    The server makes its own ids, because another client could send the same id. A line of a batch that is computed
+    again has the same ids, so that the usage ledger counts it once.
+    """
+    return uuid.uuid4().hex if terms.background_id is None else f"{terms.background_id}-{index}"

@@ -61,6 +61,7 @@ class Metrics:
     restarts: how often each process of the server died and was restarted, by the process's name.
     is_read_only: whether the disk of the data directory is full.
     usage_journal_bytes, usage_ledger_lag_s: see `UsageShipper`.
+    batches: numbers of unfinished batches by status, as the runner of this process read them last.
     """
 
     def __init__(self, model_name: str, directory: Path | None = None) -> None:
@@ -93,6 +94,11 @@ class Metrics:
             "slora_quota_refusals", "Requests and uploads that a quota refused, by the field of the quota.",
             ["quota"], registry=self._registry,
         )  # fmt: skip
+        self._batch_lines = Counter(
+            "slora_batch_lines", "Lines of batches that were answered, by outcome.", ["outcome"],
+            registry=self._registry,
+        )  # fmt: skip
+        self.batches: dict[str, int] = {}
         self.restarts: Tally[str] = Tally()
         self.is_read_only = False
         self.usage_journal_bytes = 0
@@ -121,6 +127,10 @@ class Metrics:
     def quota_refused(self, quota: str) -> None:
         """quota: the field that did not admit a request or an upload."""
         self._quota_refusals.labels(quota).inc()
+
+    def answered_line(self, outcome: str) -> None:
+        """Counts the answer to a line of a batch."""
+        self._batch_lines.labels(outcome).inc()
 
     def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine its metrics are left out rather than shown as
@@ -157,6 +167,12 @@ class Metrics:
             "Time since the usage ledger last had all records of the API process that answers.",
             self.usage_ledger_lag_s,
         )
+        batches = GaugeMetricFamily(
+            "slora_batches", "Batches of all tenants that are not finished.", labels=["status"]
+        )
+        for status, count in self.batches.items():
+            batches.add_metric([status], count)
+        yield batches
         if self._engine is not None:
             yield from self._vllm(*self._engine)
             yield from _own(self._engine[1])

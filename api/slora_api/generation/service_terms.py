@@ -2,11 +2,22 @@
 
 from dataclasses import dataclass
 
+from fastapi import Request
+
 from slora.tenant_share import TenantShare
 from slora_api.schemas import AnswerFields
 from slora_api.tenants.key_record import KeyRecord
 
-__all__ = ["ServiceTerms"]
+__all__ = ["BACKGROUND_ID", "ServiceTerms", "background_id"]
+
+# The name in the state of a request under which a runner of batches passes the id of a line. Clients can't set it.
+BACKGROUND_ID = "background_id"
+
+
+def background_id(request: Request) -> str | None:
+    """The id of the line of a batch; None for a request of a client."""
+    found: str | None = getattr(request.state, BACKGROUND_ID, None)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +27,7 @@ class ServiceTerms:
     share: the tenant's share when the key was read.
     priority: order among the tenant's own requests; lower is served sooner.
     deadline_s: limit for each first token, from the request's arrival at the engine; None for no limit.
+    background_id: the id of the line of a batch, which runs in the background; None for a request of a client.
     """
 
     tenant: str
@@ -23,8 +35,10 @@ class ServiceTerms:
     share: TenantShare
     priority: int = 0
     deadline_s: float | None = None
+    background_id: str | None = None
 
     @staticmethod
-    def of(key: KeyRecord, fields: AnswerFields) -> "ServiceTerms":
+    def of(key: KeyRecord, fields: AnswerFields, request: Request | None = None) -> "ServiceTerms":
         deadline_s = None if fields.deadline_ms is None else fields.deadline_ms / 1000
-        return ServiceTerms(key.tenant, key.key_id, key.share, fields.priority or 0, deadline_s)
+        line_id = None if request is None else background_id(request)
+        return ServiceTerms(key.tenant, key.key_id, key.share, fields.priority or 0, deadline_s, line_id)

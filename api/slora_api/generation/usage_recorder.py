@@ -91,7 +91,14 @@ class UsageRecorder:
         digest = None if request.adapter is None else request.adapter.digest
         written = self._journal.append(
             UsageRecord(
-                request.request_id, request.tenant, request.account, digest, self._clock(), usage, is_complete
+                request.request_id,
+                request.tenant,
+                request.account,
+                digest,
+                self._clock(),
+                usage,
+                is_complete,
+                request.is_background,
             )
         )
 

@@ -38,6 +38,8 @@ _GRACE_S = 20.0
 # The memory for bodies holds this many bodies of the largest size.
 _MAX_BODIES = 64
 _LINGER_S = 5.0
+# The headers and small fields of a form around its file.
+_FORM_BYTES = 1 << 14
 _LINGER_BYTES = 256 << 20
 
 
@@ -45,7 +47,8 @@ _LINGER_BYTES = 256 << 20
 class BodyLimits:
     """The size limits by path, and the minimum rate of all paths.
 
-    max_upload_bytes: limit for `upload_path`. max_body_bytes: limit for `generation_paths`. All other paths have the
+    max_upload_bytes: limit for `upload_path`. max_file_bytes: limit of a file for `file_path`, whose body also has some
+    small fields. max_body_bytes: limit for `generation_paths`. All other paths have the
     limit MAX_SMALL_BODY_BYTES.
     """
 
@@ -53,7 +56,9 @@ class BodyLimits:
     max_upload_bytes: int
     min_bytes_per_s: float
     grace_s: float = _GRACE_S
+    max_file_bytes: int = 0
     upload_path: str = "/v1/adapters"
+    file_path: str = "/v1/files"
     generation_paths: frozenset[str] = frozenset(
         {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"}
     )
@@ -62,6 +67,8 @@ class BodyLimits:
         """Returns the error for a body that exceeds the limit of this request's path."""
         if scope["path"] == self.upload_path:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
+        if scope["path"] == self.file_path:
+            return BodyTooLarge(self.max_file_bytes + _FORM_BYTES, "max_file_bytes")
         if scope["path"] not in self.generation_paths and self.max_body_bytes > MAX_SMALL_BODY_BYTES:
             return BodyTooLarge(
                 MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads, generation and tokenizing"
@@ -133,7 +140,7 @@ class _BodyReader:
         self._timeout.charge(waited_s, num_new)
         if self.num_bytes > self._too_large.limit_bytes:
             raise self._too_large
-        if num_new and self._scope["path"] != self._limits.upload_path:
+        if num_new and self._scope["path"] not in (self._limits.upload_path, self._limits.file_path):
             self._held.enter_context(self._memory.hold(_tenant(self._scope), num_new))
         return message
 

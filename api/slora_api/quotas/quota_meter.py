@@ -23,6 +23,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Protocol
@@ -31,6 +32,7 @@ from slora.errors import DeadlineMissed
 from slora.request import RequestUsage
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
+from slora_api.quotas.quota import Quota
 from slora_api.quotas.quota_counters import (
     Charge,
     Obstacle,
@@ -94,11 +96,18 @@ class QuotaMeter:
         # Subjects with a budget that reserved since the last comparison with the history.
         self._budgeted: dict[str, Subject] = {}
 
-    async def open(self, tenant: str, key_id: str) -> "RequestMeter":
-        """Returns the meter of one request. Raises StoreUnavailable."""
+    async def open(self, tenant: str, key_id: str, *, is_background: bool = False) -> "RequestMeter":
+        """Returns the meter of one request. Raises StoreUnavailable.
+
+        is_background: the request is a line of a batch. Such lines take at most half of the limits per minute, so that
+        interactive requests keep the other half, and they are no answers in progress.
+        """
         quotas = self._quota_store.find_cached(key_id)
         if quotas is None:
             quotas = await asyncio.to_thread(self._quota_store.find, tenant, key_id)
+        if is_background:
+            halves = tuple(replace(one, quota=_background_quota(one.quota)) for one in quotas.subjects)
+            return RequestMeter(self, halves, counts_answers=False)
         return RequestMeter(self, quotas.subjects)
 
     async def read(self, subject: Subject) -> Use:
@@ -185,10 +194,15 @@ class Spending:
 
 
 class RequestMeter:
-    """Charges one request. subjects: those whose quotas limit it."""
+    """Charges one request. subjects: those whose quotas limit it. counts_answers: whether its answers count as answers
+    in progress.
+    """
 
-    def __init__(self, quotas: QuotaMeter, subjects: tuple[Subject, ...]) -> None:
+    def __init__(
+        self, quotas: QuotaMeter, subjects: tuple[Subject, ...], *, counts_answers: bool = True
+    ) -> None:
         self._quotas = quotas
+        self._counts_answers = counts_answers
         self._subjects = subjects
         self._is_counted = False
         # The uses that the counters returned last.
@@ -221,7 +235,8 @@ class RequestMeter:
 
         Entering raises RateLimited, BudgetExhausted, TenantBusy, BadRequest or StoreUnavailable.
         """
-        charge = Charge(prompt_tokens + answer_tokens, num_answers, 0 if self._is_counted else 1)
+        num_counted = num_answers if self._counts_answers else 0
+        charge = Charge(prompt_tokens + answer_tokens, num_counted, 0 if self._is_counted else 1)
         return _Hold(self, charge, param)
 
     async def headers(self) -> dict[str, str]:
@@ -346,6 +361,18 @@ def format_duration(ms: int) -> str:
     minutes, rest = divmod(ms, 60_000)
     seconds = f"{rest / 1000:g}s"
     return f"{minutes}m{seconds}" if minutes else seconds
+
+
+def _background_quota(quota: Quota) -> Quota:
+    def half(limit: int | None) -> int | None:
+        return None if limit is None else max(1, limit // 2)
+
+    return replace(
+        quota,
+        requests_per_minute=half(quota.requests_per_minute),
+        tokens_per_minute=half(quota.tokens_per_minute),
+        concurrent_answers=None,
+    )
 
 
 def _label(subject: Subject) -> str:

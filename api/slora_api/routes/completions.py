@@ -60,7 +60,7 @@ async def _complete(
     services: Services,
     model: ServedModel,
 ) -> Response:
-    terms, generator = ServiceTerms.of(key, body), services.generator
+    terms, generator = ServiceTerms.of(key, body, request), services.generator
     maker = prompt_maker(terms, meter, services, model)
     prompts = await unless_disconnected(request.receive, maker.completion_prompts(body))
     shape = CompletionFormat(
@@ -107,7 +107,7 @@ async def _chat(
     services: Services,
     model: ServedModel,
 ) -> Response:
-    terms, generator = ServiceTerms.of(key, body), services.generator
+    terms, generator = ServiceTerms.of(key, body, request), services.generator
     maker = prompt_maker(terms, meter, services, model)
     prompt = await unless_disconnected(request.receive, maker.conversation_prompt(body))
     shape = ChatFormat(

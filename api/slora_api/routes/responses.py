@@ -53,7 +53,7 @@ async def _respond(
     services: Services,
     model: ServedModel,
 ) -> Response:
-    terms, generator = ServiceTerms.of(key, body), services.generator
+    terms, generator = ServiceTerms.of(key, body, request), services.generator
     maker = prompt_maker(terms, meter, services, model)
     prompt = await unless_disconnected(request.receive, maker.conversation_prompt(body))
     shape = ResponsesFormat(

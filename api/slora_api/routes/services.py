@@ -16,13 +16,16 @@ from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
+from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
+from slora_api.batches.batches import Batches
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.served_model import ServedModel
+from slora_api.generation.service_terms import background_id
 from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.request_bounds import RequestBounds
@@ -77,6 +80,8 @@ class Services:
     quota_store: QuotaStore
     quotas: QuotaMeter
     usage_shipper: UsageShipper
+    quarantine: Quarantine
+    batches: Batches
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )
@@ -110,7 +115,8 @@ async def open_meter(request: Request, key: InferenceKey, services: Wired) -> Re
 
     The busiest routes call it, because FastAPI resolves the dependencies of a dependency again each time.
     """
-    meter = await services.quotas.open(key.tenant, key.key_id)
+    is_background = background_id(request) is not None
+    meter = await services.quotas.open(key.tenant, key.key_id, is_background=is_background)
     request.state.meter = meter
     return meter
 

@@ -43,6 +43,9 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
+from slora_api.batches.batch_runner import BatchRunner
+from slora_api.batches.batches import Batches
+from slora_api.batches.files import FileLimits, Files
 from slora_api.data_dir import DataDir
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics, share_metrics
@@ -63,7 +66,7 @@ from slora_api.routes.services import Services
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.server.api_workers import WorkerConfig
-from slora_api.server.app import make_app
+from slora_api.server.app import make_app, make_router
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import store_url
 from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
@@ -82,7 +85,14 @@ from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_report import UsageReport
 from slora_api.tenants.usage_shipper import UsageShipper
 
-__all__ = ["background_work", "connection_limits", "limit_garbage_collection", "open_services"]
+__all__ = [
+    "background_work",
+    "connection_limits",
+    "file_limits",
+    "limit_garbage_collection",
+    "make_batch_runner",
+    "open_services",
+]
 
 logger = logging.getLogger("slora.api")
 
@@ -189,12 +199,30 @@ async def open_services(
         grammars,
         Generator(client, model.tokenizer, limiter, counted, UsageRecorder(client, usage_journal)),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
-        UsageReport(ledger, registry.find_names, model.name),
+        UsageReport(ledger, registry.find_names, model.name, settings.batch_price_percent),
         TenantLife(tenant_store, ledger, adapters, client),
         registry,
         quota_store,
         quotas,
         shipper,
+        quarantine,
+        Batches(database, Files(database, file_limits(settings)), settings.max_batches_per_tenant),
+    )
+
+
+def file_limits(settings: Settings) -> FileLimits:
+    return FileLimits(settings.max_files_per_tenant, settings.max_file_bytes_per_tenant)
+
+
+def make_batch_runner(services: Services) -> BatchRunner:
+    """Makes the runner of an API process that serves requests."""
+    return BatchRunner(
+        services.batches,
+        make_router(services),
+        services.generator,
+        services.key_store,
+        services.running,
+        services.settings.batch_lines_in_flight,
     )
 
 
@@ -264,6 +292,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         app = make_app(services, admin_key, board)
         work = [
             *background_work(services, client),
+            make_batch_runner(services).run(),
             HostState(services.generator, board).follow(),
             heartbeat.run(lambda: Progress(0, is_busy=False)),
         ]

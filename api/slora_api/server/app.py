@@ -21,8 +21,10 @@ from slora_api.routes import (
     adapters,
     admin,
     audit,
+    batches,
     completions,
     docs,
+    files,
     health,
     keys,
     limits,
@@ -57,6 +59,7 @@ _MODULES = (
         keys,
         audit,
     ),
+    *(files, batches),
     *(health, openapi, docs),
 )
 ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
@@ -109,7 +112,10 @@ def make_app(services: Services, admin_key: AdminKey | None, board: HostBoard | 
     app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
     app = AuthenticationMiddleware(app, services.key_store, services.key_use, services.running, admin_key)
     body_limits = BodyLimits(
-        settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
+        settings.max_body_bytes,
+        settings.max_upload_bytes,
+        settings.min_body_bytes_per_s,
+        max_file_bytes=settings.max_file_bytes,
     )
     app = BodyLimitMiddleware(app, body_limits, board)
     return RequestScopeMiddleware(app, services.generator.metrics.answered)

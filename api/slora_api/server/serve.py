@@ -30,6 +30,7 @@ from slora_api.server.api_process import (
     background_work,
     connection_limits,
     limit_garbage_collection,
+    make_batch_runner,
     open_services,
 )
 from slora_api.server.api_workers import ApiWorkers
@@ -143,6 +144,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
         front: Front
         if settings.api_workers == 1:
             app = make_app(services, admin_key, board)
+            work.append(make_batch_runner(services).run())
             front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
         else:
             work.append(HostState(generator, board).publish())

@@ -321,6 +321,16 @@ class KeyStore:
             return TenantSuspended(found.record.tenant)
         return None
 
+    def find_key(self, key_id: str) -> KeyRecord | None:
+        """Returns the record of a tenant's key; None if it is unknown, revoked or expired. Raises StoreUnavailable like
+        `authenticate`.
+        """
+        found = None if self._is_in_journal(key_id) else self._find_key(key_id)
+        if found is None or not isinstance(found.record, KeyRecord):
+            return None
+        expires_at = found.record.expires_at
+        return found.record if expires_at is None or self._wall_clock() < expires_at else None
+
     def is_key_local(self, key_id: str) -> bool:
         """Returns whether `find_refusal` answers within microseconds, so that an event loop may call it."""
         if key_id in self._journal or self._cache.is_absent(key_id):

@@ -21,11 +21,13 @@ from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 
-__all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "UsageFilter", "UsageLedger", "UsageRow"]
+__all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "BatchUsage", "UsageFilter", "UsageLedger", "UsageRow"]
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
+# The part of the sums that lines of batches used.
+_BATCH_SUMS = ("batch_requests", "batch_prompt_tokens", "batch_generated_tokens")
 # A lock: of several processes that delete old rows, one works and the others wait.
 _RETENTION = "usage retention"
 # Rows deleted in one transaction, so that other writers wait for milliseconds only.
@@ -91,6 +93,15 @@ class UsageFilter:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchUsage:
+    """The part of a sum that lines of batches used."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class UsageRow:
     """The sum of one group in one bucket. tenant, key_id, adapter: None unless the rows are grouped by it. adapter: the
     digest, or empty for the base model.
@@ -102,6 +113,7 @@ class UsageRow:
     tenant: str | None = None
     key_id: str | None = None
     adapter: str | None = None
+    batch: BatchUsage = BatchUsage()
 
     def key(self, group_by: Iterable[str]) -> tuple[int | str, ...]:
         """The position of the row in the order of `UsageLedger.read`."""
@@ -163,7 +175,11 @@ class UsageLedger:
         """Returns up to `limit` rows, sorted by start and group. after: the `UsageRow.key` of the last row before."""
         groups = [_b[name] for name in asked.group_by]
         query = (
-            select(_b.start, *groups, func.sum(_b.num_requests), *(func.sum(_b[name]) for name in _SUMS))
+            select(
+                _b.start,
+                *groups,
+                *(func.sum(_b[name]) for name in ("num_requests", *_SUMS, *_BATCH_SUMS)),
+            )
             .where(_b.width == asked.width, _b.start >= asked.start, _b.start < asked.end)
             .group_by(_b.start, *groups)
             .order_by(_b.start, *groups)
@@ -213,22 +229,25 @@ def _record_row(record: UsageRecord) -> dict[str, Any]:
         "adapter": record.adapter_digest or "",
         "ended_at": record.ended_at,
         "is_complete": record.is_complete,
+        "is_batch": record.is_batch,
         **{name: getattr(record.usage, name) for name in _SUMS},
     }
 
 
 def _add_to_buckets(connection: Connection, records: Iterable[UsageRecord]) -> None:
-    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * (1 + len(_SUMS)))
+    columns = ("num_requests", *_SUMS, *_BATCH_SUMS)
+    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(columns))
     for record in records:
         for width in _WIDTHS:
             start = int(record.ended_at // width) * width
             of_bucket = sums[width, record.tenant, start, record.account, record.adapter_digest or ""]
-            of_bucket[0] += 1
-            for at, name in enumerate(_SUMS, 1):
-                of_bucket[at] += getattr(record.usage, name)
-    names = [column.name for column in _BUCKET_KEY] + ["num_requests", *_SUMS]
+            usage = record.usage
+            of_batch = (1, usage.prompt_tokens, usage.generated_tokens) if record.is_batch else (0, 0, 0)
+            for at, amount in enumerate((1, *(getattr(usage, name) for name in _SUMS), *of_batch)):
+                of_bucket[at] += amount
+    names = [column.name for column in _BUCKET_KEY] + [*columns]
     insert = _INSERT[connection.dialect.name](schema.usage_buckets)
-    added = {name: _b[name] + insert.excluded[name] for name in ("num_requests", *_SUMS)}
+    added = {name: _b[name] + insert.excluded[name] for name in columns}
     statement = insert.on_conflict_do_update(index_elements=_BUCKET_KEY, set_=added)
     rows = [dict(zip(names, (*key, *values), strict=True)) for key, values in sorted(sums.items())]
     connection.execute(statement, rows)
@@ -246,10 +265,11 @@ def _tokens_in(tenant: str, key_id: str | None, width: int, start: int, end: int
 def _read_row(row: Sequence[Any], group_by: Sequence[str]) -> UsageRow:
     start, *others = row
     groups, sums = others[: len(group_by)], others[len(group_by) :]
-    num_requests, prompt, cached, generated, adapter_bytes, page_seconds = sums
+    num_requests, prompt, cached, generated, adapter_bytes, page_seconds, *of_batch = sums
     # PostgreSQL returns the sum of integers as a Decimal.
     usage = RequestUsage(int(prompt), int(cached), int(generated), int(adapter_bytes), float(page_seconds))
-    return UsageRow(start, int(num_requests), usage, **dict(zip(group_by, groups, strict=True)))
+    batch = BatchUsage(*map(int, of_batch))
+    return UsageRow(start, int(num_requests), usage, batch=batch, **dict(zip(group_by, groups, strict=True)))
 
 
 def _round_up(seconds: float, width: int) -> int:

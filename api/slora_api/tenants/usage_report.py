@@ -40,7 +40,11 @@ FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 
 
 class UsageSums(TypedDict):
-    """tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest."""
+    """tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest.
+
+    num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that lines of batches used.
+    billed_input_tokens, billed_output_tokens: the tokens, with those of batches at their lower price.
+    """
 
     tenant: str | None
     api_key_id: str | None
@@ -52,6 +56,11 @@ class UsageSums(TypedDict):
     output_tokens: int
     adapter_bytes: int
     page_seconds: float
+    num_batch_requests: int
+    batch_input_tokens: int
+    batch_output_tokens: int
+    billed_input_tokens: float
+    billed_output_tokens: float
 
 
 class UsageResultObject(UsageSums):
@@ -135,10 +144,16 @@ class UsagePage:
 
 
 class UsageReport:
-    """base_model: the name of the base model, as the reports show it."""
+    """base_model: the name of the base model, as the reports show it.
 
-    def __init__(self, ledger: UsageLedger, find_names: FindNames, base_model: str) -> None:
+    batch_price_percent: what a token of a batch costs, in percent of any other token.
+    """
+
+    def __init__(
+        self, ledger: UsageLedger, find_names: FindNames, base_model: str, batch_price_percent: int = 50
+    ) -> None:
         self._ledger = ledger
+        self._discount = 1 - batch_price_percent / 100
         self._find_names = find_names
         self._base_model = base_model
 
@@ -202,7 +217,7 @@ class UsageReport:
         return self._find_names({_version(row, asked) for row in rows if row.adapter})
 
     def _result(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> UsageSums:
-        usage = row.usage
+        usage, batch = row.usage, row.batch
         return {
             "tenant": row.tenant,
             "api_key_id": row.key_id,
@@ -214,6 +229,11 @@ class UsageReport:
             "output_tokens": usage.generated_tokens,
             "adapter_bytes": usage.adapter_bytes,
             "page_seconds": usage.page_seconds,
+            "num_batch_requests": batch.num_requests,
+            "batch_input_tokens": batch.prompt_tokens,
+            "batch_output_tokens": batch.generated_tokens,
+            "billed_input_tokens": usage.prompt_tokens - self._discount * batch.prompt_tokens,
+            "billed_output_tokens": usage.generated_tokens - self._discount * batch.generated_tokens,
         }
 
     def _cells(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> Iterator[Any]:
@@ -236,7 +256,14 @@ def _columns(asked: UsageFilter) -> list[str]:
     }
     groups = [name for name, is_shown in shown.items() if is_shown]
     sums = ["num_model_requests", "input_tokens", "input_cached_tokens", "output_tokens"]
-    return ["start_time", "end_time", *groups, *sums, "adapter_bytes", "page_seconds"]
+    sums += [
+        "adapter_bytes",
+        "page_seconds",
+        "num_batch_requests",
+        "batch_input_tokens",
+        "batch_output_tokens",
+    ]
+    return ["start_time", "end_time", *groups, *sums, "billed_input_tokens", "billed_output_tokens"]
 
 
 def _version(row: UsageRow, asked: UsageFilter) -> AdapterVersion:

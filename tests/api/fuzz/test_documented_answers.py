@@ -2,6 +2,7 @@
 its status, its media type and its schema.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +52,13 @@ def names(watched: WatchedServer, kit: Kit) -> Callable[[Any], dict[str, str]]:
         client.put("/v1/adapters/small/aliases/doomed", json={"versions": {"1": 100}}).raise_for_status()
     limited_key, doomed_key = (watched.served.make_key(name).split("_")[1] for name in ("limited", "fuzz"))
     watched.served.make_key("purged")
+    file_id, doomed_file_id = (_upload_lines(watched) for _ in range(2))
 
     def find(operation: Any) -> dict[str, str]:
+        if operation.path.startswith("/v1/files"):
+            return {"file_id": doomed_file_id if operation.method == "delete" else file_id}
+        if operation.path.startswith("/v1/batches"):
+            return {"file_id": file_id, "batch_id": _start_batch(watched, file_id)}
         if operation.path.endswith("/purge"):
             return {"tenant": "purged"}
         if operation.path.endswith("/quota"):
@@ -68,6 +74,28 @@ def _adapter_files(kit: Kit) -> dict[str, bytes]:
         "config": (kit.wide / "adapter_config.json").read_bytes(),
         "weights": (kit.wide / "adapter_model.safetensors").read_bytes(),
     }
+
+
+def _upload_lines(watched: WatchedServer) -> str:
+    """Uploads the input of a batch that takes a while, and returns the file's id."""
+    body = {"model": "default", "prompt": "a", "max_tokens": 50}
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        for number in range(300)
+    ]
+    content = "\n".join(map(json.dumps, lines))
+    with watched.client() as client:
+        answer = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
+        return str(answer.raise_for_status().json()["id"])
+
+
+def _new_batch(file_id: str) -> dict[str, str]:
+    return {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+
+
+def _start_batch(watched: WatchedServer, file_id: str) -> str:
+    with watched.client() as client:
+        return str(client.post("/v1/batches", json=_new_batch(file_id)).raise_for_status().json()["id"])
 
 
 def _operations(document: Any) -> list[Any]:
@@ -90,11 +118,16 @@ def test_every_operation_succeeds_as_the_openapi_document_says(
     watched: WatchedServer, document: Any, names: Callable[[Any], dict[str, str]], kit: Kit
 ) -> None:
     """A document can only be wrong about successes that a test has seen."""
-    bodies = ACCEPTED | {"/v1/adapters": {"name": "small", **_adapter_files(kit)}}
+    bodies = ACCEPTED | {
+        "/v1/adapters": {"name": "small", **_adapter_files(kit)},
+        "/v1/files": {"purpose": "batch", "file": b"{}"},
+    }
     failed = {}
     with requests.Session() as session:
         for operation in _operations(document):
             known = names(operation)
+            if operation.path == "/v1/batches":
+                bodies[operation.path] = _new_batch(known["file_id"])
             parameters = {one.name: known.get(one.name) for one in operation.path_parameters}
             has_body = operation.path in bodies and operation.method not in ("get", "delete")
             body = {"body": bodies[operation.path]} if has_body else {}
@@ -115,7 +148,7 @@ def test_every_answer_is_as_the_openapi_document_says(
     num_cases = _SOAK if soak else _QUICK
     with requests.Session() as session:
         for operation in _operations(document):
-            known = {} if operation.method == "delete" else names(operation)
+            known = {} if operation.method == "delete" or "batches" in operation.path else names(operation)
             statuses.update(_try_operation(watched, operation, known, session, num_cases))
     report(f"schemathesis: {statuses.total()} requests; answers by status: {dict(sorted(statuses.items()))}")
     assert statuses.total() >= (2000 if soak else 50)

@@ -92,7 +92,9 @@ def test_a_tenant_reads_the_sums_of_its_own_requests_only(client: httpx.Client) 
     result = {
         "object": "usage.result", "tenant": None, "api_key_id": None, "model": None, "adapter_digest": None,
         "num_model_requests": 144, "input_tokens": 1440, "input_cached_tokens": 576,
-        "output_tokens": 143 * 72, "adapter_bytes": 14400, "page_seconds": 72.0,
+        "output_tokens": 143 * 72, "adapter_bytes": 14400, "page_seconds": 72.0, "num_batch_requests": 0,
+        "batch_input_tokens": 0, "batch_output_tokens": 0, "billed_input_tokens": 1440.0,
+        "billed_output_tokens": 143.0 * 72,
     }  # fmt: skip
     bucket = {"object": "bucket", "start_time": DAY, "end_time": DAY + 86_400, "results": [result]}
     assert page == {"object": "page", "data": [bucket], "has_more": False, "next_page": None}

@@ -1,0 +1,175 @@
+"""The lines of a batch: reading and checking the input, and writing the answers, in OpenAI's format.
+
+An input line: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+A line that is not such an object makes the whole batch fail before anything is computed. A body that the endpoint
+refuses makes only its own line fail.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slora_api.batches.batches import BatchProblem
+
+__all__ = ["MAX_LINES", "BatchLine", "check_lines", "read_lines", "write_failure", "write_response"]
+
+# As in OpenAI's API.
+MAX_LINES = 50_000
+MAX_LINE_BYTES = 1 << 20
+_MAX_PROBLEMS = 100
+_MAX_ID_CHARS = 512
+_SHOWN_CHARS = 64
+# Fields of a body that make no sense in a batch.
+_STREAMING = ("stream", "stream_options")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """number: from 1, with blank lines counted. body: the request as JSON. refusal: why the line can't be computed."""
+
+    number: int
+    custom_id: str
+    body: bytes
+    refusal: str | None = None
+
+
+class _Invalid(ValueError):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+def split_lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Yields the lines that are not blank, each with its number. None stands for a line that is too long."""
+    rest, number, is_long = b"", 0, False
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            number += 1
+            if is_long or len(line) > MAX_LINE_BYTES:
+                yield number, None
+            elif line.strip():
+                yield number, line
+            is_long = False
+        if len(rest) > MAX_LINE_BYTES:
+            rest, is_long = b"", True
+    if is_long or rest.strip():
+        yield number + 1, None if is_long or len(rest) > MAX_LINE_BYTES else rest
+
+
+def check_lines(pieces: Iterable[bytes], endpoint: str) -> tuple[int, list[BatchProblem]]:
+    """Returns the number of lines, and what is wrong with the file."""
+    problems: list[BatchProblem] = []
+    seen: dict[bytes, int] = {}
+    count = 0
+    for number, raw in split_lines(pieces):
+        count += 1
+        if count > MAX_LINES:
+            message = f"The file has more than {MAX_LINES} lines; divide it into several batches."
+            return count, [BatchProblem("too_many_lines", message)]
+        try:
+            custom_id, _ = _parse(raw, endpoint)
+            digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+            if (first := seen.setdefault(digest, number)) != number:
+                raise _Invalid(
+                    "duplicate_custom_id",
+                    f"`custom_id` is {custom_id[:_SHOWN_CHARS]!r} in line {first} and in line {number}; give each line "
+                    "its own.",
+                    "custom_id",
+                )
+        except _Invalid as error:
+            problems.append(BatchProblem(error.code, error.message, number, error.param))
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+    if not count:
+        problems.append(BatchProblem("empty_file", "The file has no lines."))
+    return count, problems
+
+
+def read_lines(pieces: Iterable[bytes], endpoint: str, skipped: Collection[int]) -> Iterator[BatchLine]:
+    """Yields the lines of a checked file, except those whose number is in `skipped`."""
+    for number, raw in split_lines(pieces):
+        if number in skipped:
+            continue
+        custom_id, body = _parse(raw, endpoint)
+        refusal = None
+        if body.get("stream"):
+            refusal = "`stream` is true, but the answers of a batch are not streamed; omit it"
+        elif body.get("deadline_ms") is not None:
+            refusal = "`deadline_ms` is set, but the lines of a batch wait for idle capacity; omit it"
+        kept = {name: value for name, value in body.items() if name not in _STREAMING}
+        yield BatchLine(number, custom_id, json.dumps(kept, separators=(",", ":")).encode(), refusal)
+
+
+def write_response(line: BatchLine, answer_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """One line of an answer file, for an answer over HTTP. body: JSON."""
+    response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (
+        status,
+        json.dumps(request_id).encode(),
+        body.replace(b"\n", b""),
+    )
+    return b'{"id":%s,"custom_id":%s,"line":%d,"response":%s,"error":null}\n' % (
+        json.dumps(answer_id).encode(),
+        json.dumps(line.custom_id).encode(),
+        line.number,
+        response,
+    )
+
+
+def write_failure(line: BatchLine, answer_id: str, code: str, message: str) -> bytes:
+    """One line of the error file, for a line that got no answer over HTTP."""
+    values = {
+        "id": answer_id,
+        "custom_id": line.custom_id,
+        "line": line.number,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+
+
+def _parse(raw: bytes | None, endpoint: str) -> tuple[str, dict[str, Any]]:
+    """Returns custom_id and body."""
+    if raw is None:
+        raise _Invalid(
+            "line_too_long",
+            f"The line is longer than {MAX_LINE_BYTES} bytes, the limit of a line in a batch.",
+        )
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be decoded"
+        raise _Invalid("invalid_json_line", f"The line is not JSON: {reason}.") from None
+    if not isinstance(found, dict):
+        raise _Invalid("invalid_json_line", "The line is not a JSON object.")
+    custom_id, method, url, body = (found.get(name) for name in ("custom_id", "method", "url", "body"))
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARS or not _is_text(custom_id):
+        raise _Invalid(
+            "invalid_custom_id",
+            f"`custom_id` must be a text of 1 to {_MAX_ID_CHARS} characters.",
+            "custom_id",
+        )
+    if method != "POST":
+        raise _Invalid("invalid_method", f"`method` is {_show(method)}; it must be POST.", "method")
+    if url != endpoint:
+        raise _Invalid(
+            "invalid_url", f"`url` is {_show(url)}; the endpoint of this batch is {endpoint}.", "url"
+        )
+    if not isinstance(body, dict):
+        raise _Invalid("invalid_body", "`body` must be a JSON object.", "body")
+    return custom_id, body
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # an unpaired surrogate
+        return False
+    return True
+
+
+def _show(value: Any) -> str:
+    return repr(value)[:_SHOWN_CHARS]

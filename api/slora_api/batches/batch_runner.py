@@ -1,0 +1,105 @@
+"""Works on the batches of all tenants, in each API process.
+
+A runner claims batches with leases in the database, so several processes and hosts share the work, and another runner
+takes over what a dead one leaves.
+"""
+
+import asyncio
+import logging
+import uuid
+from contextlib import suppress
+
+from starlette.types import ASGIApp
+
+from slora_adapters.errors import StoreUnavailable
+from slora_api.batches.batch_run import LEASE_S, BatchRun
+from slora_api.batches.batches import Batches
+from slora_api.fair_slots import FairSlots
+from slora_api.generation.generation import Generator
+from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.running_requests import RunningRequests
+
+__all__ = ["BatchRunner"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+# Batches in progress in one process. Each holds one line that waits for a slot.
+_MAX_RUNNING = 16
+_SWEEP_S = 60.0
+
+
+class BatchRunner:
+    """app: the routes, without the layers that authenticate clients. num_lines: lines in flight in this process."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        app: ASGIApp,
+        generator: Generator,
+        key_store: KeyStore,
+        running: RunningRequests,
+        num_lines: int,
+        poll_s: float = _POLL_S,
+    ) -> None:
+        self._batches = batches
+        self._app = app
+        self._generator = generator
+        self._key_store = key_store
+        self._running = running
+        # Several batches of one tenant wait for slots at once, one line each.
+        self._slots = FairSlots(num_lines, _MAX_RUNNING + num_lines, "lines of batches", num_reserved=0)
+        self._poll_s = poll_s
+        self._owner = uuid.uuid4().hex
+        self._runs: dict[asyncio.Task[None], str] = {}
+
+    async def run(self) -> None:
+        """Works until cancelled. Then it releases its leases."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._claim())
+                group.create_task(self._sweep())
+        finally:
+            for task in list(self._runs):
+                task.cancel()
+            await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _claim(self) -> None:
+        while True:
+            batch = None
+            if self._generator.client.ready and len(self._runs) < _MAX_RUNNING:
+                with suppress(StoreUnavailable):
+                    busy = set(self._runs.values())
+                    batch = await asyncio.to_thread(self._batches.claim, self._owner, LEASE_S, busy)
+            if batch is None:
+                await asyncio.sleep(self._poll_s)
+                continue
+            work = BatchRun(
+                batch,
+                self._owner,
+                self._batches,
+                self._app,
+                self._key_store,
+                self._running,
+                self._slots,
+                self._generator.metrics.answered_line,
+            )
+            task = asyncio.create_task(work.run())
+            self._runs[task] = batch.tenant
+            task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        del self._runs[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The lease ends by itself, and then the batch is tried again.
+            logger.error("a batch could not be worked on", exc_info=error)
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                self._generator.metrics.batches = await asyncio.to_thread(self._batches.count_by_status)
+                while await asyncio.to_thread(self._batches.files.delete_expired):
+                    pass
+            except StoreUnavailable as error:
+                logger.warning("expired files are not deleted now: %s", error)
+            await asyncio.sleep(_SWEEP_S)

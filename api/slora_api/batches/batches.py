@@ -1,0 +1,346 @@
+"""The batches of tenants, in the database, with the leases of the runners that work on them.
+
+    validating --> in_progress --> finalizing --> completed
+        |               |
+        |               +--> expired
+        +--> failed     |
+        +---------------+--> cancelling --> cancelled
+
+A runner claims a batch for some seconds and renews its lease. If the runner dies, another one claims the batch when the
+lease has ended. Everything that a runner writes is refused if it does not have the lease any more. The clocks of hosts
+that share a database must agree to within a few seconds.
+
+The answer to a line is one part of an answer file, in its own transaction with the counts of the batch. So each line is
+answered once, however often it was computed.
+
+Every call blocks, so an event loop should make it on a thread.
+"""
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Select, Update, and_, func, insert, select, update
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+from slora_api.batches.files import UNFINISHED, Files, new_id
+from slora_api.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
+
+__all__ = ["Batch", "BatchProblem", "BatchStatus", "Batches", "LeaseLost", "LineAnswer"]
+
+WINDOW_S = 86_400.0
+_b, _p = schema.batches.c, schema.file_parts.c
+
+
+class BatchStatus(StrEnum):
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+class LeaseLost(Exception):
+    """Another runner has the batch now, or the batch does not exist any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProblem:
+    """A reason why a batch failed. line: its number in the input file, from 1; None for the whole file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """times: Unix times by state. is_final: whether the answer files are complete."""
+
+    batch_id: str
+    tenant: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    output_file_id: str
+    error_file_id: str
+    status: BatchStatus
+    metadata: Mapping[str, str] | None
+    errors: Sequence[BatchProblem]
+    times: Mapping[str, float]
+    created_at: float
+    expires_at: float
+    num_lines: int
+    num_completed: int
+    num_failed: int
+
+    @property
+    def is_final(self) -> bool:
+        return self.status not in UNFINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """The answer to one line. content: one line of JSON with its newline."""
+
+    number: int
+    content: bytes
+    is_error: bool
+
+
+class Batches:
+    """max_unfinished: the most batches of one tenant that are not finished. clock: Unix time."""
+
+    def __init__(
+        self, database: Database, files: Files, max_unfinished: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.files = files
+        self.clock = clock
+        self._database = database
+        self._max_unfinished = max_unfinished
+
+    def create(
+        self,
+        tenant: str,
+        key_id: str,
+        endpoint: str,
+        input_file_id: str,
+        metadata: Mapping[str, str] | None,
+    ) -> Batch:
+        """Raises NotFound, BadRequest or QuotaExceeded."""
+        stored = self.files.find(tenant, input_file_id)
+        if stored.purpose != "batch":
+            raise BadRequest(
+                f"The file `{input_file_id}` has the purpose `{stored.purpose}`; the input of a batch needs `batch`.",
+                "input_file_id",
+            )
+        now = self.clock()
+        batch_id = new_id("batch_", now)
+        row = {
+            "batch_id": batch_id,
+            "tenant": tenant,
+            "key_id": key_id,
+            "endpoint": endpoint,
+            "input_file_id": input_file_id,
+            "output_file_id": new_id("file-", now),
+            "error_file_id": new_id("file-", now),
+            "status": BatchStatus.VALIDATING.value,
+            "metadata": json.dumps(metadata),
+            "errors": "[]",
+            "times": "{}",
+            "created_at": now,
+            "expires_at": now + WINDOW_S,
+            "num_lines": 0,
+            "num_completed": 0,
+            "num_failed": 0,
+            "lease_owner": "",
+            "lease_until": 0.0,
+        }
+        with self._database.transaction(f"batches {tenant}") as connection:
+            unfinished = select(func.count()).where(_b.tenant == tenant, _b.status.in_(UNFINISHED))
+            count = connection.execute(unfinished).scalar_one()
+            if count >= self._max_unfinished:
+                raise QuotaExceeded(
+                    f"Your tenant has {count} batches that are not finished, and the limit is "
+                    f"{self._max_unfinished} (max_batches_per_tenant); wait until one ends, or cancel one."
+                )
+            connection.execute(insert(schema.batches), row)
+        return self.find(tenant, batch_id)
+
+    def find(self, tenant: str, batch_id: str) -> Batch:
+        """Raises NotFound."""
+        rows = self._database.read(_select().where(_b.tenant == tenant, _b.batch_id == batch_id))
+        if not rows:
+            raise NotFound(f"There is no batch `{batch_id[:128]}`.")
+        return _read(rows[0])
+
+    def list(self, tenant: str, limit: int, after: str | None) -> list[Batch]:
+        """Newest first."""
+        query = _select().where(_b.tenant == tenant).order_by(_b.batch_id.desc()).limit(limit)
+        if after is not None:
+            query = query.where(_b.batch_id < after)
+        return [_read(row) for row in self._database.read(query)]
+
+    def count_by_status(self) -> dict[str, int]:
+        """Numbers of unfinished batches of all tenants."""
+        query = select(_b.status, func.count()).where(_b.status.in_(UNFINISHED)).group_by(_b.status)
+        return {status: count for status, count in self._database.read(query)}
+
+    def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Raises NotFound, or KeyConflict if the batch has ended."""
+        found = self.find(tenant, batch_id)
+        with self._database.transaction(_lock(batch_id)) as connection:
+            found = _find(connection, batch_id)
+            if found.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+                _change(connection, found, BatchStatus.CANCELLING, self.clock())
+            elif found.status is not BatchStatus.CANCELLING:
+                raise BatchEnded(found)
+        return self.find(tenant, batch_id)
+
+    # -- runners ----------------------------------------------------------------------------------------------------
+
+    def claim(self, owner: str, lease_s: float, busy_tenants: Collection[str]) -> Batch | None:
+        """Leases the oldest batch that no runner works on. Tenants without a batch in progress here go first."""
+        now = self.clock()
+        is_free = and_(_b.status.in_(UNFINISHED), _b.lease_until < now)
+        query = select(_b.batch_id).where(is_free).order_by(_b.tenant.in_(busy_tenants), _b.batch_id).limit(1)
+        if not (rows := self._database.read(query)):
+            return None
+        leased = update(schema.batches).where(_b.batch_id == rows[0].batch_id, is_free)
+        with self._database.transaction() as connection:
+            values = {"lease_owner": owner, "lease_until": now + lease_s}
+            if not connection.execute(leased.values(**values)).rowcount:
+                return None  # another runner was faster
+            return _find(connection, rows[0].batch_id)
+
+    def renew(self, batch_id: str, owner: str, lease_s: float) -> BatchStatus:
+        """Raises LeaseLost."""
+        with self._leased(batch_id, owner) as (connection, found):
+            leased = update(schema.batches).where(_b.batch_id == batch_id)
+            connection.execute(leased.values(lease_until=self.clock() + lease_s))
+            return found.status
+
+    def release(self, batch_id: str, owner: str) -> None:
+        """Ends a lease early, so that another runner can go on at once."""
+        mine = update(schema.batches).where(_b.batch_id == batch_id, _b.lease_owner == owner)
+        with self._database.transaction(even_if_full=True) as connection:
+            connection.execute(mine.values(lease_owner="", lease_until=0.0))
+
+    def begin(self, batch_id: str, owner: str, num_lines: int) -> BatchStatus:
+        """The input is valid. Returns the status, which is CANCELLING if the tenant was faster. Raises LeaseLost."""
+        with self._leased(batch_id, owner) as (connection, found):
+            row = update(schema.batches).where(_b.batch_id == batch_id)
+            connection.execute(row.values(num_lines=num_lines))
+            if found.status is not BatchStatus.VALIDATING:
+                return found.status
+            _change(connection, found, BatchStatus.IN_PROGRESS, self.clock())
+            return BatchStatus.IN_PROGRESS
+
+    def answered(self, batch: Batch) -> set[int]:
+        """The numbers of the lines that have an answer."""
+        query = select(_p.number).where(_p.file_id.in_((batch.output_file_id, batch.error_file_id)))
+        return {row.number for row in self._database.read(query)}
+
+    def record(self, batch: Batch, owner: str, answers: Sequence[LineAnswer]) -> None:
+        """Writes the answers of lines that have none yet. Raises LeaseLost."""
+        with self._leased(batch.batch_id, owner) as (connection, _):
+            numbers = [one.number for one in answers]
+            both = (batch.output_file_id, batch.error_file_id)
+            query = select(_p.number).where(_p.file_id.in_(both), _p.number.in_(numbers))
+            present = set(connection.execute(query).scalars())
+            new = [one for one in answers if one.number not in present]
+            if not new:
+                return
+            rows = [
+                {
+                    "file_id": batch.error_file_id if one.is_error else batch.output_file_id,
+                    "number": one.number,
+                    "tenant": batch.tenant,
+                    "content": one.content,
+                }
+                for one in new
+            ]
+            connection.execute(insert(schema.file_parts), rows)
+            num_failed = sum(one.is_error for one in new)
+            counts = {
+                "num_completed": _b.num_completed + len(new) - num_failed,
+                "num_failed": _b.num_failed + num_failed,
+            }
+            connection.execute(update(schema.batches).where(_b.batch_id == batch.batch_id).values(**counts))
+
+    def finish(
+        self, batch_id: str, owner: str, status: BatchStatus, errors: Sequence[BatchProblem] = ()
+    ) -> None:
+        """Ends a batch and makes its answer files visible. Raises LeaseLost."""
+        now = self.clock()
+        with self._leased(batch_id, owner) as (connection, found):
+            if status is BatchStatus.COMPLETED:
+                found = _change(connection, found, BatchStatus.FINALIZING, now)
+            _change(connection, found, status, now)
+            kept = {
+                "output_file_id": self._publish(connection, found, found.output_file_id, "output", now),
+                "error_file_id": self._publish(connection, found, found.error_file_id, "error", now),
+                "errors": json.dumps([{name: getattr(one, name) for name in _PROBLEM} for one in errors]),
+                "lease_owner": "",
+                "lease_until": 0.0,
+            }
+            connection.execute(update(schema.batches).where(_b.batch_id == batch_id).values(**kept))
+
+    def _publish(self, connection: Connection, batch: Batch, file_id: str, kind: str, now: float) -> str:
+        """Makes an answer file visible. Returns its id, or an empty text if it has no lines."""
+        size = select(func.count(), func.sum(func.length(_p.content))).where(_p.file_id == file_id)
+        count, num_bytes = connection.execute(size).one()
+        if not count:
+            return ""
+        row = {
+            "file_id": file_id,
+            "tenant": batch.tenant,
+            "purpose": "batch_output",
+            "filename": f"{batch.batch_id}_{kind}.jsonl",
+            "num_bytes": int(num_bytes),
+            "created_at": now,
+            "expires_at": None,
+            "is_complete": True,
+        }
+        connection.execute(insert(schema.files), row)
+        return file_id
+
+    @contextmanager
+    def _leased(self, batch_id: str, owner: str) -> Iterator[tuple[Connection, Batch]]:
+        with self._database.transaction(_lock(batch_id)) as connection:
+            mine = _select().where(
+                _b.batch_id == batch_id, _b.lease_owner == owner, _b.lease_until > self.clock()
+            )
+            row = connection.execute(mine).one_or_none()
+            if row is None:
+                raise LeaseLost(batch_id)
+            yield connection, _read(row)
+
+
+class BatchEnded(KeyConflict):
+    """A batch that has ended cannot be cancelled."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(f"The batch `{batch.batch_id}` is {batch.status}, so it cannot be cancelled.")
+
+
+_COLUMNS = tuple(_b[name] for name in Batch.__slots__)
+_PROBLEM = tuple(BatchProblem.__slots__)
+
+
+def _lock(batch_id: str) -> str:
+    return f"batch {batch_id}"
+
+
+def _select() -> Select[Any]:
+    return select(*_COLUMNS)
+
+
+def _find(connection: Connection, batch_id: str) -> Batch:
+    return _read(connection.execute(_select().where(_b.batch_id == batch_id)).one())
+
+
+def _change(connection: Connection, batch: Batch, status: BatchStatus, now: float) -> Batch:
+    times = {**batch.times, f"{status}_at": now}
+    row: Update = update(schema.batches).where(_b.batch_id == batch.batch_id)
+    connection.execute(row.values(status=status.value, times=json.dumps(times)))
+    return _find(connection, batch.batch_id)
+
+
+def _read(row: Any) -> Batch:
+    values = dict(zip(Batch.__slots__, row, strict=True))
+    values["status"] = BatchStatus(values["status"])
+    values["metadata"] = json.loads(values["metadata"])
+    values["errors"] = [BatchProblem(**one) for one in json.loads(values["errors"])]
+    values["times"] = json.loads(values["times"])
+    return Batch(**values)

@@ -1,0 +1,264 @@
+"""Batches over HTTP with the openai client, on a scripted engine."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slora.request import FinishReason
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[Platform]:
+    engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
+    with running_platform(tmp_path, engine, runs_batches=True) as platform:
+        yield platform
+
+
+def line_of(custom_id: str, **changes: Any) -> dict[str, Any]:
+    body = {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": custom_id}]}
+    return {"custom_id": custom_id, "method": "POST", "url": PATH, "body": body} | changes
+
+
+def write_lines(lines: list[Any]) -> bytes:
+    return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
+
+
+def sdk(platform: Platform, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{platform.url}/v1", api_key=key, max_retries=0)
+
+
+def submit(client: openai.OpenAI, lines: list[Any]) -> Any:
+    file = client.files.create(file=("input.jsonl", write_lines(lines)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
+
+
+def wait_for(client: openai.OpenAI, batch_id: str, *statuses: str) -> Any:
+    for _ in range(1200):
+        batch = client.batches.retrieve(batch_id)
+        if batch.status in statuses:
+            return batch
+        time.sleep(0.05)
+    raise AssertionError(f"the batch is {batch.status} after a minute")
+
+
+def read_answers(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def test_the_openai_client_runs_a_batch_whose_broken_line_fails_alone(platform: Platform) -> None:
+    client = sdk(platform, platform.key("acme"))
+    broken = line_of("broken")
+    broken["body"]["temperature"] = "warm"
+    lines = [line_of("first"), broken, line_of("stream"), line_of("last")]
+    lines[2]["body"]["stream"] = True
+    file = client.files.create(file=("input.jsonl", write_lines(lines)), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(write_lines(lines)), "input.jsonl", "batch")
+    created = client.batches.create(
+        input_file_id=file.id, endpoint=PATH, completion_window="24h", metadata={"run": "7"}
+    )
+    batch = wait_for(client, created.id, "completed")
+    assert batch.request_counts is not None and batch.metadata == {"run": "7"}
+    assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
+    answers = read_answers(client, batch.output_file_id)
+    assert [(one["custom_id"], one["line"], one["error"]) for one in answers] == [
+        ("first", 1, None),
+        ("last", 4, None),
+    ]
+    response = answers[0]["response"]
+    assert response["status_code"] == 200 and response["request_id"]
+    assert response["body"]["choices"][0]["message"]["content"] == "hi"
+    errors = read_answers(client, batch.error_file_id)
+    assert [(one["custom_id"], one["line"]) for one in errors] == [("broken", 2), ("stream", 3)]
+    assert errors[0]["response"]["status_code"] == 400
+    assert errors[0]["response"]["body"]["error"]["param"] == "temperature"
+    assert "`stream` is true" in errors[1]["error"]["message"]
+    assert all(request.is_background for request in platform.engine.requests)
+    check_usage(platform, client.api_key)
+    assert {one.id for one in client.batches.list()} == {created.id}
+    assert [one.purpose for one in client.files.list()] == ["batch_output", "batch_output", "batch"]
+    assert [one.id for one in client.files.list(purpose="batch")] == [file.id]
+    first, second = client.files.list(limit=1), client.files.list(limit=2, order="asc")
+    assert first.has_next_page() and second.data[0].id == file.id
+    client.files.delete(file.id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def check_usage(platform: Platform, key: str) -> None:
+    """The usage of the two computed lines is that of a batch, at half the price."""
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in platform.engine.requests)
+    platform.services.usage_shipper.ship()
+    with platform.client(key) as http:
+        ((result,),) = [bucket["results"] for bucket in http.get("/v1/usage?limit=1").json()["data"]]
+    assert (result["num_model_requests"], result["num_batch_requests"]) == (2, 2)
+    assert result["batch_input_tokens"] == result["input_tokens"] == prompt_tokens
+    assert result["batch_output_tokens"] == result["output_tokens"] == 6
+    assert (result["billed_input_tokens"], result["billed_output_tokens"]) == (prompt_tokens / 2, 3)
+
+
+def test_a_file_that_is_no_jsonl_fails_with_the_numbers_of_its_lines(platform: Platform) -> None:
+    client = sdk(platform, platform.key("acme"))
+    lines = [
+        line_of("a"),
+        b"no json",
+        b"",
+        line_of("a"),
+        line_of("b", url="/v1/completions"),
+        line_of("c", method="GET"),
+        {"custom_id": 7},
+        line_of("d", body=[]),
+        b"[]",
+        b'{"custom_id": "e' + b"e" * (1 << 20) + b'"}',
+    ]
+    batch = wait_for(client, submit(client, lines).id, "failed")
+    assert batch.errors is not None and batch.errors.data is not None
+    assert [(one.code, one.line) for one in batch.errors.data] == [
+        ("invalid_json_line", 2),
+        ("duplicate_custom_id", 4),
+        ("invalid_url", 5),
+        ("invalid_method", 6),
+        ("invalid_custom_id", 7),
+        ("invalid_body", 8),
+        ("invalid_json_line", 9),
+        ("line_too_long", 10),
+    ]
+    assert "in line 1 and in line 4" in (batch.errors.data[1].message or "")
+    assert not platform.engine.requests and batch.output_file_id is None
+
+
+def test_a_cancelled_batch_keeps_its_answers_and_aborts_its_lines(platform: Platform) -> None:
+    client = sdk(platform, platform.key("acme"))
+    platform.engine.hang = True
+    platform.engine.answers = [deltas_of(b"hi")[:1]]
+    batch = submit(client, [line_of(str(number)) for number in range(3)])
+    wait_for(client, batch.id, "in_progress")
+    with pytest.raises(openai.ConflictError, match="is the input of the batch"):
+        client.files.delete(batch.input_file_id)
+    poll(lambda: len(platform.engine.requests) == 3)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    ended = wait_for(client, batch.id, "cancelled")
+    assert ended.output_file_id is None and ended.cancelled_at and ended.cancelling_at
+    poll(lambda: len(platform.engine.aborted) == 3)
+    with pytest.raises(openai.ConflictError, match="is cancelled, so it cannot be cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_another_tenant_sees_neither_files_nor_batches(platform: Platform) -> None:
+    owner, other = sdk(platform, platform.key("acme")), sdk(platform, platform.key("rival"))
+    batch = wait_for(owner, submit(owner, [line_of("a")]).id, "completed")
+    for call in (
+        lambda: other.files.retrieve(batch.input_file_id),
+        lambda: other.files.content(batch.output_file_id or ""),
+        lambda: other.files.delete(batch.input_file_id),
+        lambda: other.batches.retrieve(batch.id),
+        lambda: other.batches.cancel(batch.id),
+        lambda: other.batches.create(
+            input_file_id=batch.input_file_id, endpoint=PATH, completion_window="24h"
+        ),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    assert not other.files.list().data and not other.batches.list().data
+
+
+def poll(is_true: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if is_true():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen within a minute")
+
+
+@pytest.mark.parametrize(
+    ("form", "file", "status", "words"),
+    [
+        ({}, b"{}", 400, "`purpose` is missing"),
+        ({"purpose": "fine-tune"}, b"{}", 400, "`purpose` is 'fine-tune'; this server accepts `batch`"),
+        ({"purpose": "batch"}, None, 400, "`file` is missing"),
+        ({"purpose": "batch"}, b"", 400, "`file` is empty"),
+        ({"purpose": "batch", "colour": "red"}, b"{}", 400, "`colour` is not a multipart field"),
+        ({"purpose": "batch", "expires_after[seconds]": "7"}, b"{}", 400, "needs `anchor`"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "7"},
+            b"{}",
+            400,
+            "it must be a whole number from 3600 to 2592000",
+        ),
+        ({"purpose": "batch" + "h" * 300}, b"{}", 400, "`purpose` is larger than 256 bytes"),
+        ({"purpose": "batch"}, b"x" * 5000, 413, "larger than 4096 bytes"),
+    ],
+)
+def test_a_bad_upload_is_refused_with_its_field(
+    small: Platform, form: dict[str, str], file: bytes | None, status: int, words: str
+) -> None:
+    files = {"nothing": b""} if file is None and not form else {} if file is None else {"file": file}
+    with small.client(small.key("acme")) as client:
+        if file is None:
+            boundary = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+            headers = {"Content-Type": "multipart/form-data; boundary=b"}
+            answer = client.post("/v1/files", content=boundary, headers=headers)
+        else:
+            answer = client.post("/v1/files", data=form, files=files)
+    assert (answer.status_code, words in answer.text) == (status, True), answer.text
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """A platform with low limits."""
+    limits = {
+        "max_file_bytes": 4096,
+        "max_files_per_tenant": 2,
+        "max_file_bytes_per_tenant": 5000,
+        "max_batches_per_tenant": 1,
+    }
+    engine = ScriptedEngine([deltas_of(b"hi")])
+    with running_platform(tmp_path_factory.mktemp("small"), engine, **limits) as platform:
+        yield platform
+
+
+def upload(client: httpx.Client, content: bytes = b"{}") -> httpx.Response:
+    return client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
+
+
+def test_a_tenants_files_and_batches_are_limited(small: Platform) -> None:
+    with small.client(small.key("limited")) as client:
+        file_id = upload(client, b"x" * 3000).json()["id"]
+        answer = upload(client, b"x" * 3000)
+        assert answer.status_code == 409 and "max_file_bytes_per_tenant" in answer.text
+        assert upload(client).status_code == 200
+        answer = upload(client)
+        assert answer.status_code == 409 and "max_files_per_tenant" in answer.text
+        body = {"input_file_id": file_id, "endpoint": PATH, "completion_window": "24h"}
+        assert client.post("/v1/batches", json=body).status_code == 200
+        answer = client.post("/v1/batches", json=body)
+        assert answer.status_code == 409 and "max_batches_per_tenant" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": 7}, "input_file_id"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "at most 16"),
+        ({"metadata": {"a": "b" * 513}}, "too long"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_bad_batch_is_refused_with_its_field(small: Platform, changes: dict[str, Any], words: str) -> None:
+    body = {"input_file_id": "file-0", "endpoint": PATH, "completion_window": "24h"} | changes
+    with small.client(small.key("acme")) as client:
+        answer = client.post("/v1/batches", json=body)
+    assert answer.status_code == 400 and words in answer.text, answer.text
