@@ -23,15 +23,11 @@ help: ## this list
 serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLORA_* variables are settings
 	$(BIN)/slora demo
 
-# Four processes of one thread each: on two cores, some of them compute while others wait for a server.
-PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)
 # Without files of bytecode, every server that a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: $(COMPILED) ## the tests, in less than ten minutes on two cores
-	@printf '%s\n' tests/slora 'tests/api/server tests/api/cli' \
-		'tests/api --ignore=tests/api/server --ignore=tests/api/cli' \
-		'--ignore=tests/slora --ignore=tests/api' | xargs -L 1 -P 4 $(PYTEST)
+test: $(COMPILED) ## the tests, in less than ten minutes on two cores; PYTEST_ARGS are options of pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -P tests/run.py $(PYTEST_ARGS)
 
 check: $(TEST) ## format, lint, types, import contracts, tests; changes nothing
 	$(BIN)/ruff format --check .

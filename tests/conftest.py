@@ -1,5 +1,6 @@
 """Options of the whole test run, and environment variables that must be set before a test module is imported."""
 
+import atexit
 import gc
 import os
 import sys
@@ -43,6 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until all tests are imported, a collection takes up to a third of a second and finds nothing.
+    gc.disable()
+    # Otherwise, packages with extensions report at the end of the process that they leak.
+    atexit.register(gc.unfreeze)
     soak = config.getoption("--soak")
     settings.load_profile("soak" if soak else "test")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -56,13 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempts all that was imported from garbage collection, which would take a third of a second each time."""
-    gc.collect()
+    """Exempts all that was imported from garbage collection."""
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

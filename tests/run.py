@@ -1,0 +1,91 @@
+"""Runs the tests: `python -P tests/run.py [options of pytest]`.
+
+Each group of tests is a run of pytest in a process of its own. Four run at once: on two cores, some of them compute
+while others wait for a server. They are forked from one process that has imported the largest packages. The output of
+a group is printed at its end, and the exit status is 0 only if all groups passed.
+"""
+
+import gc
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_NUM_AT_ONCE = 4
+# Paths and options of pytest, the longest groups first. The tests of a group share models and servers.
+_GROUPS = (
+    "tests/api --ignore=tests/api/server --ignore=tests/api/cli",
+    "tests/api/server tests/api/cli",
+    "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/llm",
+    "tests/slora/engine tests/slora/llm",
+    "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters",
+    "tests/adapters",
+)
+# `tests.conftest` is the first, because it sets variables that torch and Triton read when they are imported. None of
+# these may start a thread, because a forked process has only the thread that forked.
+_IMPORTED_ONCE = (
+    "tests.conftest",
+    "hypothesis.stateful",
+    "openai",
+    "tests.api.platform",
+    "tests.support.engine_stack",
+    "tests.support.oracle",
+)
+# Some of these packages are also plugins of pytest, whose assertions it would rewrite.
+_IGNORED = "ignore:Module already imported so cannot be rewritten"
+
+
+def _start(arguments: list[str], output: int) -> int:
+    """Runs pytest in a forked process that writes to the descriptor `output`. Returns the process's id."""
+    if pid := os.fork():
+        return pid
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    raise SystemExit(pytest.main([*arguments, "-W", _IGNORED]))
+
+
+def _import_packages() -> None:
+    # A collection takes up to a third of a second and finds nothing.
+    gc.disable()
+    sys.path.insert(0, str(_ROOT))
+    for name in _IMPORTED_ONCE:
+        importlib.import_module(name)
+    # A process that collects an object copies its page of memory.
+    gc.freeze()
+
+
+def _run_groups(options: list[str]) -> Iterator[int]:
+    """Yields the exit code of each group."""
+    waiting, running = list(_GROUPS), dict[int, tuple[str, int, float]]()
+    while waiting or running:
+        while waiting and len(running) < _NUM_AT_ONCE:
+            group, output = waiting.pop(0), os.memfd_create("output")
+            running[_start([*group.split(), *options], output)] = group, output, time.monotonic()
+        pid, status, used = os.wait4(-1, 0)
+        group, output, started_at = running.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
+        wall_s, cpu_s = time.monotonic() - started_at, used.ru_utime + used.ru_stime
+        with open(output, errors="replace") as file:
+            file.seek(0)
+            print(f"pytest {group}", file.read(), sep="\n", end="")
+        print(f"exit status {code} after {wall_s:.0f} s, with {cpu_s:.0f} s of CPU time\n", flush=True)
+        yield code
+
+
+def main(options: list[str]) -> int:
+    os.chdir(_ROOT)
+    _import_packages()
+    codes = set(_run_groups(options))
+    # Otherwise, packages with extensions report that they leak.
+    gc.unfreeze()
+    # The options may select no test of a group.
+    return int(not codes <= {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
