@@ -118,3 +118,12 @@ def test_the_docs_show_every_route_and_object_and_load_nothing(platform: Platfor
     assert targets <= identifiers and document["components"]["schemas"].keys() <= identifiers
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     assert "<script" not in page and "://" not in page and "&lt;code&gt;" not in page
+
+
+def test_the_docs_list_the_required_fields_of_a_body_first(platform: Platform, document: Json) -> None:
+    page = httpx.get(f"{platform.url}/docs", verify=False).text
+    for _, _, operation in operations(document):
+        section = page.split(f'<section id="{operation["operationId"]}">')[1].split("<h4>Answers")[0]
+        rows = section.split("<h4>Body")[-1].split("<details>")[0].split("<tr>")[1:]
+        is_required = ['title="required"' in row for row in rows]
+        assert is_required == sorted(is_required, reverse=True), operation["operationId"]
