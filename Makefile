@@ -14,6 +14,7 @@ TEST := $(VENV)/.installed-test
 COMPILED := $(VENV)/.compiled-for-tests
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
+AGENTS := $(VENV)-agents
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help serve test check format soak bench bench-peers demo clean
@@ -40,7 +41,7 @@ format: $(TEST) ## puts the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(COMPILED) $(CLIENTS)/.installed ## the same tests with large counts; up to an hour
+soak: $(COMPILED) $(CLIENTS)/.installed $(AGENTS)/.installed ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
@@ -77,7 +78,9 @@ $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
 	$(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 	@touch $@
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt | $(VENV)/bin/python
-	$(BIN)/python -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(AGENTS)/.installed: tests/clients/agents.txt
+$(CLIENTS)/.installed $(AGENTS)/.installed: | $(VENV)/bin/python
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@

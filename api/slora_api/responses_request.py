@@ -236,7 +236,7 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     conversation: Annotated[Any, Unsupported(instead=_NO_STATE)] = None
     prompt: Annotated[Any, Unsupported(instead="Send the texts in `instructions` and `input`.")] = None
     background: Annotated[
-        Any, Unsupported(False, instead="Send `stream: true`, and read the answer as it is made.")
+        Any, Unsupported(False, instead="Send `stream: true`, or a batch to /v1/batches.")
     ] = None
     background_options: Annotated[Any, Unsupported({})] = None
     truncation: Annotated[Any, Unsupported("disabled", instead="Leave out the oldest items of `input`.")] = (

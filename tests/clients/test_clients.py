@@ -1,5 +1,5 @@
-"""Packages that speak OpenAI's API work unchanged. Each runs in a process of its own, with the Python environment that
-`make soak` sets up.
+"""Packages that speak OpenAI's API work unchanged. Each runs in a process of its own, with one of the Python
+environments that `make soak` sets up.
 """
 
 import os
@@ -16,7 +16,8 @@ from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.tool_templates import HERMES
 
-PYTHON = Path(os.environ.get("CLIENTS", f"{sys.prefix}-clients")) / "bin" / "python"
+CLIENTS = Path(os.environ.get("CLIENTS", f"{sys.prefix}-clients"))
+AGENTS = Path(os.environ.get("AGENTS", f"{sys.prefix}-agents"))
 # Scripts that use the base model, and scripts that call tools.
 SCRIPTS = sorted(Path(__file__).parent.glob("use_*.py"))
 CALLING_SCRIPTS = sorted(Path(__file__).parent.glob("call_*.py"))
@@ -32,8 +33,9 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def run_script(platform: Platform, script: Path, key: str) -> None:
-    assert PYTHON.exists(), f"{PYTHON} is missing: run `make soak`, which installs the clients"
-    command = [str(PYTHON), "-P", str(script), platform.url + "/v1", key]
+    python = (AGENTS if script.stem.endswith("_agents") else CLIENTS) / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run `make soak`, which installs the clients"
+    command = [str(python), "-P", str(script), platform.url + "/v1", key]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
 
