@@ -152,7 +152,8 @@ Metadata = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk has the usage. continuous_usage_stats: as in vLLM, every chunk has the usage so far.
+    """include_usage: a last chunk has the usage. continuous_usage_stats: as in vLLM, if `include_usage` is true, every
+    chunk has the usage so far.
     include_obfuscation: padding of chunks against traffic analysis.
     """
 
@@ -250,11 +251,11 @@ class GenerationFields(AnswerFields, OutputFields):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage) or self.continuous_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _what_needs_a_stream_and_what_forbids_it(self) -> Self:

@@ -74,6 +74,15 @@ def test_continuous_usage_is_the_usage_so_far_in_every_chunk(
 
 
 @BOTH
+def test_continuous_usage_without_include_usage_has_no_effect(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    """Born from vLLM's own tests."""
+    chunks = stream(platform, key, path, body | {"stream_options": {"continuous_usage_stats": True}})
+    assert chunks and all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+@BOTH
 def test_a_request_id_is_the_end_of_the_answers_id(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
