@@ -152,7 +152,7 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         lora=lora,
         adapts_embedding=False,
         head_lora=None,
-        sample_rows=ints(step.batch, dtype=torch.int64),
+        output_rows=ints(step.batch, dtype=torch.int64),
         sampling=[],
         prompts=[],
     )

@@ -6,6 +6,7 @@ Classes that need tensors are imported at their first use, so that processes wit
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from slora.pooling import Pooling, PoolingKind
 from slora.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from slora.llm.lora_adapter import LoraAdapter
     from slora.text.answer import Choice, Completion, CompletionDelta
 
-__all__ = ["LLM", "AsyncLLM", "Choice", "Completion", "CompletionDelta", "LoraAdapter", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Choice",
+    "Completion",
+    "CompletionDelta",
+    "LoraAdapter",
+    "Pooling",
+    "PoolingKind",
+    "SamplingParams",
+]
 
 _MODULES = {
     "AsyncLLM": "slora.llm.async_llm",

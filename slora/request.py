@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slora.pooling import Pooling
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.version import AdapterVersion
@@ -13,10 +14,13 @@ MAX_ADAPTER_WEIGHT = 10_000.0
 MAX_PRIORITY = 1_000
 MAX_DEADLINE_S = 86_400.0
 
+# The sampling parameters of a request that computes an embedding. It samples no token.
+NOT_SAMPLED = SamplingParams(max_tokens=1)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue.
+    """One prompt to continue, or to embed.
 
     tenant: the tenant that is charged.
     adapter: None means the base model.
@@ -28,6 +32,7 @@ class EngineRequest:
     account: who is billed within the tenant. The engine only copies it to usage records. Empty: no one is billed.
     deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
         search has its first token when the search is over. None: no deadline.
+    pooling: how the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
     """
 
     request_id: str
@@ -41,6 +46,7 @@ class EngineRequest:
     deadline_s: float | None = None
     account: str = ""
     is_background: bool = False
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,9 @@ class TokenDelta:
 
     prompt_logprobs: log-probabilities of the next prompt tokens; None for the very first token. They come in deltas
         without token_ids, all of them before the answer.
-    num_cached: prompt tokens found in the prefix cache; set with the first token of choice 0.
+    num_cached: prompt tokens found in the prefix cache; set with the first token of choice 0, or with the embedding.
+    embedding: the embedding of the prompt as float32 in the byte order of the machine. It comes in a delta of its own
+        without token_ids, whose finish_reason is STOP.
     """
 
     token_ids: tuple[int, ...]
@@ -107,6 +115,7 @@ class TokenDelta:
     index: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     num_cached: int = 0
+    embedding: bytes | None = None
 
 
 @dataclass(slots=True)

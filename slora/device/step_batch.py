@@ -22,6 +22,7 @@ from slora.device.lora_tiles import (
     max_rows,
 )
 from slora.sampling.prompt_logprobs import PromptRows, find_prompt_rows
+from slora.sampling.prompt_pooling import PooledRows, find_pooled_rows
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
@@ -34,9 +35,9 @@ class StepBatch:
     """The tensors of one step.
 
     token_ids: int64 [T].
-    sample_rows: int64 [B'], indices into the T tokens whose hidden states become logits. First one per entry of
-    `sampling`, in chunk order: if a prompt forks into n choices, its last token is listed n times. Then those of
-    `prompts`: the prompt tokens whose logprobs were requested.
+    output_rows: int64 [B'], indices into the T tokens whose hidden states are read. First one per entry of `sampling`,
+    in chunk order: if a prompt forks into n choices, its last token is listed n times. Then those of `prompts`: the
+    prompt tokens whose logprobs were requested. Then those of `pooled`: the tokens of prompts to embed.
     lora: None if no sequence of the batch has an adapter. Rows of the base model are in no tile.
     adapts_embedding: whether an adapter of the batch changes the embedding.
     head_lora: tiles over the rows of `sampling`; None if no adapter changes the output head.
@@ -47,9 +48,10 @@ class StepBatch:
     lora: LoraTiles | None
     adapts_embedding: bool
     head_lora: LoraTiles | None
-    sample_rows: Tensor
+    output_rows: Tensor
     sampling: list[Sequence]
     prompts: list[PromptRows]
+    pooled: list[PooledRows]
 
     @staticmethod
     def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
@@ -76,19 +78,20 @@ class StepBatch:
         sampled = [chunk.sampled_sequences for chunk in chunks]
         last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
         prompts = find_prompt_rows(chunks, starts)
-        scored = [token for asked in prompts for token in asked.tokens]
+        pooled = find_pooled_rows(chunks, starts)
+        others = [*_tokens(prompts), *_tokens(pooled)]
         arrays: list[IntArray | npt.NDArray[np.float32]] = [
             _token_ids(chunks, int(starts[-1])),
             _rotary_rows(chunks, positions, counts, long_rows),
             _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
-            np.array([*last_rows, *scored], np.int64) if scored else last_rows.astype(np.int64),
+            np.array([*last_rows, *others], np.int64) if others else last_rows.astype(np.int64),
             starts,
             contexts,
             block_tables,
             *_tile_arrays(tiles.tiles),
             *_tile_arrays(head_tiles.tiles),
         ]
-        ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, *rest = _upload(
+        ids, pos, kv_slots, output_rows, query_starts, context_lens, tables, *rest = _upload(
             arrays, memory.device
         )
         tile_tensors = iter(rest)
@@ -107,10 +110,15 @@ class StepBatch:
             lora=_join_tiles(tiles, tile_tensors, targets.max_group_rank),
             adapts_embedding=targets.embedding,
             head_lora=_join_tiles(head_tiles, tile_tensors, targets.max_group_rank),
-            sample_rows=sample_rows,
+            output_rows=output_rows,
             sampling=[sequence for sequences in sampled for sequence in sequences],
             prompts=prompts,
+            pooled=pooled,
         )
+
+
+def _tokens(found: list[PromptRows] | list[PooledRows]) -> Iterator[int]:
+    return (token for rows in found for token in rows.tokens)
 
 
 def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:

@@ -121,6 +121,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             scheduling=config.scheduling,
             shape=model.shape(self._runner.dtype_name),
+            can_embed=self._runner.can_embed,
         )
 
     @property
@@ -274,13 +275,13 @@ class Engine:
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Updates the cost model from a step's time, if the measured time belongs to this step alone.
 
-        On a GPU, the host waits for the device only where tokens are sampled. A step without samples therefore shifts
-        its time to the next step, and neither is counted. The host does not wait for copies to a GPU at all, so the
-        costs of copies keep the values measured at start.
+        On a GPU, the host waits for the device only where tokens are sampled or embeddings are complete. A step without
+        either therefore shifts its time to the next step, and neither is counted. The host does not wait for copies to
+        a GPU at all, so the costs of copies keep the values measured at start.
         """
         was_timed, self._was_timed = self._was_timed, True
         if self._runner.device.type != "cpu":
-            self._was_timed = any(chunk.samples for chunk in plan.chunks)
+            self._was_timed = any(chunk.samples or chunk.completes_embedding for chunk in plan.chunks)
             if plan.loads or plan.swaps_out or plan.swaps_in or not (was_timed and self._was_timed):
                 return
         if self._learned is not None:

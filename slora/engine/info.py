@@ -13,7 +13,10 @@ from slora_kernels.layout import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes."""
+    """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes.
+
+    can_embed: whether the model's hidden states can be read, which embeddings need.
+    """
 
     model_name: str
     max_model_len: int
@@ -30,6 +33,7 @@ class EngineInfo:
     max_num_seqs: int
     scheduling: str
     shape: ModelShape
+    can_embed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

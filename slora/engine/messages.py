@@ -25,6 +25,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
+from slora.pooling import Pooling
 from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.structured_output import OutputKind, StructuredOutput
@@ -57,6 +58,7 @@ def encode_add(request: EngineRequest) -> Message:
         # Maps of the wire format have string keys only, so logit_bias travels as a list of pairs.
         | {"logit_bias": list(sampling.logit_bias.items())}
         | {"structured_output": output if output is None else astuple(output)},
+        "pooling": None if request.pooling is None else astuple(request.pooling),
     }
 
 
@@ -70,7 +72,7 @@ def decode_add(message: Message) -> EngineRequest:
     sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
     output = sampling["structured_output"]
     sampling["structured_output"] = output if output is None else _decode_form(output)
-    adapter = message["adapter"]
+    adapter, pooling = message["adapter"], message["pooling"]
     return EngineRequest(
         request_id=message["id"],
         tenant=message["tenant"],
@@ -83,6 +85,7 @@ def decode_add(message: Message) -> EngineRequest:
         deadline_s=message["deadline_s"],
         account=message["account"],
         is_background=message["is_background"],
+        pooling=None if pooling is None else Pooling(*pooling),
     )
 
 
@@ -163,7 +166,7 @@ def decode_usage(message: Message) -> list[tuple[str, RequestUsage]]:
 
 def encode_output(output: StepOutput) -> list[Any]:
     """Encodes one output as a list: [request id, token ids, finish reason, logprobs, error, choice index, prompt
-    logprobs, number of prompt tokens found in the prefix cache].
+    logprobs, number of prompt tokens found in the prefix cache, embedding].
 
     A list is shorter than a map, and every step sends one for each sequence.
     """
@@ -177,17 +180,18 @@ def encode_output(output: StepOutput) -> list[Any]:
         delta.index if delta else 0,
         _encode_logprobs(delta.prompt_logprobs) if delta else None,
         delta.num_cached if delta else 0,
+        delta.embedding if delta else None,
     ]
 
 
 def decode_output(row: list[Any]) -> StepOutput:
-    request_id, token_ids, reason, logprobs, error, index, scored, num_cached = row
+    request_id, token_ids, reason, logprobs, error, index, scored, num_cached, embedding = row
     if error is not None:
         return StepOutput(request_id, error=_decode_error(error))
     entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) if logprobs else None
     prompt_entries = _decode_logprobs(scored) if scored else ()
     finish = FinishReason(reason) if reason is not None else None
-    delta = TokenDelta(tuple(token_ids), finish, entries, index, prompt_entries, num_cached)
+    delta = TokenDelta(tuple(token_ids), finish, entries, index, prompt_entries, num_cached, embedding)
     return StepOutput(request_id, delta)
 
 

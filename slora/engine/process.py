@@ -205,8 +205,8 @@ class EngineServer:
         """Sends the outputs of one step: one frame for each API process that has any. The usage of the requests that
         ended comes first.
 
-        A choice that arrives whole, as in beam search, gets a frame of its own. All choices of a beam search together
-        could exceed the limit of one frame.
+        A choice that arrives whole, as in beam search, gets a frame of its own, and so does an embedding. All choices
+        of a beam search together could exceed the limit of one frame, and so could all embeddings of a step.
         """
         self._deliver_usage(ended)
         rows: dict[int, list[Any]] = {}
@@ -216,7 +216,8 @@ class EngineServer:
             if peer is None:
                 continue
             row = [request_id, *encode_output(output)[1:]]
-            if output.delta is not None and len(output.delta.token_ids) > 1:
+            delta = output.delta
+            if delta is not None and (len(delta.token_ids) > 1 or delta.embedding is not None):
                 peer.send({"op": "outputs", "outputs": [row]})
             else:
                 rows.setdefault(peer.number, []).append(row)

@@ -14,11 +14,14 @@ from itertools import chain
 
 from slora.engine.info import EngineInfo
 from slora.errors import ContextTooLong, RequestRefused
-from slora.request import MAX_ADAPTER_WEIGHT, MAX_DEADLINE_S, MAX_PRIORITY, EngineRequest
+from slora.pooling import Pooling
+from slora.request import MAX_ADAPTER_WEIGHT, MAX_DEADLINE_S, MAX_PRIORITY, NOT_SAMPLED, EngineRequest
 from slora.sampling_params import SamplingParams
 
 __all__ = [
+    "check_embedded_tokens",
     "check_max_tokens",
+    "check_pooling",
     "check_request",
     "check_sampling",
     "check_terms",
@@ -40,6 +43,12 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
     check_sampling(request.sampling, info)
     check_token_ids(request.prompt_token_ids, info.vocab_size)
     num_tokens, sampling = len(request.prompt_token_ids), request.sampling
+    if request.pooling is not None:
+        check_pooling(request.pooling, info)
+        check_embedded_tokens(num_tokens, info.max_model_len)
+        if sampling != NOT_SAMPLED:
+            raise RequestRefused("an embedding samples no token; omit the sampling parameters", "pooling")
+        return
     room = find_answer_room(num_tokens, info.max_model_len)
     if sampling.max_tokens is not None:
         check_max_tokens(sampling.max_tokens, num_tokens, info.max_model_len)
@@ -159,6 +168,30 @@ def find_answer_room(num_prompt_tokens: int, max_model_len: int, param: str = "p
             param,
         )
     return room
+
+
+def check_pooling(pooling: Pooling, info: EngineInfo) -> None:
+    if not info.can_embed:
+        raise RequestRefused(
+            f"the model {info.model_name!r} computes no embeddings: its class in transformers has no last_hidden_state",
+            "model",
+        )
+    if pooling.dimensions is not None and pooling.dimensions > info.shape.hidden_size:
+        raise RequestRefused(
+            f"dimensions is {pooling.dimensions}; this model's embeddings have {info.shape.hidden_size} (hidden_size), "
+            "so ask for at most that",
+            "dimensions",
+        )
+
+
+def check_embedded_tokens(num_tokens: int, max_model_len: int) -> None:
+    """Checks that a prompt to embed fits into the context, which it may fill."""
+    if num_tokens > max_model_len:
+        raise ContextTooLong(
+            f"input has {num_tokens} tokens; this model's context is {max_model_len} tokens (max_model_len); shorten "
+            "it",
+            "input",
+        )
 
 
 def check_max_tokens(

@@ -22,7 +22,15 @@ from slora.engine.engine import Engine
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.local_engine import LocalEngine
 from slora.engine_config import EngineConfig
-from slora.llm.request_builder import AdapterLike, Messages, Prompt, RequestBuilder
+from slora.llm.request_builder import (
+    AdapterLike,
+    Messages,
+    Prompt,
+    RequestBuilder,
+    Vector,
+    read_embedding,
+)
+from slora.pooling import Pooling
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
 
@@ -80,6 +88,18 @@ class AsyncLLM:
     ) -> Completion:
         """Returns the whole answer to one conversation, like `LLM.chat`."""
         return await self._finish(lambda: self._builder.chat_answers([messages], params, adapter))
+
+    async def embed(
+        self, prompt: Prompt, pooling: Pooling | None = None, adapter: AdapterLike | None = None
+    ) -> Vector:
+        """Returns the embedding of one prompt, like `LLM.embed`."""
+        (request,) = await asyncio.to_thread(
+            self._builder.embeddings, [prompt], pooling or Pooling(), adapter
+        )
+        async with aclosing(self._engine.generate(request)) as deltas:
+            async for arrived in deltas:
+                return read_embedding(arrived[-1])
+        raise AssertionError("a request ends with a delta or an error")
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None

@@ -10,6 +10,7 @@ steps on the caller's thread, while the call waits for its answers. `AsyncLLM` s
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from slora.engine.engine import Engine
@@ -22,10 +23,13 @@ from slora.llm.request_builder import (
     Params,
     Prompt,
     RequestBuilder,
+    Vector,
     as_conversations,
     as_prompts,
+    read_embedding,
 )
-from slora.request import StepOutput
+from slora.pooling import Pooling
+from slora.request import EngineRequest, StepOutput
 from slora.text.answer import Answer, Completion, CompletionDelta
 
 __all__ = ["LLM"]
@@ -79,6 +83,29 @@ class LLM:
         """Answers one conversation or several, like `generate`, with the adapter's or the model's chat template."""
         return self._finish(self._builder.chat_answers(as_conversations(messages), params, adapters))
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None = None,
+        adapters: Adapters = None,
+    ) -> list[Vector]:
+        """Returns the embedding of every prompt, a text or token ids, as a float32 array, in the same order.
+
+        pooling: None: the hidden state of the last token, divided by its norm.
+        adapters: as in `generate`.
+
+        Raises as `generate` does. RequestFailed is the error of a prompt whose hidden states are not finite.
+        """
+        requests = self._builder.embeddings(as_prompts(prompts), pooling or Pooling(), adapters)
+        found: dict[str, Vector] = {}
+        with self._opened(requests) as inbox:
+            while len(found) < len(requests):
+                output = self._next(inbox)
+                if output.error is not None:
+                    raise output.error
+                found[output.request_id] = read_embedding(output.delta)
+        return [found[request.request_id] for request in requests]
+
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
@@ -115,30 +142,40 @@ class LLM:
         return [answer.completion() for answer in answers]
 
     def _stream(self, answers: list[Answer]) -> Iterator[CompletionDelta]:
-        """Runs engine steps until this stream has an output. Outputs of other streams go to their own inboxes."""
-        inbox: deque[StepOutput] = deque()
         unfinished = {answer.request.request_id: answer for answer in answers}
-        self._inboxes |= dict.fromkeys(unfinished, inbox)
-        try:
-            for answer in answers:
-                self._engine.add(answer.request)
+        with self._opened([answer.request for answer in answers]) as inbox:
             while unfinished:
-                while not inbox:
-                    self._step()
-                output = inbox.popleft()
+                output = self._next(inbox)
                 asked = unfinished.get(output.request_id)
                 if asked is None or (output.delta is not None and not asked.wants(output.delta.index)):
                     # Computed during a step of another stream, after a stop string had ended the choice.
                     continue
                 delta = _take(asked, output)
                 if asked.is_over:
-                    self._end(asked, unfinished)
+                    del unfinished[output.request_id]
+                    self._end(output.request_id)
                 elif delta.finish_reason is not None:
                     self._engine.abort(output.request_id, delta.choice)
                 yield delta
+
+    @contextmanager
+    def _opened(self, requests: Sequence[EngineRequest]) -> Iterator[deque[StepOutput]]:
+        """Adds requests to the engine, with one inbox for their outputs. At the end, unfinished ones are aborted."""
+        inbox: deque[StepOutput] = deque()
+        self._inboxes |= {request.request_id: inbox for request in requests}
+        try:
+            for request in requests:
+                self._engine.add(request)
+            yield inbox
         finally:
-            for answer in list(unfinished.values()):
-                self._end(answer, unfinished)
+            for request in requests:
+                self._end(request.request_id)
+
+    def _next(self, inbox: deque[StepOutput]) -> StepOutput:
+        """Runs engine steps until this inbox has an output. Outputs of other streams go to their own inboxes."""
+        while not inbox:
+            self._step()
+        return inbox.popleft()
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -146,11 +183,10 @@ class LLM:
                 self._inboxes[output.request_id].append(output)
         self._engine.pop_usage()  # The library bills no one.
 
-    def _end(self, answer: Answer, unfinished: dict[str, Answer]) -> None:
+    def _end(self, request_id: str) -> None:
         """Aborts the request in the engine. A stop string may have ended a choice that the engine would continue."""
-        request_id = answer.request.request_id
-        del unfinished[request_id], self._inboxes[request_id]
-        self._engine.abort(request_id)
+        if self._inboxes.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
 
 
 def _streamable(answers: list[Answer]) -> list[Answer]:

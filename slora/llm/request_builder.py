@@ -12,13 +12,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, SupportsIndex
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
 
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest
+from slora.pooling import Pooling
+from slora.request import NOT_SAMPLED, EngineRequest, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.surrogate import refuse_surrogate
 from slora.text.answer import Answer
@@ -48,9 +51,11 @@ __all__ = [
     "Params",
     "Prompt",
     "RequestBuilder",
+    "Vector",
     "as_conversations",
     "as_prompts",
     "read_content",
+    "read_embedding",
 ]
 
 Prompt = str | Sequence[int]
@@ -59,6 +64,8 @@ Messages = Sequence[Mapping[str, Any]]
 # One for all prompts, or one per prompt. None: the model's own defaults for parameters, and the base model for
 # adapters.
 Params = SamplingParams | Sequence[SamplingParams] | None
+# The embedding of one prompt: float32 [dimensions].
+Vector = npt.NDArray[np.float32]
 AdapterLike = LoraAdapter | AdapterPath
 Adapters = AdapterLike | Sequence[AdapterLike | None] | None
 
@@ -147,6 +154,17 @@ class RequestBuilder:
             )
             token_ids.append(tokenizer.encode_chat(rendered))
         return self._answers(token_ids, served, params, None)
+
+    def embeddings(
+        self, prompts: Sequence[Prompt], pooling: Pooling, adapters: Adapters
+    ) -> list[EngineRequest]:
+        """Returns one request per prompt. Raises as `answers` does."""
+        served = self._find_all(_broadcast(adapters, len(prompts), "adapters"))
+        rows = enumerate(zip(prompts, served, strict=True))
+        return [
+            replace(self._request(self._encode(prompt, index), one, NOT_SAMPLED), pooling=pooling)
+            for index, (prompt, one) in rows
+        ]
 
     def _answers(
         self,
@@ -300,6 +318,11 @@ def _refuse_extras(extras: AdapterExtras, vocab_size: int | None) -> list[Reason
             message = f"the chat template cannot be read: line {error.lineno}: {error.message}"
             reasons.append(Reason("chat_template_malformed", message))
     return reasons
+
+
+def read_embedding(delta: TokenDelta | None) -> Vector:
+    assert delta is not None and delta.embedding is not None, "an embedding comes in one delta"
+    return np.frombuffer(delta.embedding, np.float32).copy()
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

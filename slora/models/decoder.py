@@ -59,6 +59,8 @@ class DecoderLayer:
 class Decoder:
     """The model's weights on `device` in `dtype`. Loading reads each tensor directly to its final place."""
 
+    can_embed = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -92,7 +94,7 @@ class Decoder:
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `sample_rows`."""
+        """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `output_rows`."""
         only_decodes = batch.attention.max_query_len == 1
         deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
         hidden = F.embedding(batch.token_ids, self._embedding)
@@ -132,7 +134,7 @@ class _Forward:
     def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
         """Runs all layers. residual [T, H] is overwritten.
 
-        Returns normalized hidden states [B', H] of the rows in `sample_rows`.
+        Returns normalized hidden states [B', H] of the rows in `output_rows`.
         """
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
@@ -142,7 +144,7 @@ class _Forward:
             output = self._norm(self._transform(hidden, layer), layer.mlp_post_norm)
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps)
-        rows = self._batch.sample_rows
+        rows = self._batch.output_rows
         return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps)
 
     def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> Tensor:

@@ -24,8 +24,16 @@ from slora_kernels.ops import Kernels
 
 
 class Model(Protocol):
+    @property
+    def can_embed(self) -> bool:
+        """Whether `forward` accepts batches with prompts to embed."""
+
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
+        """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows in `output_rows`.
+
+        The rows of `pooled` are those of transformers' `last_hidden_state`. The others are the input of the output
+        head.
+        """
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""

@@ -112,6 +112,41 @@ class _HeadHooks:
             deltas.add(_rows(logits), _rows(hidden), self._site)
 
 
+class _LastHiddenState:
+    """A hook on the model without its output head. It records `last_hidden_state`.
+
+    Most heads read exactly this. Some models scale it first.
+
+    was_seen: whether a forward pass of the model has produced it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.was_seen = False
+        self._hidden: Tensor | None = None
+        self._is_capturing = False
+        module.register_forward_hook(self._after_forward)
+
+    @contextmanager
+    def capture(self, *, is_wanted: bool) -> Iterator[None]:
+        self._is_capturing = is_wanted
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
+    def pop_rows(self, rows: Tensor) -> Tensor:
+        """Hidden states [N, H] of these rows of the last forward pass."""
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "the forward pass had no last_hidden_state"
+        return hidden[0, rows]
+
+    def _after_forward(self, _: nn.Module, __: tuple[Tensor, ...], output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        self.was_seen = self.was_seen or hidden is not None
+        if self._is_capturing:
+            self._hidden = hidden
+
+
 class _LayerAttention:
     """One layer's attention over the pages of the current step. The attention module stores it under `ATTRIBUTE`."""
 
@@ -164,11 +199,19 @@ class TransformersDecoder:
         self._current = _CurrentStep()
         self._model = _load(directory, dtype, device)
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
+        self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
         self._install_lora_hooks()
 
+    @property
+    def can_embed(self) -> bool:
+        """Known after the first forward pass. A model that is not a decoder with a head may have no
+        `last_hidden_state`.
+        """
+        return self._body.was_seen
+
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
+        """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows in `output_rows`."""
         step = _StepInputs(
             memory,
             kernels,
@@ -176,14 +219,23 @@ class TransformersDecoder:
             LoraDeltas(batch.lora, memory, kernels),
             batch.adapts_embedding,
         )
-        with self._current.activate(step), self._head.capture_input():
+        num_pooled = sum(len(rows.tokens) for rows in batch.pooled)
+        with (
+            self._current.activate(step),
+            self._head.capture_input(),
+            self._body.capture(is_wanted=num_pooled > 0),
+        ):
             self._model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.attention.positions[None],
                 use_cache=False,
-                logits_to_keep=batch.sample_rows,
+                logits_to_keep=batch.output_rows,
             )
-        return self._head.hidden[0]
+        hidden = self._head.hidden[0]
+        if not num_pooled:
+            return hidden
+        first = len(hidden) - num_pooled
+        return torch.cat((hidden[:first], self._body.pop_rows(batch.output_rows[first:])))
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """hidden [N, H] -> [N, vocab_size], including the scales and softcaps that the architecture applies to logits.

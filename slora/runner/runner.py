@@ -30,6 +30,7 @@ from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_logprobs import compute_prompt_logprobs
+from slora.sampling.prompt_pooling import pool_hidden_states
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling.token_masks import TokenMasks
@@ -98,6 +99,10 @@ class Runner:
         self._largest_step = budget, config.max_num_seqs
         self._graphs = self._make_graphs(config)
 
+    @property
+    def can_embed(self) -> bool:
+        return self._model.can_embed
+
     def learn_costs(self) -> LearnedCosts:
         """Measures the costs of steps and returns a cost model that learns from later steps.
 
@@ -115,8 +120,8 @@ class Runner:
     def run(self, plan: StepPlan) -> list[SampledToken]:
         """Runs one step. Returns one token for each sequence in the chunks' `sampled_sequences`, in order.
 
-        Prompt logprobs are stored on the sequences. When this function returns or raises, the host's copies of the
-        loaded adapters are no longer read. Raises PageTransferFailed, or the error of the computation.
+        Prompt logprobs and embeddings are stored on the sequences. When this function returns or raises, the host's
+        copies of the loaded adapters are no longer read. Raises PageTransferFailed, or the error of the computation.
         """
         try:
             with _transferring_pages():
@@ -164,22 +169,25 @@ class Runner:
 
     def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
         num_sampled = len(batch.sampling)
-        compute_prompt_logprobs(hidden[num_sampled:], batch.prompts, self._score)
+        num_scored = sum(len(rows.tokens) for rows in batch.prompts)
+        sampled, scored, pooled = hidden.tensor_split([num_sampled, num_sampled + num_scored])
+        compute_prompt_logprobs(scored, batch.prompts, self._score)
+        pool_hidden_states(pooled, batch.pooled)
         if not num_sampled:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
-        logits = self._model.logits(hidden[:num_sampled], deltas)
+        logits = self._model.logits(sampled, deltas)
         # After the launch of the model's head: uploading the masks waits until the device has computed the logits.
         masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         if masks is None or len(masks.kept) == num_sampled:
             return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
         kept = [batch.sampling[row] for row in masks.kept]
-        sampled = [_DEFERRED] * num_sampled
+        tokens = [_DEFERRED] * num_sampled
         for row, token in zip(
             masks.kept, sample(logits[masks.kept], self._sampling, kept, self.kernels, masks), strict=True
         ):
-            sampled[row] = token
-        return sampled
+            tokens[row] = token
+        return tokens
 
     def _transfer_pages(self, plan: StepPlan) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.

@@ -112,7 +112,7 @@ class StepGraphs:
         only_decodes = batch.attention.max_query_len == 1
         tokens = _least(self._row_counts if only_decodes else _TOKENS, count)
         sequences = tokens if only_decodes else _least(self._sequence_counts, num_sequences)
-        if tokens is None or sequences is None or len(batch.sample_rows) > sequences:
+        if tokens is None or sequences is None or len(batch.output_rows) > sequences:
             return None
         if batch.adapts_embedding or batch.prompts:
             return None
@@ -145,12 +145,12 @@ class StepGraphs:
         )
 
     def run(self, batch: StepBatch, shape: StepShape) -> Tensor:
-        """Runs a step of this shape: writes its KV and returns hidden states [B', H] of the rows in `sample_rows`."""
+        """Runs a step of this shape: writes its KV and returns hidden states [B', H] of the rows in `output_rows`."""
         static = _cut(self._buffers, shape)
         _fill(static, batch, shape)
         if shape not in self._replays:
             self._replays[shape] = self._capture(lambda: self._forward(static))
-        return self._replays[shape]()[: len(batch.sample_rows)]
+        return self._replays[shape]()[: len(batch.output_rows)]
 
 
 def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
@@ -199,7 +199,7 @@ class _Buffers:
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
-    sample_rows: Tensor
+    output_rows: Tensor
     tiles: Tensor
     weights: Tensor
 
@@ -217,7 +217,7 @@ def _make_buffers(rows: int, max_blocks: int, device: torch.device) -> _Buffers:
         query_starts=zeros(rows + 1, dtype=torch.int32),
         context_lens=zeros(rows, dtype=torch.int32),
         block_tables=zeros(rows, max_blocks, dtype=torch.int32),
-        sample_rows=zeros(rows, dtype=torch.int64),
+        output_rows=zeros(rows, dtype=torch.int64),
         tiles=zeros(tiles, 3, dtype=torch.int32),
         weights=zeros(tiles, dtype=torch.float32),
     )
@@ -245,9 +245,10 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         lora=tiles if shape.rank else None,
         adapts_embedding=False,
         head_lora=None,
-        sample_rows=buffers.sample_rows[:sequences],
+        output_rows=buffers.output_rows[:sequences],
         sampling=[],
         prompts=[],
+        pooled=[],
     )
 
 
@@ -266,8 +267,8 @@ def _fill(static: StepBatch, batch: StepBatch, shape: StepShape) -> None:
     # Pages beyond this width hold no tokens yet.
     width = min(source.block_tables.shape[1], target.block_tables.shape[1])
     target.block_tables[:num_sequences, :width] = source.block_tables[:, :width]
-    static.sample_rows[: len(batch.sample_rows)] = batch.sample_rows
-    static.sample_rows[len(batch.sample_rows) :] = 0
+    static.output_rows[: len(batch.output_rows)] = batch.output_rows
+    static.output_rows[len(batch.output_rows) :] = 0
     if static.lora is not None and batch.lora is not None:
         _fill_tiles(static.lora, batch.lora)
 

@@ -295,10 +295,13 @@ class Lifecycle:
             else f"its tenant may hold only {most} pages of the pool (max_pool_share)"
         )
         beams, remedy = (f" for each of {width} beams", " or beams") if width > 1 else ("", "")
+        what, param = f"ask for fewer tokens{remedy}", "max_tokens"
+        if sequence.pooled is not None:
+            what, param = "shorten the input", "input"
         return ContextTooLong(
             f"this request needs {kv_pages} pages for {num_tokens} tokens{beams} and {adapter_pages} for its "
-            f"adapter, but {bound}; ask for fewer tokens{remedy}",
-            "max_tokens",
+            f"adapter, but {bound}; {what}",
+            param,
         )
 
     def finish(self, sequence: Sequence) -> None:

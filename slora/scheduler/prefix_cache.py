@@ -23,11 +23,14 @@ class PrefixCache:
         self._is_public = is_public
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Number of leading blocks that are already computed. At least the last token always remains to be computed."""
+        """Number of leading blocks that are already computed. At least the last token always remains to be computed. So
+        does each token whose hidden state is still to be pooled.
+        """
         # The prefix cache does not keep the prompt log-probabilities that the sequence still has to report.
         if not self._kv.enabled or sequence.num_scored < sequence.num_prompt:
             return 0
-        most = (len(sequence.token_ids) - 1) // self._footprint.block_tokens
+        needed = len(sequence.token_ids) - 1 if sequence.pooled is None else sequence.pooled.next_token
+        most = needed // self._footprint.block_tokens
         self._extend_keys(sequence, most)
         return self._kv.match(sequence.block_keys[:most], self._first_needed)
 

@@ -248,6 +248,8 @@ class Scheduler:
                 self.prefixes.insert(sequence)
             if sequence.scores and not sequence.is_finished:
                 outputs.append(_report_prompt_logprobs(sequence))
+            if chunk.completes_embedding and not sequence.is_finished:
+                outputs.append(self._finish_embedding(sequence))
             if chunk.forks:
                 self._fork(chunk)
             for choice, token in zip(chunk.sampled_sequences, found, strict=True):
@@ -419,17 +421,31 @@ class Scheduler:
         if sequence.matcher is not None and sequence.matcher.error is not None:
             return [self._lifecycle.fail(sequence, _cannot_continue(sequence, sequence.matcher.error))]
         if sampled.token_id is None:
-            self.paging.kv.invalidate(
-                sequence.block_keys
-            )  # no other request may reuse the KV that led to NaN
-            adapter = sequence.request.adapter
-            name = f"adapter {adapter.digest}" if adapter else "the base model"
-            error = RequestFailed(f"the logits of {name} were not finite on this prompt")
-            return [self._lifecycle.fail(sequence, error)]
+            return [self._fail_not_finite(sequence, "logits")]
         if sequence.search is not None:
             assert sampled.proposal is not None, "a beam has no proposal"
             return self._beams.propose(sequence, sequence.search, sampled.proposal)
         return [self._append(sequence, sampled.token_id, sampled.logprobs)]
+
+    def _finish_embedding(self, sequence: Sequence) -> StepOutput:
+        pooled = sequence.pooled
+        assert pooled is not None and pooled.next_token == sequence.num_prompt, (
+            "a hidden state was not pooled"
+        )
+        if pooled.embedding is None:
+            return self._fail_not_finite(sequence, "hidden states")
+        self._lifecycle.finish(sequence)
+        delta = TokenDelta((), FinishReason.STOP, num_cached=sequence.num_cached, embedding=pooled.embedding)
+        return StepOutput(sequence.request.request_id, delta)
+
+    def _fail_not_finite(self, sequence: Sequence, what: str) -> StepOutput:
+        """Ends a request whose logits or hidden states were not finite."""
+        # No other request may reuse the KV that led to NaN.
+        self.paging.kv.invalidate(sequence.block_keys)
+        adapter = sequence.request.adapter
+        name = f"adapter {adapter.digest}" if adapter else "the base model"
+        error = RequestFailed(f"the {what} of {name} were not finite on this prompt")
+        return self._lifecycle.fail(sequence, error)
 
     def _append(self, sequence: Sequence, token_id: int, entry: TokenLogprobs | None) -> StepOutput:
         sequence.append(token_id)
@@ -478,7 +494,11 @@ def _cannot_continue(sequence: Sequence, reason: str) -> RequestRefused:
 
 
 def _deadline_missed(sequence: Sequence, num_others: int) -> DeadlineMissed:
-    what = "the first token was to come" if sequence.search is None else "the beam search was to end"
+    what = "the first token was to come"
+    if sequence.search is not None:
+        what = "the beam search was to end"
+    elif sequence.pooled is not None:
+        what = "the embedding was to come"
     return DeadlineMissed(
         f"{what} within {sequence.request.deadline_s:g} s, which is not possible ({num_others} other "
         "requests are waiting); allow more time, or send the request later"

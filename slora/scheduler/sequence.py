@@ -16,16 +16,19 @@ Invariants:
     matcher   of an answer with a structured form: in the state after the generated tokens; None until the form is
               compiled, and then the sequence waits
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
+    pooled    of a prompt to embed: what its computed tokens contribute to the embedding
 """
 
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from slora.grammar.grammar_source import Matcher
 from slora.grammar.token_filter import TokenFilter
 from slora.pool.block_table import BlockTable
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
+from slora.pooling import PoolingKind
 from slora.request import EngineRequest, TokenLogprobs
 from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
@@ -46,6 +49,31 @@ class SwappedBlocks(NamedTuple):
     host_pages: list[int]
     num_freed: int
     num_computed: int
+
+
+@dataclass(slots=True, eq=False)
+class PooledPrompt:
+    """The sum of a prompt's hidden states so far. Only `slora.sampling.prompt_pooling` adds to it.
+
+    next_token: the first token whose hidden state is still needed. Tokens before it may be computed again, after a
+        preemption for example, but are not added again.
+    count: number of hidden states in the whole sum.
+    total: the sum, a float32 tensor [H] on the model's device; None before the first chunk.
+    embedding: the result, once the sum is complete; None also if a hidden state was not finite.
+    """
+
+    next_token: int
+    count: int
+    total: Any = None
+    embedding: bytes | None = None
+
+    @staticmethod
+    def of(request: EngineRequest) -> "PooledPrompt | None":
+        num_tokens = len(request.prompt_token_ids)
+        if request.pooling is None:
+            return None
+        count = num_tokens if request.pooling.kind is PoolingKind.MEAN else 1
+        return PooledPrompt(num_tokens - count, count)
 
 
 class Sequence:
@@ -89,6 +117,7 @@ class Sequence:
         "num_prompt",
         "num_repeat_preemptions",
         "num_scored",
+        "pooled",
         "request",
         "resident",
         "row",
@@ -145,6 +174,7 @@ class Sequence:
         # The first token has no log-probability: no token precedes it.
         self.scores: list[TokenLogprobs | None] = [None] if wanted else []
         self.num_scored = 1 if wanted else self.num_prompt
+        self.pooled = PooledPrompt.of(request)
         self.is_finished = False
 
     def __lt__(self, other: "Sequence") -> bool:

@@ -34,7 +34,7 @@ class AdapterLoad:
 class Chunk(NamedTuple):
     """Tokens `[start, start + num_tokens)` of a sequence, computed in this step.
 
-    samples: whether the chunk reaches the sequence's last token, so that a new token is sampled.
+    samples: whether the chunk reaches the last token of a sequence that is continued, so that a new token is sampled.
     forks: further choices of the request that start here; each samples its own token from the same row of logits.
     slot, generation: where the adapter is at planning time; None for the base model.
 
@@ -48,6 +48,11 @@ class Chunk(NamedTuple):
     slot: int | None
     generation: int | None
     forks: tuple[Sequence, ...] = ()
+
+    @property
+    def completes_embedding(self) -> bool:
+        """Whether the chunk reaches the last token of a prompt to embed."""
+        return self.sequence.pooled is not None and self.start + self.num_tokens == self.sequence.num_prompt
 
     @property
     def sampled_sequences(self) -> tuple[Sequence, ...]:
@@ -101,7 +106,7 @@ class StepPlan:
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Plans the next `num_tokens` tokens of the sequence."""
         resident, start = sequence.resident, sequence.num_computed
-        samples = start + num_tokens == len(sequence.token_ids)
+        samples = start + num_tokens == len(sequence.token_ids) and sequence.pooled is None
         forks: tuple[Sequence, ...] = ()
         if samples and sequence.num_choices > 1 and sequence.search is None:
             forks = tuple(sequence.fork(index) for index in range(1, sequence.num_choices))

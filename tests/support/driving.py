@@ -34,6 +34,7 @@ class Answer:
     reason: FinishReason | None = None
     error: Exception | None = None
     num_cached: int = 0
+    embedding: bytes | None = None
 
     @property
     def ended(self) -> bool:
@@ -47,6 +48,7 @@ class Answer:
             self.logprobs.extend(entry.logprob for entry in output.delta.logprobs or ())
             self.reason = output.delta.finish_reason
             self.num_cached += output.delta.num_cached
+            self.embedding = output.delta.embedding
             if output.delta.prompt_logprobs:
                 assert not self.token_ids, "a prompt's scores come before the answer"
                 self.prompt_logprobs.extend(output.delta.prompt_logprobs)

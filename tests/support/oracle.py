@@ -88,6 +88,17 @@ class Oracle:
         """float32 [T, vocab_size]: row t holds the logits of the token after token t."""
         return self._choose(adapter)(torch.tensor([list(token_ids)])).logits[0].float()
 
+    @torch.inference_mode()
+    def embedding(
+        self, token_ids: Sequence[int], adapter: str | None, *, mean: bool, normalize: bool = True
+    ) -> Tensor:
+        """float32 [H]: transformers' `last_hidden_state` of the prompt alone, pooled."""
+        model = self._choose(adapter)
+        causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        hidden = causal.base_model(torch.tensor([list(token_ids)])).last_hidden_state[0].float()
+        pooled = hidden.mean(0) if mean else hidden[-1]
+        return nn.functional.normalize(pooled, dim=0) if normalize else pooled
+
     def answer_logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Tensor:
         """float32 [len(answer), vocab_size]: the logits from which each token of the answer was chosen."""
 

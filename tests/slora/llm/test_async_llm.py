@@ -89,6 +89,26 @@ def test_a_stream_is_the_answer_in_pieces(llm: AsyncLLM, kit: ModelKit) -> None:
     run(pieces())
 
 
+def test_concurrent_embeddings_equal_those_of_transformers_and_a_cancelled_one_frees_its_pages(
+    llm: AsyncLLM, kit: ModelKit
+) -> None:
+    prompts = [[1, 2, 3], [4], list(range(40))]
+
+    async def embed() -> None:
+        found = await asyncio.gather(*(llm.embed(one, adapter=kit.adapters["odd_rank"]) for one in prompts))
+        for prompt, vector in zip(prompts, found, strict=True):
+            expected = kit.oracle.embedding(prompt, "odd_rank", mean=False)
+            assert vector.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+        with pytest.raises(RequestRefused, match="prompt is empty"):
+            await llm.embed([])
+        task = asyncio.create_task(llm.embed(list(range(300)) + list(range(100))))
+        await asyncio.sleep(0)
+        task.cancel()
+        await wait_for(llm, lambda stats: stats.running == stats.waiting == 0)
+
+    run(embed())
+
+
 def test_a_stop_string_ends_the_request_in_the_engine(llm: AsyncLLM) -> None:
     async def stop_early() -> None:
         free = await llm.generate("fox", LONG)

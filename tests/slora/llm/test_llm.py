@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slora import LLM, SamplingParams
+from slora import LLM, Pooling, PoolingKind, SamplingParams
 from slora.errors import ConfigError, RequestRefused
 from slora.llm import request_builder
 from slora.request import FinishReason
@@ -144,6 +144,39 @@ def test_best_of_returns_the_likeliest_of_all_samples(llm: LLM) -> None:
     with pytest.raises(RequestRefused, match="best_of is 5 and n is 2") as caught:
         llm.stream("fox", replace(params, n=2, best_of=5))
     assert caught.value.param == "best_of"
+
+
+def test_prompts_are_embedded_in_order_each_with_its_adapter(llm: LLM, kit: ModelKit) -> None:
+    prompts, adapters = (
+        ["The quick", [5, 6, 7], "fox"],
+        [None, kit.adapters["odd_rank"], kit.adapters["rslora"]],
+    )
+    mean = Pooling(PoolingKind.MEAN)
+    given = [llm.generate([prompt], GREEDY)[0].prompt_token_ids for prompt in prompts]
+    for pooling in (None, mean):
+        found = llm.embed(prompts, pooling, adapters)
+        for tokens, kind, vector in zip(given, (None, "odd_rank", "rslora"), found, strict=True):
+            expected = kit.oracle.embedding(tokens, kind, mean=pooling is mean)
+            assert vector.dtype == np.float32
+            assert vector.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+    (alone,) = llm.embed("fox", mean, adapters[2])
+    assert alone.tolist() == pytest.approx(found[2].tolist(), abs=1e-6)
+    llm.check()
+
+
+def test_a_prompt_that_cannot_be_embedded_refuses_the_call_and_frees_everything(llm: LLM) -> None:
+    with pytest.raises(RequestRefused, match="token id 400"):
+        llm.embed(["a", [400]])
+    assert llm.stats().running == llm.stats().waiting == 0
+    assert llm.embed([]) == []
+
+
+def test_embeddings_between_the_pieces_of_a_stream_change_nothing(llm: LLM) -> None:
+    pieces = []
+    for delta in llm.stream("The quick", GREEDY):
+        pieces.append(delta.text)
+        llm.embed("fox")
+    assert "".join(pieces) == llm.generate("The quick", GREEDY)[0].text
 
 
 def test_calls_between_the_pieces_of_a_stream_change_nothing(llm: LLM) -> None:

@@ -243,4 +243,4 @@ def test_a_step_that_the_graphs_do_not_contain_is_not_replayed(bench: Bench) -> 
     many = replace(batch.lora, tiles=batch.lora.tiles.repeat(5, 1), weights=batch.lora.weights.repeat(5))
     assert len(many.tiles) > shape.other_tiles and find(replace(batch, lora=many)) is None
     assert find(replace(batch, token_ids=torch.zeros(2000, dtype=torch.int64))) is None
-    assert find(replace(batch, sample_rows=torch.zeros(5, dtype=torch.int64))) is None
+    assert find(replace(batch, output_rows=torch.zeros(5, dtype=torch.int64))) is None
