@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slora.engine.info import EngineInfo
-from slora.engine.request_check import find_answer_room
+from slora.engine.request_check import check_embedded_tokens, find_answer_room
 from slora.errors import ContextTooLong
 from slora.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -59,6 +59,12 @@ _PART_FIELDS = ("content", "output", "summary")
 # A log-probability takes 30 to 100 bytes of JSON and 1.5 microseconds to write.
 _MAX_ANSWER_LOGPROBS = 1 << 18
 _MAX_ECHO_CHARS = 1 << 22
+# As in OpenAI's API.
+_MAX_INPUTS = 2048
+# The base64 of 1,500 embeddings of 4,096 components, or the JSON of 340. The JSON takes a second to write.
+_MAX_EMBEDDING_BYTES = 1 << 25
+# A float32 as JSON has at most 24 characters and a comma. Three bytes are four characters of base64.
+_FLOAT_BYTES, _BASE64_BYTES = 25.0, 16 / 3
 _MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
 
 
@@ -83,8 +89,10 @@ class JsonBounds:
 class RequestBounds:
     """The bounds of one server.
 
-    prompt_chars: characters of one prompt, or of all messages of a chat together.
-    prompt_tokens: tokens of all prompts together.
+    prompt_chars: characters of one prompt or input, or of all messages of a chat together.
+    prompt_tokens: tokens of all prompts or inputs together.
+    inputs: texts to embed.
+    embedding_bytes: bytes of all embeddings in the answer.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer: for each token its own and the most probable ones.
     echo_chars: characters of echoed prompts, counted once for each choice.
@@ -100,6 +108,7 @@ class RequestBounds:
     prompts: int
     prompt_chars: int
     prompt_tokens: int
+    inputs: int
     messages: int
     content_parts: int
     name_chars: int
@@ -115,6 +124,7 @@ class RequestBounds:
     answer_tokens: int
     answer_logprobs: int
     echo_chars: int
+    embedding_bytes: int
     template_kwargs_chars: int
 
     @staticmethod
@@ -135,6 +145,7 @@ class RequestBounds:
             prompts=min(settings.max_concurrent_requests, settings.max_concurrent_per_tenant),
             prompt_chars=min(info.max_model_len * longest_token_chars, settings.max_body_bytes),
             prompt_tokens=request_tokens,
+            inputs=_MAX_INPUTS,
             messages=_MAX_MESSAGES,
             content_parts=_MAX_CONTENT_PARTS,
             name_chars=MAX_NAME_CHARS,
@@ -150,6 +161,7 @@ class RequestBounds:
             answer_tokens=request_tokens,
             answer_logprobs=_MAX_ANSWER_LOGPROBS,
             echo_chars=_MAX_ECHO_CHARS,
+            embedding_bytes=_MAX_EMBEDDING_BYTES,
             template_kwargs_chars=_MAX_TEMPLATE_KWARGS_CHARS,
         )
 
@@ -160,9 +172,9 @@ class RequestBounds:
         """
         _check_fields("The body", None, body)
         self._check_prompts(body.get("prompt"))
-        messages, items = body.get("messages"), body.get("input")
+        self._check_inputs(body.get("input"))
+        messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
-        _check_count("input", items, "items", self.messages, "Leave out the oldest items.")
         for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
@@ -170,8 +182,8 @@ class RequestBounds:
         for name in _NESTED_FIELDS:
             _check_nested(f"`{name}`", name, body.get(name), "json_schema", "function", "format")
         _check_each("A tool", "tools", body.get("tools"))
-        for name, sent in (("messages", messages), ("input", items)):
-            if isinstance(sent, list):
+        for name in ("messages", "input"):
+            if isinstance(sent := body.get(name), list):
                 self._check_parts(name, [one for one in sent if isinstance(one, dict)])
 
     def check_chars(self, num_chars: int, param: str) -> None:
@@ -192,13 +204,25 @@ class RequestBounds:
                 "tokens",
             )
 
-    def check_prompt_tokens(self, num_tokens: int) -> None:
-        """num_tokens: tokens of all prompts together. Raises BadRequest."""
+    def check_prompt_tokens(self, num_tokens: int, param: str = "prompt") -> None:
+        """num_tokens: tokens of all prompts, or of all inputs to embed, together. Raises BadRequest."""
         if num_tokens > self.prompt_tokens:
             raise BadRequest(
-                f"`prompt` has {num_tokens} tokens in all its prompts together; this server accepts at most "
-                f"{self.prompt_tokens}. Send fewer prompts in one request.",
-                "prompt",
+                f"`{param}` has {num_tokens} tokens in all its {param}s together; this server accepts at most "
+                f"{self.prompt_tokens}. Send fewer {param}s in one request.",
+                param,
+            )
+
+    def check_embeddings(self, num_inputs: int, dimensions: int, *, is_base64: bool) -> None:
+        """Raises BadRequest for embeddings that are too large for one answer."""
+        num_bytes = int(num_inputs * dimensions * (_BASE64_BYTES if is_base64 else _FLOAT_BYTES))
+        if num_bytes > self.embedding_bytes:
+            smaller = "" if is_base64 else ", `encoding_format: base64`"
+            raise BadRequest(
+                f"`input` has {num_inputs} inputs, whose embeddings of {dimensions} components take up to {num_bytes} "
+                f"bytes; this server returns at most {self.embedding_bytes}. Send fewer inputs in one request, or ask "
+                f"for fewer `dimensions`{smaller}.",
+                "input",
             )
 
     def check_echo(self, num_chars: int) -> None:
@@ -217,6 +241,17 @@ class RequestBounds:
             _check_count("prompt", prompt, "prompts", self.prompts, "Send the others in separate requests.")
         else:
             find_answer_room(len(prompt), self.max_model_len)
+
+    def _check_inputs(self, given: Any) -> None:
+        """Checks texts or token ids to embed, or the items of a conversation."""
+        if not isinstance(given, list) or not given:
+            return
+        if isinstance(given[0], str | list):
+            _check_count("input", given, "inputs", self.inputs, "Send the others in separate requests.")
+        elif isinstance(given[0], int):
+            check_embedded_tokens(len(given), self.max_model_len)
+        else:
+            _check_count("input", given, "items", self.messages, "Leave out the oldest items.")
 
     def _check_parts(self, param: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """messages: or the items of `input`."""

@@ -56,6 +56,7 @@ __all__ = [
     "ChatTemplateFields",
     "CompletionRequest",
     "DetokenizeRequest",
+    "EmbeddingRequest",
     "FileForm",
     "GenerationFields",
     "Limit",
@@ -82,7 +83,7 @@ Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
 
-def _check_prompt(value: Any) -> Any:
+def _check_prompt(value: Any, info: ValidationInfo) -> Any:
     """Checks all four forms of a prompt with one error message. A pydantic union would try every branch and report
     each.
     """
@@ -98,9 +99,19 @@ def _check_prompt(value: Any) -> Any:
         return value
     raise PydanticCustomError(
         "invalid_value",
-        "`prompt` must be a string, a list of token ids, or a list of either, and not empty.",
-        {"param": "prompt"},
+        "`{param}` must be a string, a list of token ids, or a list of either, and not empty.",
+        {"param": info.field_name},
     )
+
+
+def _list_prompts(value: "_Prompt") -> Sequence[str | list[int]]:
+    """Returns one entry for each prompt of a request."""
+    if isinstance(value, str):
+        return [value]
+    # Looking at the first item is enough: the schema has checked that all have one type, and there may be 130,000 ids.
+    if isinstance(value[0], int):
+        return cast(Sequence[list[int]], [value])
+    return cast(Sequence[str | list[int]], value)
 
 
 def _read_content(value: Any, info: ValidationInfo) -> Any:
@@ -293,13 +304,65 @@ class CompletionRequest(GenerationFields):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """One entry for each prompt of the request."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        # Looking at the first item is enough: the schema has checked that all have one type, and there may be 130,000
-        # ids.
-        if isinstance(self.prompt[0], int):
-            return cast(Sequence[list[int]], [self.prompt])
-        return cast(Sequence[str | list[int]], self.prompt)
+        return _list_prompts(self.prompt)
+
+
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings.
+
+    dimensions: the first components of the embedding, by default all. They are normalized after the others are dropped.
+    encoding_format: `base64` is that of little-endian float32 numbers; the default is `float`.
+    pooling: which hidden states make the embedding: `last`, that of the last token, or `mean`, the mean over all
+        tokens; the operator sets the default.
+    normalize: whether the embedding is divided by its L2 norm; by default, it is. use_activation: vLLM's name of
+        `normalize`.
+    add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
+    priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
+    """
+
+    model_config = STRICT
+    model: Name
+    input: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    user: Name | None = None
+    # vLLM's fields.
+    embed_dtype: Annotated[Any, Unsupported("float32")] = None
+    endianness: Annotated[Any, Unsupported("native", "little")] = None
+    padding: Annotated[Any, Unsupported("do_not_pad")] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported(instead="Shorten the input.")] = None
+    truncation_side: Annotated[Any, Unsupported("left", "right")] = None
+    mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
+    request_id: Annotated[Any, Unsupported(instead="The answer has no id.")] = None
+    cache_salt: Annotated[Any, Unsupported(instead="Each tenant has a prefix cache of its own.")] = None
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        """One entry for each input of the request."""
+        return _list_prompts(self.input)
+
+    @property
+    def is_normalized(self) -> bool:
+        return self.normalize is not False and self.use_activation is not False
+
+    @property
+    def is_base64(self) -> bool:
+        return self.encoding_format == "base64"
+
+    @model_validator(mode="after")
+    def _one_choice_of_norm(self) -> Self:
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise PydanticCustomError(
+                "invalid_value",
+                "`normalize` and `use_activation` contradict each other; send only one of them.",
+                {"param": "normalize"},
+            )
+        return self
 
 
 class TextPart(BaseModel):

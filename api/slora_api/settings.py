@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.engine_config import EngineConfig
+from slora.pooling import PoolingKind
 from slora.setting import (
     Auto,
     ByteSize,
@@ -77,6 +78,10 @@ class Settings:
     reasoning_parser: str = setting(
         "auto", "whether answers begin with reasoning between <think> and </think>, which then becomes a field of its "
         "own; auto recognizes it by the chat template", Choice(("auto", "think", "none")), metavar="FORMAT",
+    )  # fmt: skip
+    embedding_pooling: str = setting(
+        "last", "which hidden states make an embedding if the request does not say: last, that of the last token; "
+        "mean, the mean over all tokens", Choice(tuple(PoolingKind)), metavar="KIND",
     )  # fmt: skip
     lora_root: str = setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",

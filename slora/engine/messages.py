@@ -33,7 +33,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 Message = dict[str, Any]
 

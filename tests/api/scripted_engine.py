@@ -1,6 +1,7 @@
 """An engine with scripted answers, for cases that a real engine does not produce on demand."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,11 +61,21 @@ def trial_of(request: EngineRequest, logprob: float | None = None) -> list[Token
     return [TokenDelta((65,), FinishReason.LENGTH, (entry,))]
 
 
+def embed(request: EngineRequest) -> list[TokenDelta | Exception]:
+    """A vector whose components depend on the prompt and on the place. It is not normalized."""
+    assert request.pooling is not None
+    first = request.prompt_token_ids[0] / 256
+    size = request.pooling.dimensions or SHAPE.hidden_size
+    numbers = array("f", (first + place / 3 for place in range(size)))
+    return [TokenDelta((), FinishReason.STOP, embedding=numbers.tobytes())]
+
+
 @dataclass
 class ScriptedEngine:
     """An EngineClient with scripted answers.
 
     answers: the answer to each request, in order; an exception in the list is raised.
+    embeddings: the answer to each request for an embedding.
     canary: answers to the canary of a new adapter and to the base model's run beside it; these are not in `requests`.
     aborted: requests whose answer was closed before its end.
     ended: single choices that were closed early, as (request id, index).
@@ -81,6 +92,7 @@ class ScriptedEngine:
     max_num_seqs: int = 8
     scheduling: str = "fair"
     canary: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = lambda request: trial_of(request)
+    embeddings: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = embed
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
@@ -122,7 +134,10 @@ class ScriptedEngine:
             if self.hang:
                 await asyncio.Event().wait()
             return
-        script = self.answers[len(self.requests) % len(self.answers)]
+        if request.pooling is not None:
+            script = self.embeddings(request)
+        else:
+            script = self.answers[len(self.requests) % len(self.answers)]
         self.requests.append(request)
         self.on_request(request)
         self.started.set()

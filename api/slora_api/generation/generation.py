@@ -2,17 +2,21 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from slora.engine.client import EngineClient
 from slora.engine.info import EngineInfo
-from slora.request import EngineRequest
+from slora.pooling import Pooling
+from slora.request import NOT_SAMPLED, EngineRequest, FinishReason
+from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.errors import Starting
 from slora_api.generation.completion_stream import merge_streams, stream_completion
+from slora_api.generation.embedding_run import EmbeddedInput, run_lanes
+from slora_api.generation.json_slices import LongList
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompts import Prompt
 from slora_api.generation.readiness import Readiness
@@ -22,7 +26,7 @@ from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.usage_recorder import OpenRequest, UsageRecorder
 from slora_api.quotas.quota_meter import RequestMeter, Spending
 
-__all__ = ["Generator"]
+__all__ = ["Generator", "embedding_requests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +62,7 @@ class Generator:
         """Returns an empty answer for each prompt, with the engine request that fills it."""
         return [
             Answer(
-                EngineRequest(
-                    _request_id(terms, index),
-                    terms.tenant,
-                    prompt.token_ids,
-                    model.adapter,
-                    prompt.sampling,
-                    share=terms.share,
-                    priority=terms.priority,
-                    deadline_s=terms.deadline_s,
-                    account=terms.key_id,
-                    is_background=terms.background_id is not None,
-                ),
+                _engine_request(terms, model, index, prompt.token_ids, prompt.sampling),
                 self.tokenizer,
                 index,
                 prompt_only=prompt.is_alone,
@@ -125,6 +118,41 @@ class Generator:
                 if last:
                     yield last
 
+    async def embed(
+        self,
+        terms: ServiceTerms,
+        requests: Iterator[EngineRequest],
+        num_tokens: int,
+        num_lanes: int,
+        meter: RequestMeter,
+        encode: Callable[[bytes], str | LongList],
+    ) -> list[EmbeddedInput]:
+        """Computes the embeddings of `requests`, `num_lanes` at a time. Returns them in order when the usage of all is
+        durable.
+
+        num_tokens: tokens of all prompts. encode: called with each embedding as it arrives.
+
+        Raises as `run` does. No request is left running then.
+        """
+        self.usage.check()
+        started_at = time.perf_counter()
+        sent: list[OpenRequest] = []
+
+        async def compute(one: EmbeddedInput) -> None:
+            sent.append(self.usage.open(one, spending.open()))
+            async with aclosing(self.client.generate(one.request)) as deltas:
+                async for arrived in deltas:
+                    for delta in arrived:
+                        assert delta.embedding is not None, "the only delta has the embedding"
+                        one.embedding = encode(delta.embedding)
+            self.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
+
+        async with meter.hold(num_tokens, 0, num_lanes, "input") as spending:
+            with self.limiter.admit_generation(terms.tenant, num_lanes, param="input"):
+                inputs = await run_lanes(requests, num_lanes, compute)
+                await self.usage.wait(sent)
+        return inputs
+
     async def _stream(
         self, answer: Answer, sent: list[OpenRequest], spending: Spending
     ) -> AsyncGenerator[list[CompletionDelta], None]:
@@ -142,3 +170,36 @@ def _request_id(terms: ServiceTerms, index: int) -> str:
     again has the same ids, so that the usage ledger counts it once.
     """
     return uuid.uuid4().hex if terms.background_id is None else f"{terms.background_id}-{index}"
+
+
+def embedding_requests(
+    terms: ServiceTerms, model: ServedModel, inputs: Sequence[list[int]], pooling: Pooling
+) -> Iterator[EngineRequest]:
+    """Makes the engine request of each input, given as token ids."""
+    return (
+        _engine_request(terms, model, index, token_ids, NOT_SAMPLED, pooling)
+        for index, token_ids in enumerate(inputs)
+    )
+
+
+def _engine_request(
+    terms: ServiceTerms,
+    model: ServedModel,
+    index: int,
+    token_ids: list[int],
+    sampling: SamplingParams,
+    pooling: Pooling | None = None,
+) -> EngineRequest:
+    return EngineRequest(
+        _request_id(terms, index),
+        terms.tenant,
+        token_ids,
+        model.adapter,
+        sampling,
+        share=terms.share,
+        priority=terms.priority,
+        deadline_s=terms.deadline_s,
+        account=terms.key_id,
+        is_background=terms.background_id is not None,
+        pooling=pooling,
+    )

@@ -17,6 +17,8 @@ __all__ = ["PromptEncoder"]
 
 # Tokenizing 8,000 characters takes one to three milliseconds.
 _INLINE_CHARS = 8_000
+# Tokenizing this many short texts takes two milliseconds.
+_INLINE_TEXTS = 64
 # Decoding this many ids also takes one to three milliseconds.
 _INLINE_TOKENS = 2_000
 # Characters of one call of the tokenizer: 10 to 30 ms.
@@ -42,7 +44,7 @@ class PromptEncoder:
     @staticmethod
     def is_long(texts: Sequence[str]) -> bool:
         """Whether `encode` takes a slot for these texts."""
-        return sum(map(len, texts)) > _INLINE_CHARS
+        return len(texts) > _INLINE_TEXTS or sum(map(len, texts)) > _INLINE_CHARS
 
     def count_least_tokens(self, texts: Sequence[str]) -> int:
         """Returns the fewest tokens that the texts can have."""
@@ -84,7 +86,7 @@ class PromptEncoder:
         for start in range(0, len(text), _SLICE_CHARS):
             part = text[start : start + _SLICE_CHARS]
             num_tokens += await asyncio.to_thread(self.tokenizer.count_tokens, part) - _CUT_TOKENS
-            if num_tokens >= max_model_len:
+            if num_tokens > max_model_len:
                 raise ContextTooLong(
                     f"This model's context is {max_model_len} tokens (max_model_len), prompt and answer together; the "
                     f"first {start + len(part)} of the {len(text)} characters of `{param}` have more. Shorten it.",

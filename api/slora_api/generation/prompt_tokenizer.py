@@ -52,15 +52,20 @@ class PromptTokenizer:
     bounds: RequestBounds
     settings: Settings
 
-    async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool | None) -> list[list[int]]:
-        """Returns the token ids of each text. By default, the special tokens of the tokenizer are added."""
+    async def encode_texts(
+        self, texts: Sequence[str], *, add_special_tokens: bool | None, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Returns the token ids of each text. By default, the special tokens of the tokenizer are added.
+
+        param: the field that holds the texts.
+        """
         for text in texts:
-            self.bounds.check_chars(len(text), "prompt")
+            self.bounds.check_chars(len(text), param)
         encode = partial(
             self.encoder.tokenizer.encode,
             add_special_tokens=True if add_special_tokens is None else add_special_tokens,
         )
-        return await self._encode(texts, encode, "prompt")
+        return await self._encode(texts, encode, param)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell the words: each at the beginning of a text, and after a space.

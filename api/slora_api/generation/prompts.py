@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from slora.engine.info import EngineInfo
 from slora.engine.request_check import (
+    check_embedded_tokens,
     check_max_tokens,
+    check_pooling,
     check_sampling,
     check_terms,
     check_token_ids,
     find_answer_room,
 )
 from slora.errors import RequestRefused
+from slora.pooling import Pooling
 from slora.sampling_params import SamplingParams
 from slora.structured_output import OutputKind, StructuredOutput
 from slora.text.generation_defaults import GenerationDefaults
@@ -28,7 +31,7 @@ from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.responses_request import ResponsesRequest
 from slora_api.sandbox.grammar_checks import GrammarChecks
-from slora_api.schemas import AnswerFields, ChatRequest, CompletionRequest
+from slora_api.schemas import AnswerFields, ChatRequest, CompletionRequest, EmbeddingRequest
 
 __all__ = ["Prompt", "PromptMaker"]
 
@@ -174,7 +177,7 @@ class PromptMaker:
             self.tokenizer.bounds.check_echo(
                 draft.num_choices * sum(len(item) for item in given if isinstance(item, str))
             )
-        token_ids = await self._token_ids(given, body.add_special_tokens)
+        token_ids = await self._token_ids(given, body.add_special_tokens, "prompt")
         num_tokens = sum(map(len, token_ids))
         self.tokenizer.bounds.check_prompt_tokens(num_tokens)
         size = AnswerSize(
@@ -195,6 +198,23 @@ class PromptMaker:
         wanted = sum(prompt.sampling.max_tokens or 0 for prompt in prompts)
         size.check(self.tokenizer.bounds, num_tokens, wanted)
         return prompts
+
+    async def embedding_inputs(self, body: EmbeddingRequest, pooling: Pooling) -> list[list[int]]:
+        """Returns the token ids of each input. Raises as `completion_prompts` does."""
+        check_terms(self.terms.priority, None, self.info)
+        check_pooling(pooling, self.info)
+        given, bounds = body.inputs, self.tokenizer.bounds
+        dimensions = pooling.dimensions or self.info.shape.hidden_size
+        bounds.check_embeddings(len(given), dimensions, is_base64=body.is_base64)
+        self.limiter.check_generation(self.terms.tenant, 1)
+        for item in given:
+            if isinstance(item, list):
+                check_embedded_tokens(len(item), self.info.max_model_len)
+        inputs = await self._token_ids(given, body.add_special_tokens, "input")
+        for token_ids in inputs:
+            check_embedded_tokens(len(token_ids), self.info.max_model_len)
+        bounds.check_prompt_tokens(sum(map(len, inputs)), "input")
+        return inputs
 
     async def conversation_prompt(self, body: ConversationRequest) -> Prompt:
         """Makes the prompt of a conversation. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
@@ -297,16 +317,19 @@ class PromptMaker:
         return room if quota is None else min(room, quota)
 
     async def _token_ids(
-        self, given: Sequence[str | list[int]], add_special_tokens: bool | None
+        self, given: Sequence[str | list[int]], add_special_tokens: bool | None, param: str
     ) -> list[list[int]]:
-        """Returns checked token ids of each prompt. A request has either texts or token ids."""
+        """Returns checked token ids of each prompt. A request has either texts or token ids.
+
+        param: the field that holds them.
+        """
         texts = [item for item in given if isinstance(item, str)]
         ids = [item for item in given if isinstance(item, list)]
         if texts:
-            ids = await self.tokenizer.encode_texts(texts, add_special_tokens=add_special_tokens)
+            ids = await self.tokenizer.encode_texts(texts, add_special_tokens=add_special_tokens, param=param)
         num_checked = 0
         for token_ids in ids:
-            check_token_ids(token_ids, self.info.vocab_size)
+            check_token_ids(token_ids, self.info.vocab_size, param)
             num_checked += len(token_ids)
             if num_checked > _IDS_AT_ONCE:
                 num_checked = 0

@@ -12,14 +12,29 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slora.engine.client import EngineClient
-from slora.request import RequestUsage
-from slora.text.answer import Answer
+from slora.request import EngineRequest, RequestUsage
 from slora.usage_journal.journal import UsageJournal
 from slora.usage_journal.record import UsageRecord
 
 __all__ = ["OpenRequest", "UsageRecorder"]
+
+
+class Recorded(Protocol):
+    """What has arrived of an engine request. num_cached: prompt tokens that the prefix cache had. num_generated: tokens
+    of the answer.
+    """
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    @property
+    def num_cached(self) -> int: ...
+
+    @property
+    def num_generated(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -28,7 +43,7 @@ class OpenRequest:
     there is a record.
     """
 
-    answer: Answer
+    answer: Recorded
     on_report: Callable[[RequestUsage], None]
     reported: asyncio.Event = field(default_factory=asyncio.Event)
     written: "Future[None] | None" = None
@@ -56,7 +71,7 @@ class UsageRecorder:
         self._journal.check()
 
     def open(
-        self, answer: Answer, on_report: Callable[[RequestUsage], None] = lambda usage: None
+        self, answer: Recorded, on_report: Callable[[RequestUsage], None] = lambda usage: None
     ) -> OpenRequest:
         """Call it immediately before the request is sent to the engine. Pass the result to `wait`.
 
@@ -86,7 +101,7 @@ class UsageRecorder:
             opened.on_report(found)
             opened.reported.set()
 
-    def _record(self, answer: Answer, usage: RequestUsage, *, is_complete: bool) -> "Future[None]":
+    def _record(self, answer: Recorded, usage: RequestUsage, *, is_complete: bool) -> "Future[None]":
         request, loop = answer.request, asyncio.get_running_loop()
         digest = None if request.adapter is None else request.adapter.digest
         written = self._journal.append(
@@ -111,7 +126,7 @@ class UsageRecorder:
         return written
 
 
-def _seen(answer: Answer) -> RequestUsage:
+def _seen(answer: Recorded) -> RequestUsage:
     """The engine has computed the whole prompt before the first token arrives."""
     if not answer.num_generated:
         return RequestUsage()

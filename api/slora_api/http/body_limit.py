@@ -60,7 +60,14 @@ class BodyLimits:
     upload_path: str = "/v1/adapters"
     file_path: str = "/v1/files"
     generation_paths: frozenset[str] = frozenset(
-        {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"}
+        {
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/v1/embeddings",
+            "/tokenize",
+            "/detokenize",
+        }
     )
 
     def too_large(self, scope: Scope) -> BodyTooLarge:

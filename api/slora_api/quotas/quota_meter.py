@@ -208,6 +208,12 @@ class RequestMeter:
         # The uses that the counters returned last.
         self._uses: tuple[Use, ...] | None = None
 
+    @property
+    def most_answers(self) -> int | None:
+        """The most answers that may be in progress at once; None for no limit."""
+        limits = [one.quota.concurrent_answers for one in self._subjects]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def default_answer_tokens(self, prompt_tokens: int, num_answers: int) -> int | None:
         """Returns the most tokens of each answer for which the client sent no max_tokens; None for no limit."""
         limits = [one.quota.least_tokens for one in self._subjects if one.quota.least_tokens is not None]

@@ -20,7 +20,7 @@ from slora_api.generation.service_terms import ServiceTerms
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services
-from slora_api.schemas import AnswerFields
+from slora_api.schemas import AnswerFields, EmbeddingRequest
 from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["ANSWER_ERRORS", "answer_with", "prompt_maker"]
@@ -44,7 +44,7 @@ _SESSION_HEADER = "x-session-id"
 
 async def answer_with(
     request: Request,
-    body: AnswerFields,
+    body: AnswerFields | EmbeddingRequest,
     key: KeyRecord,
     services: Services,
     answer: Callable[[ServedModel], Awaitable[Response]],

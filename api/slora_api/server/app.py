@@ -24,6 +24,7 @@ from slora_api.routes import (
     batches,
     completions,
     docs,
+    embeddings,
     files,
     health,
     keys,
@@ -48,6 +49,7 @@ _MODULES = (
     *(
         completions,
         responses,
+        embeddings,
         tokens,
         models,
         limits,

@@ -5,6 +5,8 @@ Born from a bug: all choices repeated the prompt's log-probabilities, and 244 MB
 
 import gc
 import json
+from array import array
+from base64 import b64decode
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,3 +133,21 @@ def test_an_answer_without_a_limit_is_cut_to_the_bound_on_listed_logprobs(
     assert post(platform, key, CHAT, body | {"logprobs": True, "top_logprobs": 20}).status_code == 200
     (request,) = platform.engine.requests
     assert request.sampling.max_tokens == (1 << 18) // (CHOICES * 21)
+
+
+@pytest.mark.parametrize(("encoding_format", "num_inputs"), [("float", 300), ("base64", 1500)])
+def test_many_embeddings_do_not_block_the_event_loop(
+    platform: Platform, recorder: Recorder, key: str, encoding_format: str, num_inputs: int
+) -> None:
+    """About 6 MB of floats, or 8 MB of base64."""
+    numbers = array("f", (1 / (3 + place) for place in range(1024)))
+    delta = TokenDelta((), FinishReason.STOP, embedding=numbers.tobytes())
+    platform.engine.embeddings = lambda request: [delta]
+    body = {"model": "base", "input": ["a"] * num_inputs, "encoding_format": encoding_format}
+    answer = post(platform, key, "/v1/embeddings", body)
+    assert int(answer.headers["content-length"]) == len(answer.content) > 5_000_000
+    data = answer.json()["data"]
+    assert len(data) == num_inputs
+    found = data[-1]["embedding"]
+    assert (array("f", b64decode(found)) if isinstance(found, str) else array("f", found)) == numbers
+    assert not recorder.slow()

@@ -71,6 +71,17 @@ def greedy_tokens(client: openai.OpenAI, model: str, prompt: str) -> list[int]:
     return [EOS if token == "<eos>" else CHARACTERS.index(token) for token in logprobs.tokens]
 
 
+def test_every_model_embeds_what_peft_computes(client: openai.OpenAI, kit: Kit) -> None:
+    oracle = Oracle(kit.base, {"small": kit.small, "wide": kit.wide})
+    for model, adapter in (("base", None), ("small", "small"), ("wide", "wide"), ("default", "small")):
+        for pooling in ("last", "mean"):
+            answer = client.embeddings.create(model=model, input=PROMPTS, extra_body={"pooling": pooling})
+            assert answer.usage.total_tokens == sum(map(len, PROMPTS))
+            for prompt, one in zip(PROMPTS, answer.data, strict=True):
+                expected = oracle.embedding(ids(prompt), adapter, mean=pooling == "mean")
+                assert one.embedding == pytest.approx(expected.tolist(), abs=2e-5), (model, pooling, prompt)
+
+
 def test_every_model_answers_what_peft_answers(client: openai.OpenAI, kit: Kit) -> None:
     oracle = Oracle(kit.base, {"small": kit.small, "wide": kit.wide})
     for model, adapter in (("base", None), ("small", "small"), ("wide", "wide"), ("default", "small")):

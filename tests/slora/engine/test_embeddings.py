@@ -20,7 +20,7 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
-from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, make_adapter
 from tests.support.tiny_models import MODELS, OTHER_MODELS, VOCAB_SIZE, make_model
@@ -38,8 +38,8 @@ def ask(
     pooling: Pooling | None = LAST,
     tenant: str = "t",
 ) -> EngineRequest:
-    """With pooling None, a request for 12 tokens."""
-    sampling = NOT_SAMPLED if pooling else SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    """With pooling None, a request for 30 tokens."""
+    sampling = NOT_SAMPLED if pooling else SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     return EngineRequest(name, tenant, list(prompt), adapter, sampling, pooling=pooling)
 
 
@@ -203,6 +203,30 @@ def test_a_mean_that_resumes_after_a_preemption_skips_what_it_has_pooled(kits: K
     answer = drive(engine, [])["mean"]
     assert sequence.num_preemptions == 1
     assert measure_error(kit, request, None, answer) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["recompute", "swap"])
+def test_a_mean_that_is_preempted_in_the_middle_of_its_prompt_is_exact(kits: Kits, way: str) -> None:
+    """It needs 12 of the 20 pages. An older answer takes 7, and a further one after each 16 steps."""
+    kit = kits("llama")
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 5, "swap_bytes": kit.pool_bytes(20)}
+    engine = make_engine(kit, make_source(kit)[0], 20, preemption=way, **settings)
+    older, mean = ask("older", draw(100), pooling=None), ask("mean", draw(190), pooling=MEAN)
+    older = replace(older, sampling=replace(older.sampling, max_tokens=90))
+    engine.add(older)
+    engine.add(mean)
+    answers: dict[str, Answer] = {"older": Answer(), "mean": Answer()}
+    (sequence,) = engine._scheduler.find("mean")
+    pooled = []
+    while engine.num_unfinished:
+        before = engine.stats().preemptions
+        step(engine, answers)
+        if engine.stats().preemptions > before:
+            assert sequence.pooled is not None
+            pooled.append(sequence.pooled.next_token)
+    assert len(pooled) == 1 and 100 < pooled[0] < 190, "it was not preempted in the middle"
+    assert (engine.stats().swapped_in_pages > 0) == (way == "swap")
+    assert measure_error(kit, mean, None, answers["mean"]) < TOLERANCE
 
 
 def test_an_embedding_is_shortened_and_then_normalized(kits: Kits) -> None:

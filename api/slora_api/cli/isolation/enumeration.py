@@ -29,6 +29,7 @@ _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/completions", {"model": "NAME", "prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/chat/completions", {"model": "NAME", "messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/responses", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/embeddings", {"model": "NAME", "input": "a"}),
 )
 # Fields of an uploaded version that differ between any two uploads.
 _OWN_FIELDS = ("name", "digest", "created", "updated", "certificate")

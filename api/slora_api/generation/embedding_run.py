@@ -1,0 +1,60 @@
+"""Computes the embeddings of one request, a few inputs at a time.
+
+A request may have thousands of inputs. Each lane sends one input to the engine and waits for its embedding before it
+sends the next one. So a large request holds no more permits, and has no more sequences in the engine, than lanes.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from slora.request import EngineRequest
+from slora_api.generation.json_slices import LongList
+
+__all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]
+
+# Enough for a step of short texts to fill the token budget, and a quarter of the answers that one tenant may have in
+# progress.
+_MAX_LANES = 64
+
+
+@dataclass(slots=True)
+class EmbeddedInput:
+    """One input of a request. embedding: as JSON shows it; None until the engine has returned it.
+
+    num_cached, num_generated: what `UsageRecorder` counts of an answer in progress. An embedding arrives whole.
+    """
+
+    request: EngineRequest
+    embedding: str | LongList | None = None
+    num_cached: int = 0
+    num_generated: int = 0
+
+
+def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) -> int:
+    """most_permits: the most permits that a tenant may hold. most_answers: its quota of answers in progress, if any."""
+    most = most_permits if most_answers is None else min(most_permits, most_answers)
+    return max(1, min(num_inputs, _MAX_LANES, most))
+
+
+async def run_lanes(
+    requests: Iterator[EngineRequest], num_lanes: int, compute: Callable[[EmbeddedInput], Awaitable[None]]
+) -> list[EmbeddedInput]:
+    """Computes one input for each request. Returns them in the order of the requests.
+
+    If an input fails, or if the caller is cancelled, the others are cancelled. Raises the first error.
+    """
+    inputs: list[EmbeddedInput] = []
+
+    async def run_lane() -> None:
+        for request in requests:
+            inputs.append(EmbeddedInput(request))
+            await compute(inputs[-1])
+
+    try:
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(num_lanes):
+                lanes.create_task(run_lane())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return inputs

@@ -1,0 +1,76 @@
+"""/v1/embeddings."""
+
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from slora.pooling import Pooling, PoolingKind
+from slora_api.generation.embedding_format import EmbeddingList, encode_embedding, format_embeddings
+from slora_api.generation.embedding_run import count_lanes
+from slora_api.generation.generation import embedding_requests
+from slora_api.generation.json_slices import write_json
+from slora_api.generation.parted_response import PartedResponse
+from slora_api.generation.served_model import ServedModel
+from slora_api.generation.service_terms import ServiceTerms
+from slora_api.generation.sse import unless_disconnected
+from slora_api.quotas.quota_meter import RequestMeter
+from slora_api.request_bounds import JsonBounds
+from slora_api.routes.answers import ANSWER_ERRORS, answer_with, prompt_maker
+from slora_api.routes.json_body import read_json
+from slora_api.routes.openapi import json_body
+from slora_api.routes.services import Services, Wired, open_meter
+from slora_api.schemas import EmbeddingRequest
+from slora_api.tenants.authentication import InferenceKey
+from slora_api.tenants.key_record import KeyRecord
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["embeddings"])
+
+
+@router.post(
+    "/v1/embeddings",
+    response_model=EmbeddingList,
+    responses=ANSWER_ERRORS,
+    openapi_extra=json_body(EmbeddingRequest),
+)
+async def embed(request: Request, key: InferenceKey, services: Wired) -> Response:
+    """Computes the embedding of one or several inputs."""
+    meter, bounds = await open_meter(request, key, services), services.bounds()
+    body = await read_json(request, EmbeddingRequest, bounds, JsonBounds(bounds.completion_values))
+    return await answer_with(
+        request, body, key, services, lambda model: _embed(request, body, key, meter, services, model)
+    )
+
+
+async def _embed(
+    request: Request,
+    body: EmbeddingRequest,
+    key: KeyRecord,
+    meter: RequestMeter,
+    services: Services,
+    model: ServedModel,
+) -> Response:
+    work = _write_embeddings(body, key, meter, services, model)
+    return PartedResponse(await unless_disconnected(request.receive, work), model.headers)
+
+
+async def _write_embeddings(
+    body: EmbeddingRequest, key: KeyRecord, meter: RequestMeter, services: Services, model: ServedModel
+) -> list[bytes]:
+    """Returns the JSON of the answer in parts."""
+    terms = ServiceTerms(key.tenant, key.key_id, key.share, body.priority or 0)
+    kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
+    pooling = Pooling(kind, body.dimensions, body.is_normalized)
+    inputs = await prompt_maker(terms, meter, services, model).embedding_inputs(body, pooling)
+    num_tokens = sum(map(len, inputs))
+    embedded = await services.generator.embed(
+        terms,
+        embedding_requests(terms, model, inputs, pooling),
+        num_tokens,
+        count_lanes(len(inputs), services.bounds().prompts, meter.most_answers),
+        meter,
+        partial(encode_embedding, is_base64=body.is_base64),
+    )
+    answer = format_embeddings(model.asked_for, [one.embedding for one in embedded], num_tokens)
+    return await write_json(answer, key.tenant, services.writing)
