@@ -180,7 +180,7 @@ class _Turn:
     calls: dict[str, SentCall] = field(default_factory=dict)
 
     def message(self) -> ChatMessage:
-        return ChatMessage(
+        return ChatMessage.model_construct(
             role="assistant",
             content="".join(self.texts),
             reasoning="\n".join(self.thoughts) or None,
@@ -215,7 +215,7 @@ class _Messages:
                 self._open_turn().texts.append(item.content)
             case MessageItem():
                 self.end()
-                self.made.append(ChatMessage(role=item.role, content=item.content))
+                self.made.append(ChatMessage.model_construct(role=item.role, content=item.content))
 
     def end(self) -> None:
         """Ends the turn of the assistant. Raises a refusal if one of its calls has no result."""
@@ -244,8 +244,8 @@ class _Messages:
                 index=index,
                 value=abbreviate(item.call_id),
             )
-        function = SentFunction(name=item.name, arguments=item.arguments)
-        calls[item.call_id] = SentCall(id=item.call_id, function=function)
+        function = SentFunction.model_construct(name=item.name, arguments=item.arguments)
+        calls[item.call_id] = SentCall.model_construct(id=item.call_id, function=function)
 
     def _add_output(self, index: int, item: FunctionOutputItem) -> None:
         self._end_turn()
@@ -259,7 +259,9 @@ class _Messages:
                 value=abbreviate(item.call_id),
             )
         del self._waiting[item.call_id]
-        self.made.append(ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+        self.made.append(
+            ChatMessage.model_construct(role="tool", content=item.output, tool_call_id=item.call_id)
+        )
 
     def _check_answered(self) -> None:
         if self._waiting:
@@ -272,10 +274,13 @@ class _Messages:
 
 
 def make_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
-    """Returns the conversation. Raises a refusal for a call without a result, and for a result without a call."""
+    """Returns the conversation. Raises a refusal for a call without a result, and for a result without a call.
+
+    The texts of the items are checked already, and may be long.
+    """
     messages = _Messages()
     if instructions:
-        messages.made.append(ChatMessage(role="system", content=instructions))
+        messages.made.append(ChatMessage.model_construct(role="system", content=instructions))
     for index, item in enumerate(items):
         messages.add(index, item)
     messages.end()

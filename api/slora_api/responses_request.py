@@ -307,7 +307,15 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     def sent_format(self) -> dict[str, Any]:
         """The form as an answer repeats it."""
         form = None if self.text is None else self.text.format
-        return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+        if form is None:
+            return {"type": "text"}
+        sent = {
+            "name": form.name,
+            "description": form.description,
+            "schema": form.json_schema,
+            "strict": form.strict,
+        }
+        return {"type": form.type, **{name: value for name, value in sent.items() if value is not None}}
 
     @cached_property
     def structured_output(self) -> StructuredOutput | None:

@@ -56,7 +56,10 @@ class Once:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """JSON that is written already, in parts: a text without its quotes, or a list without its brackets."""
+    """JSON that is written already, in parts: a text without its quotes, or a list or an object without its brackets.
+
+    marks: the quotes or the brackets.
+    """
 
     parts: Sequence[str]
     marks: str
