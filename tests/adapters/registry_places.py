@@ -10,6 +10,7 @@ import pytest
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
+from tests.support.migrated_file import write_migrated_database
 
 
 @dataclass
@@ -34,9 +35,10 @@ def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database with the schema of this release, or a new file: its path or URL."""
+    """A database with the schema of this release: its path or URL."""
     if request.param == "postgresql":
         return str(request.getfixturevalue("shared_postgresql").migrated_database())
+    write_migrated_database(tmp_path / "slora.db")
     return str(tmp_path / "slora.db")
 
 

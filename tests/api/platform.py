@@ -71,6 +71,7 @@ from slora_api.tenants.usage_shipper import UsageShipper
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
+from tests.support.migrated_file import write_migrated_database
 
 ADMIN_KEY = "the-operators-own-key"
 # Smaller than a server's reserve, so that a test can fill a disk without a reserve.
@@ -165,7 +166,10 @@ def running_platform(
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(EngineConfig(Path("base"), max_lora_rank=max_lora_rank)), **settings)
     reserve = DiskReserve(directory / "reserve", RESERVE_BYTES)
-    database = Database(chosen.database or directory / "slora.db", reserve)
+    file = directory / "slora.db"
+    if not chosen.database and not file.exists():
+        write_migrated_database(file)
+    database = Database(chosen.database or file, reserve)
     pepper = Pepper.from_file(directory / "pepper")
     templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
     grammars = GrammarChecks(chosen.max_concurrent_per_tenant)

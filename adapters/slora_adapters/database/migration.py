@@ -10,6 +10,7 @@ A database that a newer release, another product or a release before 0.1 has wri
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,9 @@ def _is_about_schema(error: exc.DBAPIError) -> bool:
     return isinstance(error, exc.ProgrammingError) if code is None else code == sqlite3.SQLITE_ERROR
 
 
+@cache
 def _scripts() -> ScriptDirectory:
+    """Keeps the revisions, which are found by running the files of `migrations/versions`."""
     return ScriptDirectory(str(_SCRIPTS))
 
 

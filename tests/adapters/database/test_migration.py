@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
 
@@ -133,7 +134,7 @@ def test_keys_of_the_first_revision_are_kept(
     versions.mkdir(parents=True)
     shutil.copy(next((migration._SCRIPTS / "versions").glob("v0001_*.py")), versions)
     with monkeypatch.context() as patch:
-        patch.setattr(migration, "_SCRIPTS", versions.parent)
+        patch.setattr(migration, "_scripts", lambda: ScriptDirectory(str(versions.parent)))
         with closing(Database(empty_database)) as database, database.transaction() as connection:
             connection.execute(text("INSERT INTO tenants VALUES ('acme', 1, 2.5, 0, 1, 0)"))
             connection.execute(text(insert), rows[0])
