@@ -29,7 +29,8 @@ SOURCES = os.pathsep.join(str(folder.parent) for folder in LAYERS.values())
 def run_python(code: str, *arguments: str, hidden: Iterable[str]) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a new interpreter that cannot import the `hidden` packages."""
     hide = f"""
-import sys
+import gc, sys
+gc.disable()
 from importlib.machinery import PathFinder
 class Finder:
     def find_spec(self, name, path=None, target=None):

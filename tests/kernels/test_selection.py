@@ -27,7 +27,8 @@ def test_a_cpus_kernels_are_refused_on_a_gpu() -> None:
 
 def test_the_torch_path_needs_neither_triton_nor_numba() -> None:
     script = (
-        "import sys; sys.modules['triton'] = sys.modules['numba'] = None\n"
+        "import gc; gc.disable()\n"
+        "sys.modules['triton'] = sys.modules['numba'] = None\n"
         "import torch; from slora_kernels.kernel_selector import select_kernels\n"
         "assert select_kernels('torch', torch.device('cpu')).name == 'torch'\n"
     )

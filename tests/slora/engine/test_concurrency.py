@@ -38,7 +38,7 @@ def make_requests(
             tenant="t",
             prompt_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))],
             adapter=adapters[number % len(adapters)],
-            sampling=replace(sample(number), max_tokens=rng.randint(5, 24), ignore_eos=True, logprobs=0),
+            sampling=replace(sample(number), max_tokens=rng.randint(5, 14), ignore_eos=True, logprobs=0),
         )
         for number in range(NUM_REQUESTS)
     ]
