@@ -28,7 +28,8 @@ from sqlalchemy import Select, Update, and_, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
-from slora_adapters.database.database import Database
+from slora_adapters.database.audit_log import record_change
+from slora_adapters.database.database import CHANGES, Database
 from slora_api.batches.files import UNFINISHED, Files, new_id
 from slora_api.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
 
@@ -146,7 +147,7 @@ class Batches:
             "lease_owner": "",
             "lease_until": 0.0,
         }
-        with self._database.transaction(f"batches {tenant}") as connection:
+        with self._database.transaction(f"batches {tenant}", CHANGES) as connection:
             unfinished = select(func.count()).where(_b.tenant == tenant, _b.status.in_(UNFINISHED))
             count = connection.execute(unfinished).scalar_one()
             if count >= self._max_unfinished:
@@ -155,6 +156,8 @@ class Batches:
                     f"{self._max_unfinished} (max_batches_per_tenant); wait until one ends, or cancel one."
                 )
             connection.execute(insert(schema.batches), row)
+            details = {"endpoint": endpoint, "input_file_id": input_file_id}
+            record_change(connection, "batch.create", tenant, batch_id, details)
         return self.find(tenant, batch_id)
 
     def find(self, tenant: str, batch_id: str) -> Batch:
@@ -179,10 +182,11 @@ class Batches:
     def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFound, or KeyConflict if the batch has ended."""
         found = self.find(tenant, batch_id)
-        with self._database.transaction(_lock(batch_id)) as connection:
+        with self._database.transaction(_lock(batch_id), CHANGES) as connection:
             found = _find(connection, batch_id)
             if found.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
                 _change(connection, found, BatchStatus.CANCELLING, self.clock())
+                record_change(connection, "batch.cancel", tenant, batch_id)
             elif found.status is not BatchStatus.CANCELLING:
                 raise BatchEnded(found)
         return self.find(tenant, batch_id)

@@ -16,7 +16,8 @@ from typing import Any
 from sqlalchemy import Select, delete, func, insert, select, update
 
 from slora_adapters.database import schema
-from slora_adapters.database.database import Database
+from slora_adapters.database.audit_log import record_change
+from slora_adapters.database.database import CHANGES, Database
 from slora_api.errors import BadRequest, InUse, NotFound, QuotaExceeded
 
 __all__ = ["PURPOSES", "FileLimits", "Files", "StoredFile", "new_id"]
@@ -88,9 +89,10 @@ class Files:
             for rows in _read_parts(stored, source):
                 with self._database.transaction() as connection:
                     connection.execute(insert(schema.file_parts), rows)
-            with self._database.transaction() as connection:
+            with self._database.transaction(CHANGES) as connection:
                 done = update(schema.files).where(_f.file_id == stored.file_id).values(is_complete=True)
                 connection.execute(done)
+                record_change(connection, "file.create", tenant, stored.file_id, {"bytes": num_bytes})
         except BaseException:
             self._delete_rows([stored.file_id])
             raise
@@ -117,7 +119,7 @@ class Files:
     def delete(self, tenant: str, file_id: str) -> None:
         """Raises NotFound, or InUse while a batch reads the file."""
         self.find(tenant, file_id)
-        with self._database.transaction(_lock(tenant), even_if_full=True) as connection:
+        with self._database.transaction(_lock(tenant), CHANGES, even_if_full=True) as connection:
             users = select(_b.batch_id).where(
                 _b.tenant == tenant, _b.input_file_id == file_id, _b.status.in_(UNFINISHED)
             )
@@ -126,6 +128,7 @@ class Files:
                 raise FileInUse(file_id, batch_id)
             hidden = update(schema.files).where(_f.file_id == file_id)
             connection.execute(hidden.values(is_complete=False, expires_at=0.0))
+            record_change(connection, "file.delete", tenant, file_id)
         self._delete_rows([file_id])
 
     def read(self, file_id: str) -> Iterator[bytes]:

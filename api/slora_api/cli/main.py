@@ -51,6 +51,11 @@ _HANDLERS = {
     "adapter pin": ("slora_api.cli.adapter", "pin"),
     "adapter pins": ("slora_api.cli.adapter", "pins"),
     "adapter unpin": ("slora_api.cli.adapter", "unpin"),
+    "batch submit": ("slora_api.cli.batch", "submit"),
+    "batch list": ("slora_api.cli.batch", "show_all"),
+    "batch show": ("slora_api.cli.batch", "show"),
+    "batch cancel": ("slora_api.cli.batch", "cancel"),
+    "batch output": ("slora_api.cli.batch", "output"),
     "usage": ("slora_api.cli.usage", "show"),
     "audit isolation": ("slora_api.cli.audit_isolation", "audit"),
     "complete": ("slora_api.cli.complete", "complete"),
@@ -538,6 +543,30 @@ def _add_health(commands: _Commands) -> None:
     )
 
 
+def _add_batches(commands: _Commands) -> None:
+    batches = commands.group("batch", "compute files of requests in the background (tenant)")
+    submit = batches.add(
+        "submit", "upload a file with one request in each line and start a batch", has_json=True
+    )
+    submit.add_argument("file", metavar="FILE")
+    submit.add_argument(
+        "--endpoint",
+        metavar="PATH",
+        default="/v1/chat/completions",
+        help="the route that answers the requests (default /v1/chat/completions)",
+    )
+    submit.add_argument("--wait", action="store_true", help="wait until the batch has ended")
+    batches.add("list", "list the batches of your tenant, newest first", has_json=True)
+    for name, help_text in (
+        ("show", "show the state of a batch, and why it failed"),
+        ("cancel", "cancel a batch; its answers so far are kept"),
+    ):
+        batches.add(name, help_text, has_json=True).add_argument("batch", metavar="BATCH_ID")
+    output = batches.add("output", "print the answers of a batch, one JSON object in each line")
+    output.add_argument("batch", metavar="BATCH_ID")
+    output.add_argument("--errors", action="store_true", help="print the lines that failed instead")
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slora",
@@ -554,6 +583,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_audit(commands)
     _add_quotas(commands)
     _add_adapters(commands)
+    _add_batches(commands)
     _add_usage(commands)
     _add_complete(commands)
     _add_health(commands)

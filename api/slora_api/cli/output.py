@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Columns", "print_json", "print_records"]
+__all__ = ["Columns", "Record", "print_json", "print_records"]
 
 Record = Mapping[str, Any]
 # Column heading -> the text of one record's cell.

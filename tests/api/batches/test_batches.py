@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from slora.request import FinishReason
+from tests.api.command import run_command
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -262,3 +263,25 @@ def test_a_bad_batch_is_refused_with_its_field(small: Platform, changes: dict[st
     with small.client(small.key("acme")) as client:
         answer = client.post("/v1/batches", json=body)
     assert answer.status_code == 400 and words in answer.text, answer.text
+
+
+def test_the_command_line_submits_a_batch_and_prints_its_answers(platform: Platform, tmp_path: Path) -> None:
+    variables = {"SLORA_URL": platform.url, "SLORA_API_KEY": platform.key("acme")}
+
+    def run(*arguments: str) -> str:
+        ended = run_command("batch", *arguments, **variables)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(write_lines([line_of("first"), line_of("second", body={"model": "default"})]))
+    batch = json.loads(run("submit", str(path), "--wait", "--json"))
+    assert batch["status"] == "completed"
+    assert [json.loads(line)["custom_id"] for line in run("output", batch["id"]).splitlines()] == ["first"]
+    (failed,) = map(json.loads, run("output", batch["id"], "--errors").splitlines())
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("second", 400)
+    assert f"{batch['id']}  completed  1 + 1 of 2" in run("list")
+    path.write_bytes(b"no json\n")
+    assert "line 1: The line is not JSON" in run("submit", str(path), "--wait")
+    refused = run_command("batch", "cancel", batch["id"], **variables)
+    assert refused.returncode == 1 and "is completed, so it cannot be cancelled" in refused.stderr

@@ -75,6 +75,12 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
     ("operator", "DELETE", "/admin/tenants/{tenant}/adapters/{name}/pin", None, ["adapter.unpin"]),
     ("tenant", "DELETE", "/v1/adapters/{name}/aliases/{alias}", None, ["alias.delete"]),
     ("tenant", "DELETE", "/v1/adapters/{reference}", None, ["adapter.delete"]),
+    ("tenant", "POST", "/v1/files", "lines", ["file.create"]),
+    ("tenant", "POST", "/v1/batches", None, ["batch.create"]),
+    ("tenant", "POST", "/v1/batches/{batch_id}/cancel", None, ["batch.cancel"]),
+    ("tenant", "POST", "/v1/batches/{batch_id}/cancel", None, []),  # it is being cancelled already
+    ("tenant", "POST", "/v1/files", "lines", ["file.create"]),
+    ("tenant", "DELETE", "/v1/files/{file_id}", None, ["file.delete"]),
     (
         "operator",
         "POST",
@@ -111,19 +117,32 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
         if method != "GET" and route.path not in _NO_CHANGES
     }
     assert routes == {(method, path) for _, method, path, _, _ in _CHANGES}
-    secret = ""
+    secret = last_id = ""
     for caller, method, path, body, actions in _CHANGES:
         last = max((entry["id"] for entry in entries(platform)), default=0)
         place = path.format(
-            tenant="acme", name="voice", alias="prod", reference="voice", key_id=(secret + "__").split("_")[1]
+            tenant="acme",
+            name="voice",
+            alias="prod",
+            reference="voice",
+            key_id=(secret + "__").split("_")[1],
+            file_id=last_id,
+            batch_id=last_id,
         )
         started = time.time()
         if path == "/v1/adapters":
             answer = platform.upload(secret, body)
+        elif path == "/v1/files":
+            with platform.client(secret) as client:
+                answer = client.post(path, data={"purpose": "batch"}, files={"file": body.encode()})
         else:
+            if path == "/v1/batches":
+                body = {"input_file_id": last_id, "endpoint": "/v1/completions", "completion_window": "24h"}
             with platform.client(ADMIN_KEY if caller == "operator" else secret) as client:
                 answer = client.request(method, place, json=body)
         assert answer.is_success, (method, path, answer.text)
+        if path.startswith(("/v1/files", "/v1/batches")):
+            last_id = answer.json()["id"]
         new = [entry for entry in entries(platform) if entry["id"] > last]
         assert [entry["action"] for entry in new] == actions, (method, path)
         if path.endswith("{tenant}/keys"):

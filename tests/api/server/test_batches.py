@@ -1,0 +1,108 @@
+"""A batch on a real server whose processes are killed."""
+
+import json
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.served import Served, serving, wait_for
+
+_NUM_LINES = 10_000
+# The parts of the batch after which something is killed.
+_WORKER_AT, _ENGINE_AT, _EVERYTHING_AT = 0.2, 0.4, 0.6
+_FLAGS = ("--api-workers", "2", "--pool-bytes", "32MiB")
+
+
+@pytest.mark.soak
+def test_every_line_of_a_large_batch_is_answered_once_whatever_is_killed(kit: Kit, tmp_path: Path) -> None:
+    check_batch(kit, tmp_path, _NUM_LINES)
+
+
+def check_batch(kit: Kit, tmp_path: Path, num_lines: int) -> None:
+    lines = [
+        {
+            "custom_id": f"line {number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "default", "prompt": f"line {number}", "max_tokens": 4, "ignore_eos": True},
+        }
+        for number in range(num_lines)
+    ]
+    with serving(kit.base, tmp_path, *_FLAGS) as served:
+        served.wait_until_ready()
+        key = served.make_key("acme")
+        with served.client(key) as client:
+            content = "\n".join(map(json.dumps, lines))
+            form = {"purpose": "batch"}
+            sent = client.post("/v1/files", data=form, files={"file": ("lines.jsonl", content)})
+            body = {
+                "input_file_id": sent.raise_for_status().json()["id"],
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+            }
+            batch_id = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
+        reach(served, key, batch_id, _WORKER_AT * num_lines)
+        for worker in workers(served):
+            worker.kill()
+        reach(served, key, batch_id, _ENGINE_AT * num_lines)
+        served.child("slora.engine.process").kill()
+        reach(served, key, batch_id, _EVERYTHING_AT * num_lines)
+        served.kill_everything()
+    with serving(kit.base, tmp_path, *_FLAGS) as served:
+        served.wait_until_ready()
+        reach(served, key, batch_id, num_lines)
+        with served.client(key) as client:
+            batch = wait_for(lambda: read_final(client, batch_id), served.alive)
+            assert batch["status"] == "completed" and batch["error_file_id"] is None
+            output = client.get(f"/v1/files/{batch['output_file_id']}/content").text
+            answers = [json.loads(line) for line in output.splitlines()]
+            assert [one["custom_id"] for one in answers] == [one["custom_id"] for one in lines]
+            assert {one["response"]["body"]["usage"]["completion_tokens"] for one in answers} == {4}
+            num_counted = wait_for(lambda: read_usage(client, num_lines), served.alive)
+    assert num_counted == num_lines, "the ledger has a line twice"
+
+
+def workers(served: Served) -> list[psutil.Process]:
+    """The API workers."""
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    return [child for child in children if "slora_api.server.api_process" in child.cmdline()]
+
+
+def read_batch(client: httpx.Client, batch_id: str) -> dict[str, object] | None:
+    """The batch; None while no process answers."""
+    try:
+        answer = client.get(f"/v1/batches/{batch_id}")
+    except httpx.TransportError:
+        return None
+    return answer.json() if answer.is_success else None
+
+
+def read_final(client: httpx.Client, batch_id: str) -> dict[str, object] | None:
+    batch = read_batch(client, batch_id)
+    return batch if batch is not None and batch["status"] == "completed" else None
+
+
+def reach(served: Served, key: str, batch_id: str, num_lines: float) -> None:
+    """Waits until the batch has answers to that many lines."""
+
+    def has_reached() -> bool | None:
+        with served.client(key) as client:
+            batch = read_batch(client, batch_id)
+        if batch is None:
+            return None
+        assert batch["status"] not in ("failed", "expired", "cancelled"), batch
+        counts = batch["request_counts"]
+        assert isinstance(counts, dict) and counts["failed"] == 0, batch
+        return counts["completed"] >= num_lines or None
+
+    wait_for(has_reached, served.alive)
+
+
+def read_usage(client: httpx.Client, least: int) -> int | None:
+    """The requests in the ledger, once there are as many as lines."""
+    page = client.get("/v1/usage", params={"limit": 2}).raise_for_status().json()
+    count = sum(result["num_model_requests"] for bucket in page["data"] for result in bucket["results"])
+    return count if count >= least else None
