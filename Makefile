@@ -15,7 +15,9 @@ COMPILED := $(VENV)/.compiled-for-tests
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
 AGENTS := $(VENV)-agents
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles a module to bytecode when it is first imported. pip would compile all of them, on one core, and a server
+# imports a sixth.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: help serve test check format soak bench bench-peers demo clean
 help: ## this list
