@@ -748,7 +748,7 @@ class NewBatchRequest(BaseModel):
 
     model_config = STRICT
     input_file_id: Text
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: _Metadata = None
     output_expires_after: Annotated[Any, Unsupported(None)] = None

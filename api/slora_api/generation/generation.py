@@ -145,10 +145,16 @@ class Generator:
                     for delta in arrived:
                         assert delta.embedding is not None, "the only delta has the embedding"
                         one.embedding = encode(delta.embedding)
-            self.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
+            if not one.request.is_background:
+                self.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
 
         async with meter.hold(num_tokens, 0, num_lanes, "input") as spending:
-            with self.limiter.admit_generation(terms.tenant, num_lanes, param="input"):
+            permits = (
+                nullcontext()
+                if terms.background_id is not None
+                else self.limiter.admit_generation(terms.tenant, num_lanes, param="input")
+            )
+            with permits:
                 inputs = await run_lanes(requests, num_lanes, compute)
                 await self.usage.wait(sent)
         return inputs

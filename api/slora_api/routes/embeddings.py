@@ -11,7 +11,7 @@ from slora_api.generation.generation import embedding_requests
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.served_model import ServedModel
-from slora_api.generation.service_terms import ServiceTerms
+from slora_api.generation.service_terms import ServiceTerms, background_id
 from slora_api.generation.sse import unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
@@ -51,15 +51,17 @@ async def _embed(
     services: Services,
     model: ServedModel,
 ) -> Response:
-    work = _write_embeddings(body, key, meter, services, model)
+    terms = ServiceTerms(
+        key.tenant, key.key_id, key.share, body.priority or 0, background_id=background_id(request)
+    )
+    work = _write_embeddings(body, terms, meter, services, model)
     return PartedResponse(await unless_disconnected(request.receive, work), model.headers)
 
 
 async def _write_embeddings(
-    body: EmbeddingRequest, key: KeyRecord, meter: RequestMeter, services: Services, model: ServedModel
+    body: EmbeddingRequest, terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> list[bytes]:
     """Returns the JSON of the answer in parts."""
-    terms = ServiceTerms(key.tenant, key.key_id, key.share, body.priority or 0)
     kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
     pooling = Pooling(kind, body.dimensions, body.is_normalized)
     inputs = await prompt_maker(terms, meter, services, model).embedding_inputs(body, pooling)
@@ -73,4 +75,4 @@ async def _write_embeddings(
         partial(encode_embedding, is_base64=body.is_base64),
     )
     answer = format_embeddings(model.asked_for, [one.embedding for one in embedded], num_tokens)
-    return await write_json(answer, key.tenant, services.writing)
+    return await write_json(answer, terms.tenant, services.writing)

@@ -12,7 +12,7 @@ import pytest
 
 from slora.request import FinishReason
 from tests.api.command import run_command
-from tests.api.platform import Platform, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 PATH = "/v1/chat/completions"
@@ -285,3 +285,46 @@ def test_the_command_line_submits_a_batch_and_prints_its_answers(platform: Platf
     assert "line 1: The line is not JSON" in run("submit", str(path), "--wait")
     refused = run_command("batch", "cancel", batch["id"], **variables)
     assert refused.returncode == 1 and "is completed, so it cannot be cancelled" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}, "choices"),
+        ("/v1/responses", {"input": "hello"}, "output"),
+        ("/v1/embeddings", {"input": ["a", "b"]}, "data"),
+    ],
+)
+def test_a_batch_may_use_any_endpoint_of_its_list(
+    platform: Platform, path: str, body: dict[str, Any], field: str
+) -> None:
+    client = sdk(platform, platform.key("acme"))
+    line = line_of("a", url=path, body={"model": "base", **body})
+    file = client.files.create(file=("input.jsonl", write_lines([line])), purpose="batch")
+    endpoint: Any = path
+    created = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    (answer,) = read_answers(client, wait_for(client, created.id, "completed").output_file_id)
+    assert answer["response"]["status_code"] == 200 and answer["response"]["body"][field]
+    ids = [request.request_id for request in platform.engine.requests]
+    num_prompts = 2 if isinstance(body.get("prompt", body.get("input")), list) else 1
+    assert ids == [f"{created.id}-1-{index}" for index in range(num_prompts)]
+    assert all(request.is_background for request in platform.engine.requests)
+
+
+def test_a_line_leaves_half_of_a_quota_to_interactive_requests_and_is_sent_again(platform: Platform) -> None:
+    key = platform.key("acme")
+    with platform.client(ADMIN_KEY) as admin:
+        quota = {"requests_per_minute": 2, "concurrent_answers": 1}
+        admin.patch("/admin/tenants/acme/quota", json=quota).raise_for_status()
+    client = sdk(platform, key)
+    batch = submit(client, [line_of("first"), line_of("second")])
+    poll(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)  # type: ignore[union-attr]
+    with platform.client(key) as http:
+        chat = {"model": "base", "prompt": "a", "max_tokens": 2}
+        assert http.post("/v1/completions", json=chat).status_code == 200
+    counts = client.batches.retrieve(batch.id).request_counts
+    assert counts is not None and (counts.completed, counts.failed) == (1, 0)
+    with platform.client(ADMIN_KEY) as admin:
+        admin.patch("/admin/tenants/acme/quota", json=dict.fromkeys(quota)).raise_for_status()
+    client.batches.cancel(batch.id)
+    wait_for(client, batch.id, "cancelled")
