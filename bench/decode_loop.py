@@ -9,6 +9,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +21,9 @@ _OUTPUT_TOKENS = 64
 
 
 def run_steps(
-    stepped: SteppedEngine, batch: int, num_adapters: int, input_tokens: int, seconds: float
+    stepped: SteppedEngine, asked: Sequence[list[int]], given: Sequence[tuple[int, ...]], seconds: float
 ) -> list[float]:
-    """Seconds of each step in which all requests decoded."""
-    asked = prompts(batch, input_tokens)
-    given = [index % num_adapters if num_adapters else None for index in range(batch)]
+    """Seconds of each step in which all requests decoded. given: the adapters of each prompt, see `SteppedEngine`."""
     end, do_all_decode = time.monotonic() + seconds, False
     taken: list[float] = []
     while (began := time.monotonic()) < end:
@@ -33,7 +32,7 @@ def run_steps(
         num_tokens = decode(stepped) if do_all_decode else len(stepped.step())
         if do_all_decode:
             taken.append(time.monotonic() - began)
-        do_all_decode = num_tokens == stepped.engine.num_unfinished == batch
+        do_all_decode = num_tokens == stepped.engine.num_unfinished == len(asked)
     stepped.drop()
     return taken
 
@@ -70,7 +69,9 @@ def main() -> None:
             "swap_bytes": 0,
         }
         stepped = SteppedEngine(root / "model", adapters, settings)
-    taken = run_steps(stepped, options.batch, options.adapters, options.input_tokens, options.seconds)
+    asked = prompts(options.batch, options.input_tokens)
+    given = [(index % options.adapters,) if options.adapters else () for index in range(options.batch)]
+    taken = run_steps(stepped, asked, given, options.seconds)
     print(f"{len(taken)} steps in {options.seconds:g} s, the median {1e3 * statistics.median(taken):.2f} ms")
 
 

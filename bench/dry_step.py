@@ -128,7 +128,7 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=_META)
 
-    lora = None
+    lora: tuple[LoraTiles, ...] = ()
     if step.adapters:
         counts = [len(range(first, step.batch, step.adapters)) for first in range(step.adapters)]
         decode_tokens = limits.decode_tokens if step.tokens == 1 else None
@@ -136,7 +136,7 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         tiles = [tile for count in counts for tile in cut_rows((0, 1.0), count * step.tokens, most)]
         weights = torch.empty(len(tiles), device=_META)
         num_decodes = len(tiles) if decode_tokens else 0
-        lora = LoraTiles(ints(len(tiles), 3), weights, max_group_rank, max_rows(tiles), num_decodes)
+        lora = (LoraTiles(ints(len(tiles), 3), weights, max_group_rank, max_rows(tiles), num_decodes),)
     attention = AttentionBatch(
         query_starts=ints(step.batch + 1),
         context_lens=ints(step.batch),
@@ -151,7 +151,7 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         attention=attention,
         lora=lora,
         adapts_embedding=False,
-        head_lora=None,
+        head_lora=(),
         output_rows=ints(step.batch, dtype=torch.int64),
         sampling=[],
         prompts=[],

@@ -88,7 +88,7 @@ async def _fill(socket: Path) -> float:
             ready_at = time.perf_counter()
             params = SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True)
             asked = enumerate(prompts(_BATCH, _TOKENS))
-            requests = (EngineRequest(str(index), "bench", prompt, None, params) for index, prompt in asked)
+            requests = (EngineRequest(str(index), "bench", prompt, (), params) for index, prompt in asked)
             await asyncio.gather(*(_read(client, request) for request in requests))
         return ready_at
     finally:

@@ -20,7 +20,7 @@ from bench.workload import RANKS, prompts, write_adapter, write_model
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
@@ -135,4 +135,6 @@ def _request(
     name: str, prompt: list[int], version: AdapterVersion | None, output_tokens: int
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    return EngineRequest(name, version.tenant if version else "others", prompt, version, params)
+    return EngineRequest(
+        name, version.tenant if version else "others", prompt, single_adapter(version), params
+    )

@@ -17,7 +17,7 @@ from bench.request_log import Outcome, Results, summarize
 from bench.traces import Trace, TraceRequest
 from bench.virtual_source import FetchCosts, VirtualSource
 from slora.kv_footprint import KVFootprint
-from slora.request import EngineRequest, StepOutput
+from slora.request import EngineRequest, StepOutput, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
@@ -194,7 +194,7 @@ class Simulation:
             request_id,
             f"tenant-{request.tenant}",
             request.prompt(),
-            None if request.adapter is None else self.fleet.version(request.adapter),
+            single_adapter(None if request.adapter is None else self.fleet.version(request.adapter)),
             SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
@@ -242,7 +242,7 @@ class Simulation:
         totals.loads += sum(load.is_last for load in plan.loads)
         totals.loaded_bytes += work.loaded_bytes
         totals.swapped_pages += work.swapped_pages
-        totals.starts += sum(1 for s in plan.rows_to_write if s.request.adapter is not None and s.index == 0)
+        totals.starts += sum(1 for s in plan.rows_to_write if s.request.adapters and s.index == 0)
         return self.machine.costs.step_seconds(work)
 
     def _sample_token(self, sequence: Sequence) -> SampledToken:

@@ -63,7 +63,7 @@ def profile_rows(stepped: SteppedEngine, scenes: Sequence[Scene], num_steps: int
 def time_decode(stepped: SteppedEngine, scene: Scene, num_steps: int) -> StepClock:
     """The clock of `num_steps` steps in which all requests decode, their adapters in the pool."""
     asked = prompts(scene.requests, scene.input_tokens, stepped.engine.info.vocab_size)
-    given = [i % scene.num_adapters if scene.num_adapters else None for i in range(scene.requests)]
+    given = [(i % scene.num_adapters,) if scene.num_adapters else () for i in range(scene.requests)]
     stepped.add(asked, given, 1)
     stepped.finish()
     # Those who begin first go on until the last has begun.

@@ -9,7 +9,7 @@ from slora import SamplingParams
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, StepOutput
+from slora.request import EngineRequest, StepOutput, WeightedAdapter, compose_adapters
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
 
@@ -33,12 +33,14 @@ class SteppedEngine:
         self._numbers = itertools.count()
         self._unfinished: list[str] = []
 
-    def add(self, prompts: Sequence[list[int]], adapters: Sequence[int | None], output_tokens: int) -> None:
-        """adapters: by number, of each prompt; None is the base."""
+    def add(
+        self, prompts: Sequence[list[int]], adapters: Sequence[tuple[int, ...]], output_tokens: int
+    ) -> None:
+        """adapters: of each prompt, by number; several are added up, and none is the base."""
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        for prompt, number in zip(prompts, adapters, strict=True):
-            version = None if number is None else self._versions[number]
-            request = EngineRequest(str(next(self._numbers)), "bench", prompt, version, params)
+        for prompt, numbers in zip(prompts, adapters, strict=True):
+            composed = compose_adapters(WeightedAdapter(self._versions[number]) for number in numbers)
+            request = EngineRequest(str(next(self._numbers)), "bench", prompt, composed, params)
             self.engine.add(request)
             self._unfinished.append(request.request_id)
 

@@ -116,7 +116,7 @@ class Batches:
                 ignore_eos=output is None,
             )
             name = f"{self._num_rounds}/{number}"
-            self._engine.add(EngineRequest(name, "bench", prompt, None, params))
+            self._engine.add(EngineRequest(name, "bench", prompt, (), params))
         num_tokens = 0
         while self._engine.num_unfinished:
             for step_output in self._engine.step():

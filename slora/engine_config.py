@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError
+from slora.request import MAX_COMPOSED_ADAPTERS
 from slora.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check_settings, setting
 from slora_kernels.kv_format import KVFormat
 
@@ -131,6 +132,9 @@ class EngineConfig:
         True, "whether steps on a GPU are recorded once and replayed: on or off", OnOff()
     )
     max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
+    max_composed_adapters: int = setting(
+        4, "most adapters that one request may add up", Whole(1, MAX_COMPOSED_ADAPTERS), metavar="N"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -1,7 +1,9 @@
 """The values that callers and the engine exchange. Plain values without tensors or sockets."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from slora.pooling import Pooling
 from slora.sampling_params import SamplingParams
@@ -12,10 +14,37 @@ from slora_adapters.version import AdapterVersion
 # Larger adapter weights only make the outputs overflow. An adapter's own scale has the same limit.
 MAX_ADAPTER_WEIGHT = 10_000.0
 MAX_PRIORITY = 1_000
+# The highest possible value of the setting `max_composed_adapters`.
+MAX_COMPOSED_ADAPTERS = 16
 MAX_DEADLINE_S = 86_400.0
 
 # The sampling parameters of a request that computes an embedding. It samples no token.
 NOT_SAMPLED = SamplingParams(max_tokens=1)
+
+
+class WeightedAdapter(NamedTuple):
+    """One adapter of a request. weight: factor on the adapter's scale; 1 is the adapter as trained."""
+
+    version: AdapterVersion
+    weight: float = 1.0
+
+
+def compose_adapters(adapters: Iterable[WeightedAdapter]) -> tuple[WeightedAdapter, ...]:
+    """The canonical form of a sum of adapters: sorted, each version once, none of weight 0.
+
+    The weights of a version that occurs several times are added. Sums of rounded numbers depend on their order, and
+    the prefix cache compares whole tuples. So equal sums must have equal tuples.
+    """
+    weights: dict[AdapterVersion, float] = {}
+    for version, weight in adapters:
+        weights[version] = weights.get(version, 0.0) + weight
+    kept = [WeightedAdapter(version, weight) for version, weight in weights.items() if weight]
+    return tuple(sorted(kept, key=lambda one: (one.version.digest, one.version.tenant)))
+
+
+def single_adapter(version: AdapterVersion | None, weight: float = 1.0) -> tuple[WeightedAdapter, ...]:
+    """The adapters of a request that uses one adapter. None means the base model."""
+    return () if version is None else compose_adapters([WeightedAdapter(version, weight)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +52,9 @@ class EngineRequest:
     """One prompt to continue, or to embed.
 
     tenant: the tenant that is charged.
-    adapter: None means the base model.
-    adapter_weight: factor on the adapter's scale: 0 is the base model, 1 the adapter as trained. It changes the KV of
-        every token, so any cached KV must be keyed by adapter and weight.
+    adapters: as `compose_adapters` returns them; empty for the base model. The outputs of several adapters are added
+        one after the other, in this order. Adapters and weights change the KV of every token, so any cached KV must be
+        keyed by all of them.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
     is_background: it only fills what interactive requests leave of each step, and is preempted first.
@@ -38,15 +67,23 @@ class EngineRequest:
     request_id: str
     tenant: str
     prompt_token_ids: list[int]
-    adapter: AdapterVersion | None
+    adapters: tuple[WeightedAdapter, ...]
     sampling: SamplingParams
-    adapter_weight: float = 1.0
     share: TenantShare = DEFAULT_SHARE
     priority: int = 0
     deadline_s: float | None = None
     account: str = ""
     is_background: bool = False
     pooling: Pooling | None = None
+
+    @property
+    def versions(self) -> tuple[AdapterVersion, ...]:
+        return tuple(version for version, _ in self.adapters)
+
+    @property
+    def adapter_digests(self) -> str | None:
+        """The digests as usage records have them: joined by `+`; None for the base model."""
+        return "+".join(version.digest for version, _ in self.adapters) or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class RequestBounds:
     prompt_tokens: tokens of all prompts or inputs together.
     inputs: texts to embed.
     embedding_bytes: bytes of all embeddings in the answer.
+    adapters: adapters that one request may add up.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer: for each token its own and the most probable ones.
     echo_chars: characters of echoed prompts, counted once for each choice.
@@ -111,6 +112,7 @@ class RequestBounds:
     inputs: int
     messages: int
     content_parts: int
+    adapters: int
     name_chars: int
     stop_strings: int
     stop_chars: int
@@ -148,6 +150,7 @@ class RequestBounds:
             inputs=_MAX_INPUTS,
             messages=_MAX_MESSAGES,
             content_parts=_MAX_CONTENT_PARTS,
+            adapters=info.max_composed_adapters,
             name_chars=MAX_NAME_CHARS,
             stop_strings=MAX_STOP_STRINGS,
             stop_chars=MAX_STOP_CHARS,
@@ -175,6 +178,12 @@ class RequestBounds:
         self._check_inputs(body.get("input"))
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
+        adapters = body.get("adapters")
+        _check_count(
+            "adapters", adapters, "adapters", self.adapters, "Name fewer, or upload their sum as one adapter."
+        )
+        for entry in adapters if isinstance(adapters, list) else ():
+            _check_nested("An entry of `adapters`", "adapters", entry)
         for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))

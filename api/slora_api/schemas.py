@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from slora.request import MAX_ADAPTER_WEIGHT
 from slora.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
 from slora_api.field_types import (
     STRICT,
@@ -49,6 +50,7 @@ from slora_api.tool_schemas import (
 from slora_api.unsupported import Unsupported
 
 __all__ = [
+    "AdapterWeight",
     "AliasMove",
     "AnswerFields",
     "ChatMessage",
@@ -174,9 +176,29 @@ class StreamOptions(BaseModel):
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
+def _check_weight(weight: float) -> float:
+    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
+        raise make_refusal(
+            "it is {weight}, and must be a number from -{limit} to {limit}",
+            weight=weight,
+            limit=f"{MAX_ADAPTER_WEIGHT:g}",
+        )
+    return weight
+
+
+class AdapterWeight(BaseModel):
+    """An adapter of a sum. weight: a factor on its scale; 1 is the adapter as trained, and -1 subtracts it."""
+
+    model_config = STRICT
+    name: Name
+    weight: Annotated[float, AfterValidator(_check_weight)] = 1.0
+
+
 class AnswerFields(BaseModel):
     """The fields of every request for an answer. None: the client did not send the field.
 
+    adapters: the answer is that of the base model plus the weighted sum of these adapters, as if they were merged. Then
+    `model` is the base model or `default`.
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
     deadline_ms: time limit of the first token, and of a whole beam search, which has no token before its end. A request
     that cannot meet it is answered 503 `deadline_missed`.
@@ -188,6 +210,7 @@ class AnswerFields(BaseModel):
 
     model_config = STRICT
     model: Name
+    adapters: list[AdapterWeight] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -310,6 +333,7 @@ class CompletionRequest(GenerationFields):
 class EmbeddingRequest(BaseModel):
     """POST /v1/embeddings.
 
+    adapters: as in completions.
     dimensions: the first components of the embedding, by default all. They are normalized after the others are dropped.
     encoding_format: `base64` is that of little-endian float32 numbers; the default is `float`.
     pooling: which hidden states make the embedding: `last`, that of the last token, or `mean`, the mean over all
@@ -322,6 +346,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = STRICT
     model: Name
+    adapters: list[AdapterWeight] | None = None
     input: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None

@@ -20,7 +20,8 @@ class SloraEngine:
         for thread in threading.enumerate():
             if thread.name == "slora-prefault":  # it takes what time others leave: here, none for a minute
                 thread.join()
-        self._stepped.add(run.prompts, run.adapters, run.output_tokens)
+        given = [() if one is None else (one,) for one in run.adapters]
+        self._stepped.add(run.prompts, given, run.output_tokens)
         return self._stepped.finish()
 
 

@@ -23,7 +23,7 @@ from slora.engine_config import EngineConfig
 from slora.models.decoder import Decoder
 from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
@@ -164,7 +164,7 @@ class RandomEngine:
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         version = None if adapter is None else self.adapters.version(adapter)
         tenant = "base" if version is None else version.tenant
-        return EngineRequest(str(next(self._numbers)), tenant, prompt, version, params)
+        return EngineRequest(str(next(self._numbers)), tenant, prompt, single_adapter(version), params)
 
     def drop_all(self) -> None:
         """Aborts all requests."""

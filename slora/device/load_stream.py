@@ -51,7 +51,7 @@ class CudaLoadStream:
 
 def split_loads(plan: StepPlan) -> tuple[list[AdapterLoad], list[AdapterLoad]]:
     """Splits a step's loads into (loads of slots that the step uses, loads that may run in parallel)."""
-    used = {chunk.slot for chunk in plan.chunks}
+    used = {slot for chunk in plan.chunks for slot, _, _ in chunk.slots}
     needed: list[AdapterLoad] = []
     beside: list[AdapterLoad] = []
     for load in plan.loads:

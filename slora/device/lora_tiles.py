@@ -1,6 +1,7 @@
 """Cuts the LoRA work of a step into tiles, which are runs of rows with the same adapter and weight.
 
-The kernels limit the length of a tile.
+The kernels limit the length of a tile. A row is in at most one tile of a layer: layer 0 has the first adapter of each
+request, layer 1 the second adapters of composed requests, and so on. The model adds the layers' outputs in this order.
 
 All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. So the output head
 has tiles of its own. An adapter that does not change the head has no tile among them. This module uses no tensors:
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from slora.pool.residency import Resident
 from slora.scheduler.step_plan import Chunk
 from slora_kernels.batch import TileLimits
 from slora_kernels.layout import LoraTargets
@@ -23,38 +25,31 @@ class Tile(NamedTuple):
     weight: float
 
 
-class StepTiles(NamedTuple):
-    """The tiles of a step, with decode rows first.
+class TileLayer(NamedTuple):
+    """The tiles of one layer, with decode rows first.
 
     Whether a row is a decode row depends only on its own chunk. Its result is therefore the same in every batch, bit
     for bit.
+
+    max_group_rank: greatest total rank of a linear group among the layer's adapters.
     """
 
     tiles: list[Tile]
     num_decodes: int
+    max_group_rank: int
 
 
-def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
-    """Cuts the step's tokens into tiles. A decode row is the only row of its chunk."""
-    if limits.decode_tokens is None:
-        return StepTiles(list(_cut([(_adapter(c), c.num_tokens) for c in chunks], limits.tokens)), 0)
-    decodes = [(_adapter(c) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
-    others = [(_adapter(c) if c.num_tokens > 1 else None, c.num_tokens) for c in chunks]
-    tiles = list(_cut(decodes, limits.decode_tokens))
-    return StepTiles([*tiles, *_cut(others, limits.tokens)], len(tiles))
+def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> list[TileLayer]:
+    """Cuts the step's tokens into tiles, layer by layer. A decode row is the only row of its chunk."""
+    return [_cut_token_layer(chunks, layer, limits) for layer in range(_count_layers(chunks))]
 
 
-def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
-    """Cuts the sampling rows into tiles, for adapters that change the output head. All of them are decode rows."""
-    runs = [
-        (_adapter(c) if _targets(c).head else None, len(c.sampled_sequences))
-        for c in chunks
-        if c.sampled_sequences
-    ]
-    if limits.decode_tokens is None:
-        return StepTiles(list(_cut(runs, limits.tokens)), 0)
-    tiles = list(_cut(runs, limits.decode_tokens))
-    return StepTiles(tiles, len(tiles))
+def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> list[TileLayer]:
+    """Cuts the sampling rows into tiles, layer by layer, for adapters that change the output head.
+
+    All of these rows are decode rows. A layer may have no tiles.
+    """
+    return [_cut_head_layer(chunks, layer, limits) for layer in range(_count_layers(chunks))]
 
 
 def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> list[Tile]:
@@ -69,7 +64,7 @@ def max_rows(tiles: Sequence[Tile]) -> int:
 
 def join_targets(chunks: Sequence[Chunk]) -> LoraTargets:
     """The union of the parts of the model that the step's adapters change."""
-    targets = [_targets(chunk) for chunk in chunks]
+    targets = [resident.targets for chunk in chunks for resident in chunk.sequence.residents]
     return LoraTargets(
         max((targets.max_group_rank for targets in targets), default=0),
         embedding=any(targets.embedding for targets in targets),
@@ -77,16 +72,54 @@ def join_targets(chunks: Sequence[Chunk]) -> LoraTargets:
     )
 
 
-_NO_TARGETS = LoraTargets(0, embedding=False, head=False)
+def _cut_token_layer(chunks: Sequence[Chunk], layer: int, limits: TileLimits) -> TileLayer:
+    rank = _max_group_rank(chunks, layer)
+    if limits.decode_tokens is None:
+        runs = [(_adapter(c, layer), c.num_tokens) for c in chunks]
+        return TileLayer(list(_cut(runs, limits.tokens)), 0, rank)
+    decodes = [(_adapter(c, layer) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
+    others = [(_adapter(c, layer) if c.num_tokens > 1 else None, c.num_tokens) for c in chunks]
+    tiles = list(_cut(decodes, limits.decode_tokens))
+    return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), rank)
 
 
-def _targets(chunk: Chunk) -> LoraTargets:
-    resident = chunk.sequence.resident
-    return resident.targets if resident is not None and chunk.slot is not None else _NO_TARGETS
+def _cut_head_layer(chunks: Sequence[Chunk], layer: int, limits: TileLimits) -> TileLayer:
+    runs = [
+        (_adapter(c, layer) if _changes_head(c, layer) else None, len(c.sampled_sequences))
+        for c in chunks
+        if c.sampled_sequences
+    ]
+    rank = _max_group_rank(chunks, layer)
+    if limits.decode_tokens is None:
+        return TileLayer(list(_cut(runs, limits.tokens)), 0, rank)
+    tiles = list(_cut(runs, limits.decode_tokens))
+    return TileLayer(tiles, len(tiles), rank)
 
 
-def _adapter(chunk: Chunk) -> tuple[int, float] | None:
-    return None if chunk.slot is None else (chunk.slot, chunk.sequence.request.adapter_weight)
+def _count_layers(chunks: Sequence[Chunk]) -> int:
+    return max((len(chunk.slots) for chunk in chunks), default=0)
+
+
+def _max_group_rank(chunks: Sequence[Chunk], layer: int) -> int:
+    residents = (_resident(chunk, layer) for chunk in chunks)
+    return max((one.targets.max_group_rank for one in residents if one is not None), default=0)
+
+
+def _changes_head(chunk: Chunk, layer: int) -> bool:
+    resident = _resident(chunk, layer)
+    return resident is not None and resident.targets.head
+
+
+def _resident(chunk: Chunk, layer: int) -> Resident | None:
+    residents = chunk.sequence.residents
+    return residents[layer] if layer < len(residents) else None
+
+
+def _adapter(chunk: Chunk, layer: int) -> tuple[int, float] | None:
+    if layer >= len(chunk.slots):
+        return None
+    slot, _, weight = chunk.slots[layer]
+    return slot, weight
 
 
 def _cut(runs: Sequence[tuple[tuple[int, float] | None, int]], tile_tokens: int) -> Iterator[Tile]:

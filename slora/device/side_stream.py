@@ -7,18 +7,19 @@ nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 __all__ = ["CudaSideStream", "SideStream"]
+
+_Result = TypeVar("_Result")
 
 
 class SideStream(Protocol):
     """One fork at a time: each is joined before the next one."""
 
-    def fork(self, work: Callable[[], Tensor]) -> Tensor:
+    def fork(self, work: Callable[[], _Result]) -> _Result:
         """Launches work that waits for all earlier work and runs in parallel with later work.
 
         Until `join`, do not read the result of the work, and do not write to its inputs.
@@ -40,7 +41,7 @@ class CudaSideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fork(self, work: Callable[[], Tensor]) -> Tensor:
+    def fork(self, work: Callable[[], _Result]) -> _Result:
         self._forked.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._forked)
         with torch.cuda.stream(self._stream):

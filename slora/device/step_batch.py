@@ -3,7 +3,7 @@
 It is built once per step and read by every layer. All arrays are copied to the device together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slora.device.device_memory import DeviceMemory
 from slora.device.lora_tiles import (
-    StepTiles,
     Tile,
+    TileLayer,
     cut_head_tiles,
     cut_rows,
     cut_token_tiles,
@@ -38,16 +38,17 @@ class StepBatch:
     output_rows: int64 [B'], indices into the T tokens whose hidden states are read. First one per entry of `sampling`,
     in chunk order: if a prompt forks into n choices, its last token is listed n times. Then those of `prompts`: the
     prompt tokens whose logprobs were requested. Then those of `pooled`: the tokens of prompts to embed.
-    lora: None if no sequence of the batch has an adapter. Rows of the base model are in no tile.
+    lora: the layers of LoRA work, in the order in which they are added; see `lora_tiles`. Empty if no sequence of the
+    batch has an adapter. Rows of the base model are in no tile.
     adapts_embedding: whether an adapter of the batch changes the embedding.
-    head_lora: tiles over the rows of `sampling`; None if no adapter changes the output head.
+    head_lora: layers over the rows of `sampling`; empty if no adapter changes the output head.
     """
 
     token_ids: Tensor
     attention: AttentionBatch
-    lora: LoraTiles | None
+    lora: tuple[LoraTiles, ...]
     adapts_embedding: bool
-    head_lora: LoraTiles | None
+    head_lora: tuple[LoraTiles, ...]
     output_rows: Tensor
     sampling: list[Sequence]
     prompts: list[PromptRows]
@@ -61,10 +62,11 @@ class StepBatch:
         """
         chunks = plan.chunks
         for chunk in chunks:
-            if chunk.slot is not None and not memory.holds(chunk.slot, chunk.generation or 0):
-                raise RuntimeError(
-                    f"slot {chunk.slot} no longer holds the adapter that this step was planned for"
-                )
+            for slot, generation, _ in chunk.slots:
+                if not memory.holds(slot, generation):
+                    raise RuntimeError(
+                        f"slot {slot} no longer holds the adapter that this step was planned for"
+                    )
         counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
         starts = np.zeros(len(chunks) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -73,8 +75,8 @@ class StepBatch:
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
         targets = join_targets(chunks)
-        tiles = cut_token_tiles(chunks, limits)
-        head_tiles = cut_head_tiles(chunks, limits) if targets.head else StepTiles([], 0)
+        layers = cut_token_tiles(chunks, limits)
+        head_layers = cut_head_tiles(chunks, limits) if targets.head else []
         sampled = [chunk.sampled_sequences for chunk in chunks]
         last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
         prompts = find_prompt_rows(chunks, starts)
@@ -88,8 +90,7 @@ class StepBatch:
             starts,
             contexts,
             block_tables,
-            *_tile_arrays(tiles.tiles),
-            *_tile_arrays(head_tiles.tiles),
+            *(array for layer in (*layers, *head_layers) for array in _tile_arrays(layer.tiles)),
         ]
         ids, pos, kv_slots, output_rows, query_starts, context_lens, tables, *rest = _upload(
             arrays, memory.device
@@ -107,9 +108,9 @@ class StepBatch:
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=_join_tiles(tiles, tile_tensors, targets.max_group_rank),
+            lora=_join_layers(layers, tile_tensors),
             adapts_embedding=targets.embedding,
-            head_lora=_join_tiles(head_tiles, tile_tensors, targets.max_group_rank),
+            head_lora=_join_layers(head_layers, tile_tensors),
             output_rows=output_rows,
             sampling=[sequence for sequences in sampled for sequence in sequences],
             prompts=prompts,
@@ -158,21 +159,26 @@ def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, blo
 
 def tile_prompt_rows(
     sequence: Sequence, num_rows: int, tile_tokens: int, device: torch.device
-) -> LoraTiles | None:
-    """Tiles for prompt rows of one sequence at the output head. None if its adapter does not change the head."""
-    resident = sequence.resident
-    if resident is None or not resident.targets.head:
-        return None
-    tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, tile_tokens)
-    rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
-    return LoraTiles(rows, weights, resident.targets.max_group_rank, max_rows(tiles))
+) -> tuple[LoraTiles, ...]:
+    """The layers of LoRA work for prompt rows of one sequence at the output head."""
+    layers = []
+    for resident, (slot, _, weight) in zip(sequence.residents, sequence.slots, strict=True):
+        if resident.targets.head:
+            tiles = cut_rows((slot, weight), num_rows, tile_tokens)
+            rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
+            layers.append(LoraTiles(rows, weights, resident.targets.max_group_rank, max_rows(tiles)))
+    return tuple(layers)
 
 
-def _join_tiles(cut: StepTiles, tensors: Iterator[Tensor], max_group_rank: int) -> LoraTiles | None:
-    """Builds LoraTiles from `cut`. tensors: the device copies of the tile arrays; the next two belong to `cut`."""
-    if not cut.tiles:
-        return None
-    return LoraTiles(next(tensors), next(tensors), max_group_rank, max_rows(cut.tiles), cut.num_decodes)
+def _join_layers(layers: Iterable[TileLayer], tensors: Iterator[Tensor]) -> tuple[LoraTiles, ...]:
+    """tensors: the device copies of the tile arrays, two of each layer that has tiles."""
+    return tuple(
+        LoraTiles(
+            next(tensors), next(tensors), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes
+        )
+        for layer in layers
+        if layer.tiles
+    )
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:

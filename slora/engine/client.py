@@ -167,8 +167,7 @@ class RemoteEngine:
             await asyncio.sleep(_RECONNECT_S)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        if request.adapter is not None:
-            self._versions.add(request.adapter)
+        self._versions.update(request.versions)
         return self._streams.read(request, self._send_request, self._abort)
 
     def end_choice(self, request_id: str, index: int) -> None:

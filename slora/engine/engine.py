@@ -118,6 +118,7 @@ class Engine:
             block_tokens=config.block_tokens,
             full_page_bytes=self._runner.full_page_bytes,
             max_lora_rank=config.max_lora_rank,
+            max_composed_adapters=config.max_composed_adapters,
             max_num_seqs=config.max_num_seqs,
             scheduling=config.scheduling,
             shape=model.shape(self._runner.dtype_name),

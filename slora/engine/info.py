@@ -30,6 +30,7 @@ class EngineInfo:
     block_tokens: int
     full_page_bytes: int
     max_lora_rank: int
+    max_composed_adapters: int
     max_num_seqs: int
     scheduling: str
     shape: ModelShape

@@ -26,7 +26,15 @@ from slora.errors import (
     StepFailed,
 )
 from slora.pooling import Pooling
-from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
+from slora.request import (
+    EngineRequest,
+    FinishReason,
+    RequestUsage,
+    StepOutput,
+    TokenDelta,
+    TokenLogprobs,
+    WeightedAdapter,
+)
 from slora.sampling_params import SamplingParams
 from slora.structured_output import OutputKind, StructuredOutput
 from slora.tenant_share import TenantShare
@@ -52,8 +60,7 @@ def encode_add(request: EngineRequest) -> Message:
         "account": request.account,
         "is_background": request.is_background,
         "prompt": request.prompt_token_ids,
-        "adapter": encode_version(request.adapter) if request.adapter is not None else None,
-        "adapter_weight": request.adapter_weight,
+        "adapters": [(*encode_version(version), weight) for version, weight in request.adapters],
         "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)}
         # Maps of the wire format have string keys only, so logit_bias travels as a list of pairs.
         | {"logit_bias": list(sampling.logit_bias.items())}
@@ -72,14 +79,16 @@ def decode_add(message: Message) -> EngineRequest:
     sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
     output = sampling["structured_output"]
     sampling["structured_output"] = output if output is None else _decode_form(output)
-    adapter, pooling = message["adapter"], message["pooling"]
+    pooling = message["pooling"]
     return EngineRequest(
         request_id=message["id"],
         tenant=message["tenant"],
         prompt_token_ids=message["prompt"],
-        adapter=decode_version(adapter) if adapter is not None else None,
+        adapters=tuple(
+            WeightedAdapter(AdapterVersion(tenant, digest), weight)
+            for tenant, digest, weight in message["adapters"]
+        ),
         sampling=SamplingParams(**sampling),
-        adapter_weight=message["adapter_weight"],
         share=TenantShare(*message["share"]),
         priority=message["priority"],
         deadline_s=message["deadline_s"],

@@ -15,10 +15,18 @@ from itertools import chain
 from slora.engine.info import EngineInfo
 from slora.errors import ContextTooLong, RequestRefused
 from slora.pooling import Pooling
-from slora.request import MAX_ADAPTER_WEIGHT, MAX_DEADLINE_S, MAX_PRIORITY, NOT_SAMPLED, EngineRequest
+from slora.request import (
+    MAX_ADAPTER_WEIGHT,
+    MAX_DEADLINE_S,
+    MAX_PRIORITY,
+    NOT_SAMPLED,
+    EngineRequest,
+    WeightedAdapter,
+)
 from slora.sampling_params import SamplingParams
 
 __all__ = [
+    "check_adapters",
     "check_embedded_tokens",
     "check_max_tokens",
     "check_pooling",
@@ -32,13 +40,7 @@ __all__ = [
 
 
 def check_request(request: EngineRequest, info: EngineInfo) -> None:
-    weight = request.adapter_weight
-    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
-        raise RequestRefused(
-            f"adapter_weight is {weight}; it must be a number from -{MAX_ADAPTER_WEIGHT:g} to "
-            f"{MAX_ADAPTER_WEIGHT:g}",
-            "adapter_weight",
-        )
+    check_adapters(request.adapters, info)
     check_terms(request.priority, request.deadline_s, info)
     check_sampling(request.sampling, info)
     check_token_ids(request.prompt_token_ids, info.vocab_size)
@@ -58,6 +60,23 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
             "(max_model_len)",
             "min_tokens",
         )
+
+
+def check_adapters(adapters: Sequence[WeightedAdapter], info: EngineInfo) -> None:
+    """adapters: as `compose_adapters` returns them."""
+    if len(adapters) > info.max_composed_adapters:
+        raise RequestRefused(
+            f"adapters has {len(adapters)} adapters; this server adds up at most {info.max_composed_adapters} in one "
+            "request (max_composed_adapters)",
+            "adapters",
+        )
+    for version, weight in adapters:
+        if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
+            raise RequestRefused(
+                f"adapters has the weight {weight} for adapter {version.digest[:12]}, counting all of its entries; it "
+                f"must be a number from -{MAX_ADAPTER_WEIGHT:g} to {MAX_ADAPTER_WEIGHT:g}",
+                "adapters",
+            )
 
 
 def check_terms(priority: int, deadline_s: float | None, info: EngineInfo) -> None:

@@ -41,12 +41,11 @@ class UsageRelay:
         return list(self._unfinished)
 
     def add(self, request_id: str, request: EngineRequest) -> None:
-        digest = request.adapter.digest if request.adapter is not None else None
         self._unfinished[request_id] = UsageRecord(
             request_id,
             request.tenant,
             request.account,
-            digest,
+            request.adapter_digests,
             0.0,
             RequestUsage(),
             is_batch=request.is_background,

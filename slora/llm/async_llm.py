@@ -26,6 +26,7 @@ from slora.llm.request_builder import (
     AdapterLike,
     Messages,
     Prompt,
+    PromptAdapters,
     RequestBuilder,
     Vector,
     read_embedding,
@@ -75,26 +76,26 @@ class AsyncLLM:
         return await self._engine.stats()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: PromptAdapters = None
     ) -> Completion:
         """Returns the whole answer to one prompt, like `LLM.generate`.
 
         For several prompts, await several calls concurrently.
         """
-        return await self._finish(lambda: self._builder.answers([prompt], params, adapter))
+        return await self._finish(lambda: self._builder.answers([prompt], params, [adapter]))
 
     async def chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+        self, messages: Messages, params: SamplingParams | None = None, adapter: PromptAdapters = None
     ) -> Completion:
         """Returns the whole answer to one conversation, like `LLM.chat`."""
-        return await self._finish(lambda: self._builder.chat_answers([messages], params, adapter))
+        return await self._finish(lambda: self._builder.chat_answers([messages], params, [adapter]))
 
     async def embed(
-        self, prompt: Prompt, pooling: Pooling | None = None, adapter: AdapterLike | None = None
+        self, prompt: Prompt, pooling: Pooling | None = None, adapter: PromptAdapters = None
     ) -> Vector:
         """Returns the embedding of one prompt, like `LLM.embed`."""
         (request,) = await asyncio.to_thread(
-            self._builder.embeddings, [prompt], pooling or Pooling(), adapter
+            self._builder.embeddings, [prompt], pooling or Pooling(), [adapter]
         )
         async with aclosing(self._engine.generate(request)) as deltas:
             async for arrived in deltas:
@@ -102,19 +103,19 @@ class AsyncLLM:
         raise AssertionError("a request ends with a delta or an error")
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: PromptAdapters = None
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Like `generate`, but yields the answer in deltas.
 
         A best_of above n is refused. Errors are raised at the first await.
         """
-        return self._stream(lambda: self._builder.answers([prompt], params, adapter))
+        return self._stream(lambda: self._builder.answers([prompt], params, [adapter]))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+        self, messages: Messages, params: SamplingParams | None = None, adapter: PromptAdapters = None
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Like `chat`, but yields the answer in deltas."""
-        return self._stream(lambda: self._builder.chat_answers([messages], params, adapter))
+        return self._stream(lambda: self._builder.chat_answers([messages], params, [adapter]))
 
     async def remove_adapter(self, adapter: AdapterLike) -> None:
         """Removes an adapter from pool and host as soon as no request uses it.

@@ -6,6 +6,7 @@ thread-safe. It uses the model's files and the host's adapters, but no engine.
 
 import itertools
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from slora.errors import ConfigError, RequestRefused
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
 from slora.models.model_spec_reader import read_model_spec
 from slora.pooling import Pooling
-from slora.request import NOT_SAMPLED, EngineRequest, TokenDelta
+from slora.request import NOT_SAMPLED, EngineRequest, TokenDelta, WeightedAdapter, compose_adapters
 from slora.sampling_params import SamplingParams
 from slora.surrogate import refuse_surrogate
 from slora.text.answer import Answer
@@ -50,6 +51,7 @@ __all__ = [
     "Messages",
     "Params",
     "Prompt",
+    "PromptAdapters",
     "RequestBuilder",
     "Vector",
     "as_conversations",
@@ -62,12 +64,13 @@ Prompt = str | Sequence[int]
 # One conversation: a list of turns {"role": ..., "content": ...}.
 Messages = Sequence[Mapping[str, Any]]
 # One for all prompts, or one per prompt. None: the model's own defaults for parameters, and the base model for
-# adapters.
+# adapters. The entry of a prompt may be a list of adapters, which are added up.
 Params = SamplingParams | Sequence[SamplingParams] | None
 # The embedding of one prompt: float32 [dimensions].
 Vector = npt.NDArray[np.float32]
 AdapterLike = LoraAdapter | AdapterPath
-Adapters = AdapterLike | Sequence[AdapterLike | None] | None
+PromptAdapters = AdapterLike | Sequence[AdapterLike] | None
+Adapters = AdapterLike | Sequence[PromptAdapters] | None
 
 # Identifies an adapter: its resolved directory, or the object itself.
 _AdapterKey = Path | TensorAdapter
@@ -79,12 +82,24 @@ _COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class _ServedModel:
-    """The model that answers a prompt: the base, or one version of an adapter with its template and defaults."""
+    """The model that answers a prompt: the base or a sum of adapters.
 
-    version: AdapterVersion | None
-    chat_template: str | None
+    chat_templates: the own templates of its adapters; None for one that uses the base model's.
+    """
+
+    adapters: tuple[WeightedAdapter, ...]
+    chat_templates: frozenset[str | None]
     defaults: GenerationDefaults
-    weight: float = 1.0
+
+    @property
+    def chat_template(self) -> str | None:
+        if len(self.chat_templates) > 1:
+            raise RequestRefused(
+                "the adapters have different chat templates; render the conversation yourself and use `generate`",
+                "adapters",
+            )
+        (template,) = self.chat_templates
+        return template
 
 
 class RequestBuilder:
@@ -110,7 +125,7 @@ class RequestBuilder:
         )
         has_tokenizer = (config.model / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
-        self._base = _ServedModel(None, None, read_model_defaults(config.model))
+        self._base = _ServedModel((), frozenset([None]), read_model_defaults(config.model))
         self.max_model_len = self.model.max_positions
         self._served: dict[_AdapterKey, tuple[_ServedModel, DirectoryState | None]] = {}
         self._read_locks: dict[_AdapterKey | HubReference, Lock] = {}
@@ -188,7 +203,7 @@ class RequestBuilder:
         if sampling.stop:
             self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
         request_id = str(next(self._numbers))
-        return EngineRequest(request_id, _TENANT, token_ids, served.version, sampling, served.weight)
+        return EngineRequest(request_id, _TENANT, token_ids, served.adapters, sampling)
 
     def _defaults(
         self, token_ids: list[int], served: _ServedModel, default_tokens: int | None
@@ -232,28 +247,39 @@ class RequestBuilder:
             known = self._served.get(_adapter_key(content))
             if known is None:
                 return None
-            version = known[0].version
-            self._served = {key: entry for key, entry in self._served.items() if entry[0].version != version}
+            ((version, _),) = known[0].adapters
+            self._served = {
+                key: entry for key, entry in self._served.items() if entry[0].adapters != known[0].adapters
+            }
             self._read_locks = {key: lock for key, lock in self._read_locks.items() if key in self._served}
             self._num_discarded += 1
             return version
 
-    def _find_all(self, adapters: Sequence[AdapterLike | None]) -> list[_ServedModel]:
+    def _find_all(self, adapters: Sequence[PromptAdapters]) -> list[_ServedModel]:
         """Reads each adapter once, so that all prompts of a call that name it get the same version."""
-        found = {adapter: self._find(adapter) for adapter in dict.fromkeys(adapters)}
-        return [found[adapter] for adapter in adapters]
+        rows = [_as_adapters(one) for one in adapters]
+        found = {adapter: self._find(adapter) for adapter in dict.fromkeys(itertools.chain(*rows))}
+        return [self._compose([found[adapter] for adapter in row]) for row in rows]
 
-    def _find(self, adapter: AdapterLike | None) -> _ServedModel:
-        """Reads and validates an adapter on first use, and again when a file of its directory has changed."""
-        if adapter is None:
+    def _compose(self, parts: Sequence[_ServedModel]) -> _ServedModel:
+        """The sum of `parts`. Its defaults are those of its parts if they agree, otherwise the base model's."""
+        if not parts:
             return self._base
+        adapters = compose_adapters(one for part in parts for one in part.adapters)
+        templates = frozenset().union(*(part.chat_templates for part in parts))
+        is_unanimous = all(part.defaults == parts[0].defaults for part in parts)
+        return _ServedModel(adapters, templates, parts[0].defaults if is_unanimous else self._base.defaults)
+
+    def _find(self, adapter: AdapterLike) -> _ServedModel:
+        """Reads and validates an adapter on first use, and again when a file of its directory has changed."""
         named = _as_lora_adapter(adapter)
         content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
         key = _adapter_key(content)
         with self._lock_of(key):  # Requests for one adapter read it once; others do not wait.
             state = DirectoryState.read(key) if isinstance(key, Path) else None
             served = self._find_known(key, state) or self._add(key, state)
-        return replace(served, weight=named.weight)
+        ((version, _),) = served.adapters
+        return replace(served, adapters=(WeightedAdapter(version, named.weight),))
 
     def _find_known(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel | None:
         """Returns None if the directory may have changed. Adapters given as tensors never change and have no state."""
@@ -281,7 +307,11 @@ class RequestBuilder:
         # different version, even if its weights are equal.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
-        served = _ServedModel(version, adapter.extras.chat_template, own.override(self._base.defaults))
+        served = _ServedModel(
+            (WeightedAdapter(version),),
+            frozenset([adapter.extras.chat_template]),
+            own.override(self._base.defaults),
+        )
         with self._lock:
             # If the number has changed, the adapter may just have been discarded. Then it is not kept, and the next
             # request reads it again.
@@ -358,6 +388,13 @@ def _as_token_id(token: Any, index: int, position: int) -> int:
         raise RequestRefused(
             f"prompt {index} has {token!r:.80} at position {position}; a token id is an integer", "prompt"
         ) from None
+
+
+def _as_adapters(entry: PromptAdapters) -> list[AdapterLike]:
+    """The adapters of one prompt."""
+    if entry is None:
+        return []
+    return [entry] if isinstance(entry, LoraAdapter | str | os.PathLike) else list(entry)
 
 
 def _as_lora_adapter(adapter: AdapterLike) -> LoraAdapter:

@@ -143,7 +143,7 @@ def compute_paged_logits(
     def run(chunks: list[Chunk]) -> list[Tensor]:
         batch = StepBatch.build(StepPlan(chunks=chunks), memory, kernels.tile_limits, long_rows)
         hidden = model.forward(batch, memory, kernels)
-        return list(model.logits(hidden, LoraDeltas(None, memory, kernels))) if len(hidden) else []
+        return list(model.logits(hidden, LoraDeltas((), memory, kernels))) if len(hidden) else []
 
     alone = [run(_split_into_chunks(make_sequence(prompt), [len(prompt)]))[0] for prompt in prompts]
     # The batch order changes: the first prompt leads in the first and third step and comes last in the second one.
@@ -160,7 +160,7 @@ def compute_paged_logits(
 
 
 def _make_sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeometry) -> Sequence:
-    request = EngineRequest("check", "", prompt, None, SamplingParams(temperature=0.0))
+    request = EngineRequest("check", "", prompt, (), SamplingParams(temperature=0.0))
     sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, geometry.block_tokens)
     sequence.blocks.extend([next(free_pages) for _ in range(sequence.blocks.pages_missing(len(prompt)))])
     return sequence
@@ -171,6 +171,6 @@ def _split_into_chunks(sequence: Sequence, ends: list[int]) -> list[Chunk]:
     length = len(sequence.token_ids)
     bounds = [0, *ends] if ends[-1] == length else [0, *ends, length]
     return [
-        Chunk(sequence, start, end - start, samples=end == length, slot=None, generation=None)
+        Chunk(sequence, start, end - start, samples=end == length, slots=())
         for start, end in pairwise(bounds)
     ]

@@ -40,7 +40,7 @@ class PrefixBlock:
     content = Content.PREFIX
     is_pinned = False
 
-    __slots__ = ("_num_tokens", "adapter", "key", "pages", "parent", "rank", "tenant", "ticket")
+    __slots__ = ("_num_tokens", "adapters", "key", "pages", "parent", "rank", "tenant", "ticket")
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PrefixBlock:
         key: bytes,
         parent: bytes | None,
         tenant: TenantAccount,
-        adapter: AdapterVersion | None,
+        adapters: tuple[AdapterVersion, ...],
         num_tokens: int,
     ) -> None:
         self._num_tokens = num_tokens
@@ -57,7 +57,7 @@ class PrefixBlock:
         self.key = key
         self.parent = parent
         self.tenant = tenant
-        self.adapter = adapter
+        self.adapters = adapters
         self.ticket = 0
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class PrefixBlock:
     def restore_s(self, costs: Costs) -> float:
         """Seconds to recompute the block.
 
-        Loading its adapter is not counted: a request that reuses the block needs the adapter anyway.
+        Loading its adapters is not counted: a request that reuses the block needs the adapters anyway.
         """
         return costs.prefill_s(self._num_tokens)
 
@@ -153,21 +153,23 @@ class KVCache:
 
     # -- keys ---------------------------------------------------------------------------------------------------
 
-    def insert(self, page: int, key: bytes, parent: bytes | None, adapter: AdapterVersion | None) -> None:
+    def insert(
+        self, page: int, key: bytes, parent: bytes | None, adapters: tuple[AdapterVersion, ...]
+    ) -> None:
         """Inserts the completely computed block in the held page `page`.
 
         Does nothing if the key already has a page: one copy is enough.
 
         parent: key of the block before it.
-        adapter: the adapter that computed the block.
+        adapters: the adapters that computed the block, each once.
         """
         if not self.enabled or key in self._by_key:
             return
         assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
         assert not self._pool.is_cached(page), f"page {page} is cached without a key"
-        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapter, self._block_tokens)
+        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapters, self._block_tokens)
         self._by_key[key] = self._by_page[page] = block
-        if adapter is not None:
+        for adapter in adapters:
             self._by_adapter.setdefault(adapter, {})[key] = block
 
     def match(self, keys: list[bytes], first_needed: Callable[[int], int]) -> int:
@@ -220,7 +222,7 @@ class KVCache:
                 self._remove(block)
 
     def remove_adapter(self, adapter: AdapterVersion) -> None:
-        """Removes the keys of all blocks of a deleted adapter. Idle blocks become free."""
+        """Removes the keys of all blocks that a deleted adapter helped to compute. Idle blocks become free."""
         # Newest first: the newest blocks are at the ends of their prefixes.
         for block in list(self._by_adapter.get(adapter, {}).values())[::-1]:
             self._remove(block)
@@ -253,7 +255,7 @@ class KVCache:
 
     def _check_keys(self) -> None:
         assert len(self._by_key) == len(self._by_page), "two keys share a page"
-        keyed = Counter(block.adapter for block in self._by_page.values() if block.adapter is not None)
+        keyed = Counter(adapter for block in self._by_page.values() for adapter in block.adapters)
         assert keyed == {adapter: len(blocks) for adapter, blocks in self._by_adapter.items()}, (
             "the blocks of an adapter are not all listed under it"
         )
@@ -262,8 +264,8 @@ class KVCache:
                 f"{block!r} is stored under the wrong key or page"
             )
             assert self._pool.owner(page) is block.tenant, f"the page of {block!r} belongs to another tenant"
-            if block.adapter is not None:
-                assert block.key in self._by_adapter[block.adapter], (
+            for adapter in block.adapters:
+                assert block.key in self._by_adapter[adapter], (
                     f"{block!r} belongs to an adapter that was removed"
                 )
 
@@ -277,7 +279,7 @@ class KVCache:
 
         The block is ranked now, even if the idle blocks that follow it delay its eviction for a long time.
         """
-        if self._public_owner is not None and block.adapter is None:
+        if self._public_owner is not None and not block.adapters:
             self._pool.transfer(block.page, self._public_owner)
             block.tenant = self._public_owner
         block.rank = self._evictor.rank(block)
@@ -315,11 +317,11 @@ class KVCache:
     def _remove(self, block: PrefixBlock) -> None:
         """Removes the block's key, and frees its page if the block is idle."""
         del self._by_key[block.key], self._by_page[block.page]
-        if block.adapter is not None:
-            blocks = self._by_adapter[block.adapter]
+        for adapter in block.adapters:
+            blocks = self._by_adapter[adapter]
             del blocks[block.key]
             if not blocks:
-                del self._by_adapter[block.adapter]
+                del self._by_adapter[adapter]
         if self._is_idle(block):
             self._pool.evict(block.pages)
             self._leave_idle(block)

@@ -1,9 +1,9 @@
 """The keys of KV blocks. Each key is a SHA-256 of the previous key and the tokens of the block.
 
-    root_key(scope, adapter, weight) -> key of block 0 -> key of block 1 -> ...
+    root_key(scope, adapters) -> key of block 0 -> key of block 1 -> ...
 
-The root key covers the sharing scope, the adapter and its weight. So a key covers everything that the content of its
-block depends on, and equal keys mean equal content. The server chooses the scope: one tenant, or one scope that all
+The root key covers the sharing scope, the adapters and their weights. So a key covers everything that the content of
+its block depends on, and equal keys mean equal content. The server chooses the scope: one tenant, or one scope that all
 tenants share. Only blocks of the base model can be shared between tenants. An adapter version includes its tenant, so
 the blocks of two tenants' adapters never share a key, even if the adapters have equal weights.
 
@@ -15,20 +15,20 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from slora_adapters.version import AdapterVersion
+from slora.request import WeightedAdapter
 
 _TOKEN_BYTES = array("i").itemsize
 
 
-def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, uses_long_rope: bool) -> bytes:
+def root_key(scope: str, adapters: Sequence[WeightedAdapter], *, uses_long_rope: bool) -> bytes:
     """The 32-byte key that precedes the first block of a sequence.
 
-    weight: the factor on the adapter's scale; ignored for the base model.
+    adapters: in the canonical order of `compose_adapters`; empty for the base model.
     uses_long_rope: whether K is rotated with the long factors of a longrope model.
     """
-    version = None if adapter is None else (adapter.tenant, adapter.digest, float(weight))
+    versions = [(version.tenant, version.digest, float(weight)) for version, weight in adapters]
     # The repr of a tuple of strings and numbers is unambiguous, whatever characters a name has.
-    return sha256(repr((scope, version, uses_long_rope)).encode()).digest()
+    return sha256(repr((scope, versions, uses_long_rope)).encode()).digest()
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_tokens: int) -> None:

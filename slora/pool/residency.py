@@ -142,12 +142,15 @@ class Residency:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def can_free_slot(self, protected: Collection[Resident] = ()) -> bool:
-        """Whether a slot is free or can be freed.
+    def can_free_slots(self, count: int, protected: Collection[Resident] = ()) -> bool:
+        """Whether `count` slots are free or can be freed.
 
         The answer stays valid if an idle adapter is evicted for its pages, because that frees its slot, too.
         """
-        return bool(self._free_slots) or any(resident not in protected for resident in self._idle.values())
+        missing = count - len(self._free_slots)
+        if missing <= 0:
+            return True
+        return sum(resident not in protected for resident in self._idle.values()) >= missing
 
     def ensure_free_slot(self, requester: TenantAccount, protected: Collection[Resident] = ()) -> bool:
         """Frees a slot if none is free, by evicting the idle adapter with the lowest rank.

@@ -187,13 +187,13 @@ class _Bench:
 
     def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
         """The chunk of the last `num_tokens` tokens of a sequence of `context_tokens`."""
-        request = EngineRequest("measured", "", [0] * context_tokens, None, SamplingParams())
+        request = EngineRequest("measured", "", [0] * context_tokens, (), SamplingParams())
         sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, self._block_tokens)
         sequence.row = row
         num_blocks = sequence.blocks.pages_missing(context_tokens)
         sequence.blocks.extend([(row * num_blocks + n) % self._num_scratch for n in range(num_blocks)])
         start = context_tokens - num_tokens
-        return Chunk(sequence, start, num_tokens, samples=samples, slot=None, generation=None)
+        return Chunk(sequence, start, num_tokens, samples=samples, slots=())
 
     def _time_step(self, chunks: list[Chunk]) -> float:
         # A row of the sampling table is written once per sequence, so that write is not part of the step's time.

@@ -152,7 +152,7 @@ class Runner:
                 self.kernels.tile_limits,
             )
             hidden = self._model.forward(batch, memory, self.kernels)
-            self._model.logits(hidden, LoraDeltas(None, memory, self.kernels)).sum().item()
+            self._model.logits(hidden, LoraDeltas((), memory, self.kernels)).sum().item()
         except Exception as error:
             raise DeviceFailed(
                 f"{self.device} no longer computes: {type(error).__name__}: {error}"
@@ -239,14 +239,15 @@ class Runner:
             config.max_num_seqs,
             self.max_model_len,
             config.block_tokens,
+            config.max_composed_adapters,
             self.device,
             capture_cuda(self.device),
         )
 
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Logits of rows of a prompt."""
-        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
-        return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
+        layers = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
+        return self._model.logits(hidden, LoraDeltas(layers, self.memory, self.kernels))
 
     def _memory(self, num_pages: int, num_host_pages: int = 0) -> DeviceMemory:
         return DeviceMemory(
@@ -329,10 +330,10 @@ class Runner:
 
 def _scratch_chunk(block_tokens: int) -> Chunk:
     """A chunk of one token on page 0, for a sequence without a request."""
-    request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
+    request = EngineRequest("trial", "", [0], (), SamplingParams(top_p=0.9))
     sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, block_tokens)
     sequence.blocks.extend([0])
-    return Chunk(sequence, 0, 1, samples=True, slot=None, generation=None)
+    return Chunk(sequence, 0, 1, samples=True, slots=())
 
 
 @contextmanager

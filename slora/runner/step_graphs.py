@@ -9,7 +9,7 @@ page, and no other token reads their results.
 
 Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
 step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, and the
-padded numbers of tiles change the launches. So graphs differ by these, and by whether there is LoRA work at all, but
+padded numbers of tiles change the launches. So graphs differ by these, and by the number of layers of LoRA work, but
 not by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows: a program for a padding
 tile ends at once, but a site has thousands of them, and with 64 rows and 8 adapters, padding to all rows doubled the
 time of expand (H200).
@@ -18,7 +18,7 @@ Steps of many tokens are bound by arithmetic and run without graphs. Only `captu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,9 +46,27 @@ _TOKENS_PER_TILE = 16
 # The most graphs. Tenants choose lengths and ranks, and so the shapes. Each graph takes GPU memory, and recording one
 # delays everybody's step. A graph is never replaced, because many shapes in turn would then be recorded all the time.
 _MAX_GRAPHS = 256
+# Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Compositions of many
+# ranks would otherwise take the graphs of plain steps.
+_MAX_GRAPHS_BEFORE_COMPOSED = 64
 # Ranks and tiles below these sizes launch the same programs as these sizes.
 _MIN_RANK = 16
 _MIN_DECODE_TILE, _MIN_CHUNK_TILE = 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The properties of a layer of LoRA work that decide its launches.
+
+    rank: upper bound of the total rank at one site.
+    tile_tokens: upper bound of the tokens in a tile.
+    decode_tiles, other_tiles: padded numbers of tiles.
+    """
+
+    rank: int
+    tile_tokens: int
+    decode_tiles: int
+    other_tiles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +75,14 @@ class StepShape:
 
     tokens, sequences: padded numbers; equal if all sequences decode.
     context: upper bound of the longest context, in tokens.
-    rank: upper bound of the total rank at one site; 0 without adapters.
-    tile_tokens: upper bound of the tokens in a tile; 0 without adapters.
-    decode_tiles, other_tiles: padded numbers of tiles; 0 without adapters.
+    lora: one entry for each layer of LoRA work; empty without adapters.
     """
 
     tokens: int
     sequences: int
     only_decodes: bool
     context: int
-    rank: int = 0
-    tile_tokens: int = 0
-    decode_tiles: int = 0
-    other_tiles: int = 0
+    lora: tuple[LayerShape, ...] = ()
 
 
 class StepGraphs:
@@ -79,6 +92,7 @@ class StepGraphs:
     capture: runs a function once, and returns a function that replays its work on the same tensors.
     max_rows: the most sequences of a step.
     max_context_len: the most tokens of one sequence. It sets the width of the block tables.
+    max_layers: the most layers of LoRA work.
     """
 
     def __init__(
@@ -87,6 +101,7 @@ class StepGraphs:
         max_rows: int,
         max_context_len: int,
         block_tokens: int,
+        max_layers: int,
         device: torch.device,
         capture: Callable[[Work], Work],
     ) -> None:
@@ -95,17 +110,20 @@ class StepGraphs:
         self._row_counts = [*(rows for rows in _ROWS if rows < max_rows), max_rows]
         self._sequence_counts = [*(count for count in _SEQUENCES if count < max_rows), max_rows]
         self._max_context = max_context_len
-        self._buffers = _make_buffers(max_rows, -(-max_context_len // block_tokens), device)
+        self._buffers = _make_buffers(max_rows, -(-max_context_len // block_tokens), max_layers, device)
         self._replays: dict[StepShape, Work] = {}
 
     def find_shape(self, batch: StepBatch) -> StepShape | None:
         """The shape of a step that can be replayed.
 
         None if the step has too many tokens or tiles, if an adapter changes the embedding, or if logits of prompt
-        tokens are wanted: the graphs contain neither. None also for a new shape once there are `_MAX_GRAPHS` graphs.
+        tokens are wanted: the graphs contain neither. None also for a new shape once there are too many graphs.
         """
         shape = self._shape_of(batch)
-        return shape if shape in self._replays or len(self._replays) < _MAX_GRAPHS else None
+        if shape is None or shape in self._replays:
+            return shape
+        most = _MAX_GRAPHS if len(shape.lora) <= 1 else _MAX_GRAPHS_BEFORE_COMPOSED
+        return shape if len(self._replays) < most else None
 
     def _shape_of(self, batch: StepBatch) -> StepShape | None:
         count, num_sequences = len(batch.token_ids), len(batch.attention.context_lens)
@@ -118,31 +136,10 @@ class StepGraphs:
             return None
         is_short = batch.attention.max_context_len <= _SHORT_CONTEXT
         context = min(_SHORT_CONTEXT, self._max_context) if is_short else self._max_context
-        lora = batch.lora
-        if lora is None:
-            return StepShape(tokens, sequences, only_decodes, context)
-        num_others = len(lora.tiles) - lora.num_decodes
-        if only_decodes:
-            parts = [-(-sequences // part) for part in _TILE_PARTS]
-            decode_tiles = _least(parts, lora.num_decodes) if lora.num_decodes else 0
-            other_tiles = _least(parts, num_others) if num_others else 0
-        else:
-            decode_tiles, other_tiles = sequences, max(_TILE_PARTS[0], tokens // _TOKENS_PER_TILE)
-        if decode_tiles is None or other_tiles is None:
-            return None
-        if lora.num_decodes > decode_tiles or num_others > other_tiles:
-            return None
-        least_tile = _MIN_DECODE_TILE if only_decodes else _MIN_CHUNK_TILE
-        return StepShape(
-            tokens,
-            sequences,
-            only_decodes,
-            context,
-            _round_up(lora.max_group_rank, _MIN_RANK),
-            _round_up(lora.max_tokens, least_tile),
-            decode_tiles,
-            other_tiles,
-        )
+        shape = StepShape(tokens, sequences, only_decodes, context)
+        layers = [_shape_layer(tiles, shape) for tiles in batch.lora]
+        found = tuple(layer for layer in layers if layer is not None)
+        return replace(shape, lora=found) if len(found) == len(layers) else None
 
     def run(self, batch: StepBatch, shape: StepShape) -> Tensor:
         """Runs a step of this shape: writes its KV and returns hidden states [B', H] of the rows in `output_rows`."""
@@ -179,6 +176,27 @@ def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
     return capture
 
 
+def _shape_layer(lora: LoraTiles, step: StepShape) -> LayerShape | None:
+    """None if the layer has too many tiles."""
+    num_others = len(lora.tiles) - lora.num_decodes
+    if step.only_decodes:
+        parts = [-(-step.sequences // part) for part in _TILE_PARTS]
+        decode_tiles = _least(parts, lora.num_decodes) if lora.num_decodes else 0
+        other_tiles = _least(parts, num_others) if num_others else 0
+    else:
+        decode_tiles, other_tiles = step.sequences, max(_TILE_PARTS[0], step.tokens // _TOKENS_PER_TILE)
+    if decode_tiles is None or other_tiles is None:
+        return None
+    if lora.num_decodes > decode_tiles or num_others > other_tiles:
+        return None
+    return LayerShape(
+        _round_up(lora.max_group_rank, _MIN_RANK),
+        _round_up(lora.max_tokens, _MIN_DECODE_TILE if step.only_decodes else _MIN_CHUNK_TILE),
+        decode_tiles,
+        other_tiles,
+    )
+
+
 def _least(sizes: Sequence[int], count: int) -> int | None:
     """The first of the ascending sizes that is at least `count`, or None."""
     return next((size for size in sizes if size >= count), None)
@@ -191,7 +209,10 @@ def _round_up(count: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """The static inputs of the graphs, as large as the largest step. The fields are those of StepBatch."""
+    """The static inputs of the graphs, as large as the largest step. The fields are those of StepBatch.
+
+    tiles, weights: one row for each layer of LoRA work.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -204,7 +225,7 @@ class _Buffers:
     weights: Tensor
 
 
-def _make_buffers(rows: int, max_blocks: int, device: torch.device) -> _Buffers:
+def _make_buffers(rows: int, max_blocks: int, max_layers: int, device: torch.device) -> _Buffers:
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -218,8 +239,8 @@ def _make_buffers(rows: int, max_blocks: int, device: torch.device) -> _Buffers:
         context_lens=zeros(rows, dtype=torch.int32),
         block_tables=zeros(rows, max_blocks, dtype=torch.int32),
         output_rows=zeros(rows, dtype=torch.int64),
-        tiles=zeros(tiles, 3, dtype=torch.int32),
-        weights=zeros(tiles, dtype=torch.float32),
+        tiles=zeros(max_layers, tiles, 3, dtype=torch.int32),
+        weights=zeros(max_layers, tiles, dtype=torch.float32),
     )
 
 
@@ -235,16 +256,18 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         max_query_len=1 if shape.only_decodes else tokens,
         max_context_len=shape.context,
     )
-    count = shape.decode_tiles + shape.other_tiles
-    tiles = LoraTiles(
-        buffers.tiles[:count], buffers.weights[:count], shape.rank, shape.tile_tokens, shape.decode_tiles
-    )
+    layers = []
+    for layer, tiles, weights in zip(shape.lora, buffers.tiles, buffers.weights, strict=False):
+        count = layer.decode_tiles + layer.other_tiles
+        layers.append(
+            LoraTiles(tiles[:count], weights[:count], layer.rank, layer.tile_tokens, layer.decode_tiles)
+        )
     return StepBatch(
         token_ids=buffers.token_ids[:tokens],
         attention=attention,
-        lora=tiles if shape.rank else None,
+        lora=tuple(layers),
         adapts_embedding=False,
-        head_lora=None,
+        head_lora=(),
         output_rows=buffers.output_rows[:sequences],
         sampling=[],
         prompts=[],
@@ -269,8 +292,8 @@ def _fill(static: StepBatch, batch: StepBatch, shape: StepShape) -> None:
     target.block_tables[:num_sequences, :width] = source.block_tables[:, :width]
     static.output_rows[: len(batch.output_rows)] = batch.output_rows
     static.output_rows[len(batch.output_rows) :] = 0
-    if static.lora is not None and batch.lora is not None:
-        _fill_tiles(static.lora, batch.lora)
+    for layer, source_layer in zip(static.lora, batch.lora, strict=True):
+        _fill_tiles(layer, source_layer)
 
 
 def _fill_tiles(static: LoraTiles, lora: LoraTiles) -> None:

@@ -4,12 +4,15 @@ The host cache is limited, and a fetch that finds no room there fails after a wh
 fetched at a time as fit into the host cache together with the held copies. The next fetch is requested when an earlier
 copy has been loaded or released. Prefetches, which no request waits for, come last.
 
+The adapters of a composed request are requested together, and only then does the request hold copies of them. Two
+requests that each hold one adapter and have no room for the other would otherwise wait for each other forever.
+
 This module depends on the adapter source and on sequences, but not on the pool or on pages.
 """
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from slora.scheduler.sequence import Sequence
 from slora_adapters.loader.fetch_pace import FetchPace
@@ -19,14 +22,19 @@ from slora_adapters.version import AdapterVersion
 
 
 class AdapterFetching:
-    """Invariant: while a sequence waits for an adapter, at least one adapter is being fetched or held."""
+    """Invariant: while a sequence waits for an adapter, at least one adapter is being fetched or held.
+
+    A waiting sequence is pending until its fetches are requested.
+    """
 
     def __init__(self, source: AdapterSource) -> None:
         self.pace = FetchPace()
         self._source = source
+        self._missing: dict[Sequence, set[AdapterVersion]] = {}
         self._waiters: dict[AdapterVersion, list[Sequence]] = {}
-        # A heap of sequences whose fetch is not requested yet: background sequences last, then by arrival.
-        self._unrequested: list[tuple[bool, Sequence]] = []
+        self._retaining: set[Sequence] = set()
+        # A heap: background sequences last, then by arrival. Sequences that have ended are still in it.
+        self._pending: list[tuple[bool, Sequence]] = []
         self._requested: set[AdapterVersion] = set()
         self._copies: dict[AdapterVersion, PackedAdapter] = {}
         self._users: dict[AdapterVersion, int] = defaultdict(int)
@@ -37,35 +45,38 @@ class AdapterFetching:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(group) for group in self._waiters.values())
+        return len(self._missing)
 
     @property
     def is_short_of_room(self) -> bool:
         """Whether an interactive sequence waits because the host cache has no room for its adapter."""
-        return bool(self._unrequested) and not self._unrequested[0][0] and not self._has_room()
+        if not self._pending or self._pending[0][0]:
+            return False
+        to_request = self._find_unrequested(self._pending[0][1])
+        return bool(to_request) and not self._has_room(len(to_request))
 
     def find(self, version: AdapterVersion) -> PackedAdapter | None:
         return self._copies.get(version)
 
-    def add_waiter(self, sequence: Sequence, version: AdapterVersion) -> None:
-        """Records that the sequence waits until its adapter is fetched."""
-        self._waiters.setdefault(version, []).append(sequence)
-        if version not in self._requested:
-            heapq.heappush(self._unrequested, (sequence.is_background, sequence))
-            self._request_fetches()
+    def add_waiter(self, sequence: Sequence, missing: Iterable[AdapterVersion]) -> None:
+        """Records that the sequence waits until the missing ones of its adapters are fetched."""
+        self._missing[sequence] = set(missing)
+        for version in missing:
+            self._waiters.setdefault(version, []).append(sequence)
+        heapq.heappush(self._pending, (sequence.is_background, sequence))
+        self._request_fetches()
 
-    def remove_waiter(self, sequence: Sequence, version: AdapterVersion) -> bool:
-        """Ends the wait of a sequence.
+    def remove_waiter(self, sequence: Sequence) -> None:
+        """Ends the wait of a sequence, which still keeps the copies that it retains. A no-op if it is not waiting.
 
-        Returns False if it was not waiting. The fetch continues, because the next request may use it.
+        The fetches continue, because the next request may use them.
         """
-        group = self._waiters.get(version, [])
-        if sequence not in group:
-            return False
-        group.remove(sequence)
-        if not group:
-            del self._waiters[version]
-        return True
+        for version in self._missing.pop(sequence, set()):
+            self._remove_from_group(sequence, version)
+
+    def has_fetched_all(self, sequence: Sequence) -> bool:
+        """Whether all adapters that a waiting sequence was missing have been fetched since."""
+        return not self._missing[sequence]
 
     def prefetch(self, version: AdapterVersion) -> None:
         """Fetches an adapter that no request waits for, if the adapters that requests wait for leave room for it."""
@@ -99,21 +110,40 @@ class AdapterFetching:
                 self._prefetching.remove(fetch.version)
                 self._prefetched.append(fetch)
                 if isinstance(fetch, Fetched):
-                    self.retain(fetch.version)
-            yield fetch, self._waiters.pop(fetch.version, [])
+                    self.retain_version(fetch.version)
+            waiters = self._waiters.get(fetch.version, []).copy()
+            for sequence in waiters:
+                # A pending sequence holds no copy, so it may have to fetch this adapter again.
+                if sequence in self._retaining:
+                    self._missing[sequence].remove(fetch.version)
+                    self._remove_from_group(sequence, fetch.version)
+            yield fetch, waiters
             if fetch.version not in self._users:
                 self._release_unused(fetch.version)
         self._request_fetches()
 
-    def retain(self, version: AdapterVersion) -> None:
-        """Counts one more sequence that will run on the adapter. The copy is kept until `release`.
+    def retain(self, sequence: Sequence) -> None:
+        """Keeps the copies of the sequence's adapters until `release`. Does nothing if it already keeps them.
 
-        A load may take the copy before that; see `take_copy`.
+        A load may take a copy before that; see `take_copy`.
         """
+        if sequence not in self._retaining:
+            self._retaining.add(sequence)
+            for version in sequence.request.versions:
+                self.retain_version(version)
+
+    def release(self, sequence: Sequence) -> None:
+        """Called when a sequence is admitted or ends. Releases the copies that no other sequence keeps."""
+        if sequence in self._retaining:
+            self._retaining.remove(sequence)
+            for version in sequence.request.versions:
+                self.release_version(version)
+
+    def retain_version(self, version: AdapterVersion) -> None:
+        """Counts one more user of the adapter's copy. The copy is kept until as many `release_version`."""
         self._users[version] += 1
 
-    def release(self, version: AdapterVersion) -> None:
-        """Called when a retained sequence is admitted or ends. The last such call releases the copy."""
+    def release_version(self, version: AdapterVersion) -> None:
         self._users[version] -= 1
         if self._users[version] == 0:
             del self._users[version]
@@ -135,14 +165,22 @@ class AdapterFetching:
     def purge(self, tenant: str) -> None:
         self._source.purge(tenant)
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, waiting: Collection[Sequence]) -> None:
+        """waiting: the sequences that neither run nor have ended."""
+        assert self._retaining <= set(waiting), "a sequence that does not wait keeps copies"
         assert set(self._copies) <= {v for v, n in self._users.items() if n}, (
             "a host copy is held without a user"
         )
         assert self._held_bytes == sum(packed.layout.num_bytes for packed in self._copies.values())
-        assert not self._waiters or self._requested or self._copies, (
+        assert not self._missing or self._requested or self._copies, (
             "sequences wait, and no fetch is requested"
         )
+        for sequence, missing in self._missing.items():
+            assert all(sequence in self._waiters[version] for version in missing)
+            assert sequence not in self._retaining or missing <= self._requested, (
+                "a sequence holds copies and waits for an adapter that is not being fetched"
+            )
+        assert sum(map(len, self._waiters.values())) == sum(map(len, self._missing.values()))
 
     def _release_unused(self, version: AdapterVersion) -> None:
         if version in self._copies:
@@ -151,19 +189,44 @@ class AdapterFetching:
 
     def _request_fetches(self) -> None:
         """Requests fetches for the sequences that have waited longest, as long as there is room."""
-        while self._unrequested and self._has_room():
-            version = heapq.heappop(self._unrequested)[1].request.adapter
-            if version is not None and version in self._waiters and version not in self._requested:
+        while self._pending:
+            _, sequence = self._pending[0]
+            to_request = self._find_unrequested(sequence)
+            if to_request and not self._has_room(len(to_request)):
+                return
+            heapq.heappop(self._pending)
+            missing = self._missing.get(sequence)
+            if missing is not None:
+                self.retain(sequence)
+                for version in missing & self._copies.keys():
+                    missing.remove(version)
+                    self._remove_from_group(sequence, version)
+            for version in to_request:
                 self._requested.add(version)
                 self._source.request(version)
 
-    def _has_room(self) -> bool:
-        """Whether the host cache has room for one more fetch.
+    def _find_unrequested(self, sequence: Sequence) -> list[AdapterVersion]:
+        """The adapters that a pending sequence is missing, and that neither are on the host nor have been requested."""
+        missing = self._missing.get(sequence, set())
+        return sorted(missing - self._requested - self._copies.keys(), key=_digest)
+
+    def _remove_from_group(self, sequence: Sequence, version: AdapterVersion) -> None:
+        group = self._waiters[version]
+        group.remove(sequence)
+        if not group:
+            del self._waiters[version]
+
+    def _has_room(self, count: int = 1) -> bool:
+        """Whether the host cache has room for `count` more fetches.
 
         Half of the cache is left free for gaps between copies, and for adapters that are larger than any before.
         """
         capacity = self._source.capacity_bytes
         if capacity is None or not (self._requested or self._copies):
             return True
-        expected = (len(self._requested) + 1) * self._largest_bytes
+        expected = (len(self._requested) + count) * self._largest_bytes
         return self._largest_bytes > 0 and self._held_bytes + expected <= capacity // 2
+
+
+def _digest(version: AdapterVersion) -> str:
+    return version.digest

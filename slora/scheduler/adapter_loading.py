@@ -1,15 +1,15 @@
 """Loads adapters from the host into the pool, one slice per step while sequences decode.
 
 A load allocates all pages and the slot at once, and copies the bytes over as many steps as needed. A request that was
-admitted during the load computes nothing before the last slice. Requests whose adapter is not on the host wait for it
-outside the queue (`AdapterFetching`).
+admitted during the load computes nothing before the last slice. Requests with an adapter that is not on the host wait
+for it outside the queue (`AdapterFetching`).
 
     not on the host --fetch--> on the host --start_load--> loading (held by the load) --last slice--> resident
 
 This module depends on waiting sequences and adapter sizes, but not on the batch or on KV.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from slora.cost_model import Costs
 from slora.pool.residency import Resident
@@ -74,27 +74,33 @@ class AdapterLoading:
         packed = self._host.find(version)
         return self.count_pages(packed) if packed is not None else None
 
+    def find_missing(self, sequence: Sequence) -> list[AdapterVersion]:
+        """The sequence's adapters that are neither in the pool nor on the host."""
+        return [version for version in sequence.request.versions if self.num_pages(version) is None]
+
     def count_pages(self, packed: PackedAdapter) -> int:
         return -(-packed.layout.num_bytes // self._page_bytes)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add_waiter(self, sequence: Sequence, version: AdapterVersion) -> None:
-        self._host.add_waiter(sequence, version)
+    def add_waiter(self, sequence: Sequence, missing: Iterable[AdapterVersion]) -> None:
+        """Starts a sequence's wait for the missing ones of its adapters."""
+        self._host.add_waiter(sequence, missing)
 
-    def remove_waiter(self, sequence: Sequence, version: AdapterVersion) -> bool:
-        """Ends a sequence's wait for its adapter. Returns False if the sequence was not waiting."""
-        return self._host.remove_waiter(sequence, version)
+    def remove_waiter(self, sequence: Sequence) -> None:
+        """Ends a sequence's wait for its adapters. A no-op if it is not waiting."""
+        self._host.remove_waiter(sequence)
 
-    def retain_copy(self, version: AdapterVersion) -> None:
-        """Counts one more sequence that is ready to run on the adapter.
+    def has_fetched_all(self, sequence: Sequence) -> bool:
+        """Whether all adapters that a waiting sequence was missing have been fetched since."""
+        return self._host.has_fetched_all(sequence)
 
-        A copy in the host cache stays there until `release_copy`.
-        """
-        self._host.retain(version)
+    def retain_copies(self, sequence: Sequence) -> None:
+        """Keeps the copies of the sequence's adapters in the host cache until `release_copies`."""
+        self._host.retain(sequence)
 
-    def release_copy(self, version: AdapterVersion) -> None:
-        self._host.release(version)
+    def release_copies(self, sequence: Sequence) -> None:
+        self._host.release(sequence)
 
     def prefetch(self, version: AdapterVersion) -> None:
         """Fetches an adapter to the host although no request waits for it.
@@ -111,7 +117,7 @@ class AdapterLoading:
         """Releases the copies. An adapter that is being loaded keeps its copy."""
         for fetch in prefetched:
             if isinstance(fetch, Fetched):
-                self._host.release(fetch.version)
+                self._host.release_version(fetch.version)
 
     def collect_fetches(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
         """The fetches that succeeded or failed, each with the sequences that waited for it."""
@@ -125,16 +131,18 @@ class AdapterLoading:
         While interactive sequences run, background sequences count neither as decoding nor as waiting.
         """
         interactive = [one for one in batch if not one.is_background]
-        waiting = [one for one in interactive or batch if one.resident and not one.resident.is_loaded]
+        waiting = [
+            one for one in interactive or batch if any(not resident.is_loaded for resident in one.residents)
+        ]
         num_running = len(interactive) or len(batch)
         self.budget.begin_step(num_running - len(waiting), len(waiting), is_shared=bool(interactive))
-        for one in waiting:
-            if one.resident in self._loading:
-                self._loading[one.resident].is_background = False
+        for resident in [resident for one in waiting for resident in one.residents]:
+            if resident in self._loading:
+                self._loading[resident].is_background = False
         self.plan_slices(plan)
 
     def load_for(self, sequence: Sequence, version: AdapterVersion, plan: StepPlan) -> Resident:
-        """Starts a load of the sequence's adapter, and evicts an idle adapter if no slot is free.
+        """Starts a load of one of the sequence's adapters, and evicts an idle adapter if no slot is free.
 
         The caller has made room for the pages. The load is charged to the sequence, unless the adapter was in the pool
         before and was evicted for another tenant that exceeded its share.
@@ -177,11 +185,11 @@ class AdapterLoading:
                 load.num_planned += count
                 self.budget.spend(count)
 
-    def is_ready(self, resident: Resident) -> bool:
-        """Whether this step may compute with the adapter: it is loaded, or the plan already has its last slice, which
-        is copied before the step computes.
+    def are_ready(self, residents: Iterable[Resident]) -> bool:
+        """Whether this step may compute with the adapters: each is loaded, or the plan already has its last slice,
+        which is copied before the step computes.
         """
-        return resident.is_loaded or self._loading[resident].num_planned == len(resident.pages)
+        return all(one.is_loaded or self._loading[one].num_planned == len(one.pages) for one in residents)
 
     def finish_step(self, plan: StepPlan) -> None:
         """Called after a step has run.
@@ -219,8 +227,9 @@ class AdapterLoading:
         self._residency.remove(version)
         self._host.remove(version)
 
-    def check_invariants(self) -> None:
-        self._host.check_invariants()
+    def check_invariants(self, waiting: Collection[Sequence]) -> None:
+        """waiting: the sequences that neither run nor have ended."""
+        self._host.check_invariants(waiting)
         for resident, load in self._loading.items():
             assert resident.is_loading and resident.num_users > 0, (
                 f"{resident.version}: the adapter is loading without a load"

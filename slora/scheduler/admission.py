@@ -1,8 +1,8 @@
 """Admission: moves waiting sequences into the batch.
 
-The pages of the first chunk and of the adapter are allocated together or not at all. A request whose adapter is on the
-host but not in the pool is admitted, and gets its pages and its place in the batch. It computes nothing until the last
-slice of the adapter is loaded. Meanwhile later sequences can be admitted.
+The pages of the first chunk and of all adapters of the request are allocated together or not at all. A request with an
+adapter that is on the host but not in the pool is admitted, and gets its pages and its place in the batch. It computes
+nothing until the last slice of its last adapter is loaded. Meanwhile later sequences can be admitted.
 """
 
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
+from slora_adapters.version import AdapterVersion
 
 
 class _Needs(NamedTuple):
@@ -27,7 +28,7 @@ class _Needs(NamedTuple):
     num_reserved_tokens: tokens that pages are allocated for.
     new_pages: number of pages that must be free.
     num_more_held: how many more pages its tenant will hold.
-    must_load: whether its adapter is on the host but not in the pool.
+    to_load: its adapters that are on the host but not in the pool.
     """
 
     num_cached_blocks: int
@@ -35,7 +36,7 @@ class _Needs(NamedTuple):
     num_reserved_tokens: int
     new_pages: int
     num_more_held: int
-    must_load: bool
+    to_load: list[AdapterVersion]
 
 
 class Admission:
@@ -74,9 +75,8 @@ class Admission:
                 if self._preemption.preempt_background(plan):
                     continue
                 break
-            version = sequence.request.adapter
-            if version is not None and self._adapters.num_pages(version) is None:
-                self._lifecycle.wait_for_adapter(sequence)
+            if self._adapters.find_missing(sequence):
+                self._lifecycle.wait_for_adapters(sequence)
                 continue
             needs = self._measure_needs(sequence, budget)
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
@@ -103,9 +103,8 @@ class Admission:
             sequence = self._queue.peek(skipped)
             if sequence is None or not sequence.is_background:
                 break
-            version = sequence.request.adapter
-            if version is not None and self._adapters.num_pages(version) is None:
-                self._lifecycle.wait_for_adapter(sequence)
+            if self._adapters.find_missing(sequence):
+                self._lifecycle.wait_for_adapters(sequence)
                 continue
             fitting = budget.fit(sequence, sequence.max_chunk_tokens)
             if not fitting or sequence.num_choices > self._batch.free_capacity:
@@ -119,7 +118,7 @@ class Admission:
                 break
 
     def _measure_needs(self, sequence: Sequence, budget: int) -> _Needs:
-        """What the sequence needs to be admitted now: the pages of its first chunk and of its adapter."""
+        """What the sequence needs to be admitted now: the pages of its first chunk and of its adapters."""
         self._lifecycle.restart_with_long_rope(sequence)
         swapped, block_tokens = sequence.swapped, self._paging.footprint.block_tokens
         num_cached_blocks = self._prefixes.count_cached(sequence) if swapped is None else 0
@@ -130,16 +129,19 @@ class Admission:
             num_reserved_tokens = self._count_reserved_tokens(sequence, num_computed)
         num_blocks = -(-num_reserved_tokens // block_tokens)
         num_present = num_cached_blocks if swapped is None else swapped.num_freed
-        version = sequence.request.adapter
-        resident = self._adapters.find(version) if version is not None else None
-        adapter_pages = (self._adapters.num_pages(version) or 0) if version is not None else 0
-        must_load = version is not None and resident is None
-        new_pages = num_blocks - num_present + (adapter_pages if must_load else 0)
+        new_pages = num_blocks - num_present
         # Pages that are cached now and will be held by this sequence.
         taken = self._prefixes.num_pages(num_cached_blocks)
-        taken += adapter_pages if resident is not None and not resident.num_users else 0
+        to_load = []
+        for version in sequence.request.versions:
+            resident = self._adapters.find(version)
+            if resident is None:
+                to_load.append(version)
+                new_pages += self._adapters.num_pages(version) or 0
+            elif not resident.num_users:
+                taken += len(resident.pages)
         return _Needs(
-            num_cached_blocks, num_tokens, num_reserved_tokens, new_pages, new_pages + taken, must_load
+            num_cached_blocks, num_tokens, num_reserved_tokens, new_pages, new_pages + taken, to_load
         )
 
     def _count_reserved_tokens(self, sequence: Sequence, num_computed: int) -> int:
@@ -155,7 +157,7 @@ class Admission:
         return min(num_tokens, most_blocks * footprint.block_tokens)
 
     def _reserve(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:
-        """Acquires the needed prefix blocks and adapter if they are in the pool, and makes room for everything else.
+        """Acquires the needed prefix blocks and adapters that are in the pool, and makes room for everything else.
 
         On failure it acquires nothing.
         """
@@ -171,13 +173,13 @@ class Admission:
             num_pages, tenant, ignore_pins=self._preemption.may_evict_pinned(sequence)
         ):
             return False
-        version = sequence.request.adapter
-        resident = self._adapters.find(version) if version is not None else None
-        if resident is not None:
+        found = (self._adapters.find(version) for version in sequence.request.versions)
+        residents = [resident for resident in found if resident is not None]
+        for resident in residents:
             residency.acquire(resident)
         if needs.num_cached_blocks:
             self._prefixes.adopt(sequence, needs.num_cached_blocks)
-        has_room = not needs.must_load or residency.can_free_slot()
+        has_room = residency.can_free_slots(len(needs.to_load))
         evict_pinned = False
         while has_room and not self._preemption.make_room(
             needs.new_pages, sequence, evict_pinned=evict_pinned
@@ -191,25 +193,24 @@ class Admission:
         if not has_room:
             sequence.blocks.release(self._paging.kv)
             sequence.num_computed = sequence.num_inserted = 0
-            if resident is not None:
+            for resident in residents:
                 residency.release(resident)
-            return False
-        sequence.resident = resident
-        return True
+        return has_room
 
     def _start(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> int:
         """Adds the sequence to the batch.
 
-        Returns the number of its tokens that this step computes: 0 while its adapter is loading.
+        `_reserve` has acquired its adapters that are in the pool. Returns the number of its tokens that this step
+        computes: 0 while an adapter is loading.
         """
-        version = sequence.request.adapter
-        if version is not None and sequence.resident is None:
-            sequence.resident = self._adapters.load_for(sequence, version, plan)
-            self._paging.residency.acquire(sequence.resident)
+        for version in needs.to_load:
+            self._paging.residency.acquire(self._adapters.load_for(sequence, version, plan))
+        found = (self._adapters.find(version) for version in sequence.request.versions)
+        sequence.set_residents(tuple(resident for resident in found if resident is not None))
         if not sequence.num_preemptions:
             self._prefixes.count_hits(sequence)
         self._lifecycle.start_running(sequence, needs.num_reserved_tokens, plan)
-        if sequence.resident is not None and not self._adapters.is_ready(sequence.resident):
+        if not self._adapters.are_ready(sequence.residents):
             return 0
         self._adapters.budget.add_first_sequence()
         plan.add(sequence, needs.num_tokens)
@@ -222,9 +223,9 @@ class Admission:
         free_pages = self._paging.pool.num_free - len(self._batch)
         if budget.num_pages <= 0 or free_pages <= 0 or not len(self._queue):
             return
-        for sequence in self._preemption.upcoming:
-            version = sequence.request.adapter
-            if version is None or sequence not in self._queue or self._adapters.find(version) is not None:
+        queued = [sequence for sequence in self._preemption.upcoming if sequence in self._queue]
+        for sequence, version in [(one, version) for one in queued for version in one.request.versions]:
+            if self._adapters.find(version) is not None:
                 continue
             num_pages = self._adapters.num_pages(version)
             if num_pages is None or num_pages > free_pages or sequence.tenant.would_exceed_ceiling(num_pages):

@@ -1,8 +1,8 @@
 """The states of a sequence, from arrival to end, and the resources that it holds in each state.
 
-                 +------------ its adapter was fetched -----------+
+                 +--------- its adapters were fetched ------------+
                  |                                                v
-    add ---> waiting for its adapter     or at once ---> in the queue ---> running ---> finished
+    add ---> waiting for its adapters    or at once ---> in the queue ---> running ---> finished
                                                                   ^              |
                                                                   +- preempted --+
 
@@ -41,7 +41,7 @@ _PAGE_SECOND = 1 << 20
 class Lifecycle:
     """Every unfinished sequence is in `unfinished`.
 
-    It is also in exactly one of four places: the batch, the queue, `adapters`, where it waits for its adapter, or
+    It is also in exactly one of four places: the batch, the queue, `adapters`, where it waits for its adapters, or
     `_grammars`, where it waits until the form of its answer is compiled.
     """
 
@@ -84,7 +84,7 @@ class Lifecycle:
                 yield self.fail(sequence, refusal)
 
     def collect_fetches(self) -> Iterator[StepOutput]:
-        """Moves sequences whose adapter has been fetched to the queue.
+        """Moves sequences whose last missing adapter has been fetched to the queue.
 
         Yields an error output for each sequence that can't run.
         """
@@ -94,11 +94,15 @@ class Lifecycle:
                     continue
                 if isinstance(fetch, FetchFailed):
                     yield self.fail(sequence, AdapterFetchFailed(fetch.message, fetch.code))
-                    continue
-                try:
-                    self._push_to_queue(sequence, self._adapters.count_pages(fetch.packed))
-                except ContextTooLong as error:
-                    yield self.fail(sequence, error)
+                elif not self._adapters.find_missing(sequence):
+                    self._adapters.remove_waiter(sequence)
+                    error = self._try_enqueue(sequence)
+                    if error is not None:
+                        yield self.fail(sequence, error)
+                elif self._adapters.has_fetched_all(sequence):
+                    # An adapter that was in the pool has been evicted meanwhile.
+                    self._adapters.remove_waiter(sequence)
+                    self._wait_for_all(sequence)
 
     def start_running(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         """Moves a sequence from the queue to the batch, with pages for its first `num_tokens` tokens.
@@ -115,15 +119,22 @@ class Lifecycle:
         self._add_to_batch(sequence)
 
     def dequeue(self, sequence: Sequence) -> None:
-        """Removes a sequence from the queue, and releases its use of its adapter's copy in the host cache."""
+        """Removes a sequence from the queue, and releases its adapters' copies in the host cache."""
         self.queue.remove(sequence)
-        if sequence.request.adapter is not None:
-            self._adapters.release_copy(sequence.request.adapter)
+        self._adapters.release_copies(sequence)
 
-    def wait_for_adapter(self, sequence: Sequence) -> None:
-        """Moves a sequence out of the queue to wait for its adapter, which has been evicted and is fetched again."""
-        self.dequeue(sequence)
-        self._enqueue(sequence)
+    def wait_for_adapters(self, sequence: Sequence) -> None:
+        """Moves a sequence out of the queue to wait for its adapters, one of which has been evicted."""
+        self.queue.remove(sequence)
+        self._wait_for_all(sequence)
+
+    def _wait_for_all(self, sequence: Sequence) -> None:
+        """Fetches all adapters of a sequence to the host, even those in the pool.
+
+        The host keeps them until the sequence is admitted. So an eviction from the pool can't delay it again.
+        """
+        self._adapters.release_copies(sequence)
+        self._adapters.add_waiter(sequence, sequence.request.versions)
 
     def release_background_copies(self) -> None:
         """Takes the adapters' copies in the host cache away from background sequences in the queue.
@@ -131,9 +142,8 @@ class Lifecycle:
         Interactive sequences wait for the room. The background sequences wait for their adapters again.
         """
         for sequence in list(self.unfinished):
-            version = sequence.request.adapter
-            if sequence.is_background and sequence in self.queue and version is not None:
-                self.wait_for_adapter(sequence)
+            if sequence.is_background and sequence in self.queue and sequence.request.adapters:
+                self.wait_for_adapters(sequence)
 
     def restart_with_long_rope(self, sequence: Sequence) -> None:
         """Restarts a sequence that has become longer than `rope_switch` tokens.
@@ -157,9 +167,9 @@ class Lifecycle:
         sequence.blocks = parent.blocks.fork(self._paging.kv)
         sequence.num_computed, sequence.num_inserted = parent.num_computed, parent.num_inserted
         sequence.block_keys = parent.block_keys.copy()
-        sequence.resident = parent.resident
-        if sequence.resident is not None:
-            self._paging.residency.acquire(sequence.resident)
+        sequence.set_residents(parent.residents)
+        for resident in sequence.residents:
+            self._paging.residency.acquire(resident)
         self.unfinished.add(sequence)
         self._add_to_batch(sequence)
 
@@ -217,13 +227,17 @@ class Lifecycle:
         assert len(running) + len(waiting) == len(self.unfinished), (
             "a sequence is neither running nor waiting"
         )
-        assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), (
+        assert all(s.blocks.num_pages == 0 and not s.residents for s in waiting), (
             "a waiting request holds pages"
         )
         self._swapping.check_invariants(waiting)
+        self._adapters.check_invariants(waiting)
         self._check_beams()
         users: dict[AdapterVersion, int] = defaultdict(int)
-        for resident in [s.resident for s in running if s.resident is not None] + list(
+        for sequence in running:
+            held = tuple(resident.version for resident in sequence.residents)
+            assert held == sequence.request.versions, "a sequence runs without one of its adapters"
+        for resident in [one for s in running for one in s.residents] + list(
             self._adapters.loading_residents()
         ):
             users[resident.version] += 1
@@ -248,25 +262,22 @@ class Lifecycle:
             assert not search.is_ready, "all beams wait for each other (deadlock)"
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits for the adapter.
+        """Queues the sequence if its adapters are in the pool or on the host; otherwise it waits for the missing ones.
 
         Raises ContextTooLong if it can never run.
         """
-        version = sequence.request.adapter
-        adapter_pages = 0 if version is None else self._adapters.num_pages(version)
-        if adapter_pages is not None:
-            self._push_to_queue(sequence, adapter_pages)
-        elif version is not None:
-            self._adapters.add_waiter(sequence, version)
-
-    def _push_to_queue(self, sequence: Sequence, adapter_pages: int) -> None:
-        self._limit_to_pool(sequence, adapter_pages)
+        missing = self._adapters.find_missing(sequence)
+        if missing:
+            self._adapters.add_waiter(sequence, missing)
+            return
+        self._limit_to_pool(sequence)
         self.queue.push(sequence)
-        if sequence.request.adapter is not None:
-            self._adapters.retain_copy(sequence.request.adapter)
+        self._adapters.retain_copies(sequence)
 
-    def _limit_to_pool(self, sequence: Sequence, adapter_pages: int) -> None:
-        """Raises ContextTooLong if the sequence and its adapter together exceed the pages that its tenant may hold.
+    def _limit_to_pool(self, sequence: Sequence) -> None:
+        """Raises ContextTooLong if the sequence and its adapters together exceed the pages that its tenant may hold.
+
+        The adapters are in the pool or on the host.
 
         If the request has no max_tokens, its answer is shortened to what fits, but never below the tokens that it
         already has. It may already have too many if its tenant's ceiling was lowered.
@@ -275,6 +286,7 @@ class Lifecycle:
         shared pages. Then preempting all other users of pages always makes enough room for the last beam.
         """
         footprint, most = self._footprint, self._paging.tenants.page_limit(sequence.tenant)
+        adapter_pages = sum(self._adapters.num_pages(version) or 0 for version in sequence.request.versions)
         width = 1 if sequence.search is None else sequence.search.width
         room = (most - adapter_pages) // width
         open_ended = sequence.request.sampling.max_tokens is None
@@ -295,12 +307,15 @@ class Lifecycle:
             else f"its tenant may hold only {most} pages of the pool (max_pool_share)"
         )
         beams, remedy = (f" for each of {width} beams", " or beams") if width > 1 else ("", "")
+        adapters = "adapter"
+        if len(sequence.request.adapters) > 1:
+            adapters, remedy = f"{len(sequence.request.adapters)} adapters", f"{remedy} or adapters"
         what, param = f"ask for fewer tokens{remedy}", "max_tokens"
         if sequence.pooled is not None:
             what, param = "shorten the input", "input"
         return ContextTooLong(
             f"this request needs {kv_pages} pages for {num_tokens} tokens{beams} and {adapter_pages} for its "
-            f"adapter, but {bound}; {what}",
+            f"{adapters}, but {bound}; {what}",
             param,
         )
 
@@ -310,20 +325,20 @@ class Lifecycle:
             return
         sequence.is_finished = True
         self.unfinished.remove(sequence)
-        version = sequence.request.adapter
         if sequence.is_running:
             self._stop_running(sequence)
         elif sequence.awaits_grammar:
             self._grammars.remove(sequence)
         elif sequence in self.queue:
             self.dequeue(sequence)
-        elif version is not None:
-            self._adapters.remove_waiter(sequence, version)
+        else:
+            self._adapters.remove_waiter(sequence)
+        self._adapters.release_copies(sequence)
         self._swapping.discard(sequence)
         sequence.usage.page_seconds += sequence.blocks.page_seconds
         if not self.unfinished.find(sequence.request.request_id):
             self._record_usage(sequence)
-        if version is not None:
+        for version in sequence.request.versions:
             self._remove_deleted(version)
 
     def pop_usage(self) -> list[tuple[str, RequestUsage]]:
@@ -345,17 +360,17 @@ class Lifecycle:
         self.total_usage += usage
 
     def _add_to_batch(self, sequence: Sequence) -> None:
-        if sequence.resident is not None:
-            sequence.usage.page_seconds -= self._paging.residency.read(sequence.resident)
+        for resident in sequence.residents:
+            sequence.usage.page_seconds -= self._paging.residency.read(resident)
         self.batch.add(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.batch.remove(sequence)
         sequence.blocks.release(self._paging.kv)
-        if sequence.resident is not None:
-            sequence.usage.page_seconds += self._paging.residency.read(sequence.resident)
-            self._paging.residency.release(sequence.resident)
-            sequence.resident = None
+        for resident in sequence.residents:
+            sequence.usage.page_seconds += self._paging.residency.read(resident)
+            self._paging.residency.release(resident)
+        sequence.set_residents(())
 
     def _remove_deleted(self, version: AdapterVersion) -> None:
         """Removes a deleted adapter from pool and host once no unfinished request names it."""

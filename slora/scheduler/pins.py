@@ -219,7 +219,7 @@ class Pins:
         return (
             self._residency.num_pinned_pages + num_pages <= self._max_pages
             and self._paging.could_free(num_pages + num_needed_soon, tenant)
-            and self._residency.can_free_slot(protected)
+            and self._residency.can_free_slots(1, protected)
             and self._evictor.can_make_room(num_pages, tenant, protected)
         )
 

@@ -140,6 +140,6 @@ class Preemption:
 
     def next_adapters(self) -> list[Resident]:
         """The idle adapters of the next sequences."""
-        versions = {one.request.adapter for one in self.upcoming} - {None}
-        found = (self._paging.residency.find(version) for version in versions if version is not None)
+        versions = {version for one in self.upcoming for version in one.request.versions}
+        found = (self._paging.residency.find(version) for version in versions)
         return [resident for resident in found if resident is not None and not resident.num_users]

@@ -1,6 +1,6 @@
 """The prefix cache: sequences reuse blocks that were computed for earlier sequences with the same tokens.
 
-The key of a block is a hash chain over scope, adapter, adapter weight and all tokens so far. The scope is the tenant.
+The key of a block is a hash chain over scope, adapters, their weights and all tokens so far. The scope is the tenant.
 If the operator has set the prefix cache to public, the base model has one scope for all tenants. Clients cannot choose
 the scope.
 """
@@ -66,7 +66,7 @@ class PrefixCache:
         keys, pages = sequence.block_keys, sequence.blocks.pages
         for index in range(max(sequence.num_inserted, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
-            self._kv.insert(int(pages[index]), keys[index], parent, sequence.request.adapter)
+            self._kv.insert(int(pages[index]), keys[index], parent, sequence.request.versions)
         sequence.num_inserted = end
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
@@ -77,10 +77,8 @@ class PrefixCache:
 
     def _root(self, sequence: Sequence) -> bytes:
         request = sequence.request
-        scope = "" if self._is_public and request.adapter is None else request.tenant
-        return root_key(
-            scope, request.adapter, request.adapter_weight, uses_long_rope=sequence.uses_long_rope
-        )
+        scope = "" if self._is_public and not request.adapters else request.tenant
+        return root_key(scope, request.adapters, uses_long_rope=sequence.uses_long_rope)
 
     def _first_needed(self, num_blocks: int) -> int:
         block_tokens = self._footprint.block_tokens

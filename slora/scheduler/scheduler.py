@@ -4,8 +4,8 @@ It does iteration-level (continuous) batching under a token budget (Orca, OSDI'2
 one step. A request can join the batch at any step.
 
 Admission: the waiting queue chooses the next sequence. If it does not fit, no later sequence is admitted before it.
-There are two exceptions. A request whose adapter is not yet on the host waits outside the queue. A tenant at its
-ceiling is skipped.
+There are two exceptions. A request with an adapter that is not yet on the host waits outside the queue. A tenant at
+its ceiling is skipped.
 
 Background requests: interactive requests are planned first. Background requests fill the rest of the step, as far as
 the step then takes little longer (`background_budget`). None is admitted while an interactive request waits that could
@@ -54,7 +54,7 @@ from slora.scheduler.pins import Pins
 from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.prewarming import Prewarming
-from slora.scheduler.sequence import Sequence
+from slora.scheduler.sequence import AdapterSlot, Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler_config import SchedulerConfig
@@ -287,7 +287,7 @@ class Scheduler:
         restored = self.swapping.undo_step()
         targets = {target for _, target in plan.copies}
         for sequence in self._batch:
-            is_trusted = sequence.resident not in residents and sequence not in restored
+            is_trusted = residents.isdisjoint(sequence.residents) and sequence not in restored
             if sequence.is_finished or (is_trusted and targets.isdisjoint(sequence.blocks.held_pages)):
                 continue
             sequence.num_failed_steps += 1
@@ -303,7 +303,6 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Proves that no page is lost and that every reference has an owner."""
         self.paging.check_invariants(page for one in self._batch for page in one.blocks.held_pages)
-        self.adapters.check_invariants()
         self.pins.check_invariants()
         self._lifecycle.check_invariants()
 
@@ -377,8 +376,7 @@ class Scheduler:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""
         if not sequence.is_running:  # preempted since the caller listed the running sequences
             return False
-        resident = sequence.resident
-        if resident is not None and not self.adapters.is_ready(resident):
+        if not self.adapters.are_ready(sequence.residents):
             return False
         if not self._allocate_pages(sequence, num_tokens, plan):
             return False
@@ -442,8 +440,8 @@ class Scheduler:
         """Ends a request whose logits or hidden states were not finite."""
         # No other request may reuse the KV that led to NaN.
         self.paging.kv.invalidate(sequence.block_keys)
-        adapter = sequence.request.adapter
-        name = f"adapter {adapter.digest}" if adapter else "the base model"
+        digests = sequence.request.adapter_digests
+        name = "the base model" if digests is None else f"adapter {digests}"
         error = RequestFailed(f"the {what} of {name} were not finite on this prompt")
         return self._lifecycle.fail(sequence, error)
 
@@ -474,14 +472,13 @@ def _report_prompt_logprobs(sequence: Sequence) -> StepOutput:
     return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
 
 
-def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
+def _chunk_order(chunk: Chunk) -> tuple[bool, tuple[AdapterSlot, ...], int]:
     """The sort key of chunks.
 
-    Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's tokens. The weight is the
-    second key, because all tokens of a tile must have the same adapter weight.
+    All tokens of a tile must have the same adapter and weight. Chunks of the base model come last, so that the LoRA
+    tiles of the first adapters cover a prefix of the batch's tokens.
     """
-    slot = chunk.slot if chunk.slot is not None else 1 << 31
-    return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
+    return (not chunk.slots, chunk.slots, chunk.sequence.arrival)
 
 
 def _cannot_continue(sequence: Sequence, reason: str) -> RequestRefused:

@@ -8,7 +8,8 @@ Invariants:
     tokens    [0, num_prompt) are the prompt; [num_prompt, len(token_ids)) were generated
     computed  the KV of tokens [0, num_computed) is in `blocks`; num_computed < len(token_ids) until the sequence ends,
               except for a beam that has proposed: it keeps running while it waits for the other beams
-    adapter   a running sequence with an adapter is a user of `resident`; a waiting sequence holds nothing in the pool
+    adapters  a running sequence is a user of all of `residents`, which are the adapters of its request in the same
+              order; a waiting sequence has none and holds nothing in the pool
     row       a running sequence owns row `row` of the sampling table
     named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
@@ -51,6 +52,14 @@ class SwappedBlocks(NamedTuple):
     num_computed: int
 
 
+class AdapterSlot(NamedTuple):
+    """An adapter in the kernels' tables, and the weight with which a sequence uses it."""
+
+    slot: int
+    generation: int
+    weight: float
+
+
 @dataclass(slots=True, eq=False)
 class PooledPrompt:
     """The sum of a prompt's hidden states so far. Only `slora.sampling.prompt_pooling` adds to it.
@@ -86,12 +95,13 @@ class Sequence:
     the pool.
     uses_long_rope: its KV is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when it was first admitted.
+    slots: where `residents` are in the kernels' tables.
     usage: counts what the request uses; all of its sequences share it.
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.
     mask_s: CPU seconds of its last mask.
     num_deferrals: number of steps since its last token that deferred it, see `token_masks`.
-    num_failed_steps: steps that failed to move its adapter or its KV into the pool.
+    num_failed_steps: steps that failed to move its adapters or its KV into the pool.
     """
 
     __slots__ = (
@@ -119,11 +129,12 @@ class Sequence:
         "num_scored",
         "pooled",
         "request",
-        "resident",
+        "residents",
         "row",
         "scores",
         "search",
         "seed",
+        "slots",
         "stop_ids",
         "swapped",
         "tenant",
@@ -161,7 +172,8 @@ class Sequence:
         self.block_keys: list[bytes] = []
         self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None
-        self.resident: Resident | None = None
+        self.residents: tuple[Resident, ...] = ()
+        self.slots: tuple[AdapterSlot, ...] = ()
         self.matcher: Matcher | None = TokenFilter.of(request.sampling)
         self.mask_s = 0.0
         self.num_deferrals = 0
@@ -193,6 +205,14 @@ class Sequence:
         choice.max_chunk_tokens, choice.uses_long_rope = self.max_chunk_tokens, self.uses_long_rope
         choice.scores, choice.num_scored = [], self.num_prompt
         return choice
+
+    def set_residents(self, residents: tuple[Resident, ...]) -> None:
+        """Sets `residents` and `slots`. The caller acquires and releases the residents."""
+        self.residents = residents
+        self.slots = tuple(
+            AdapterSlot(resident.slot, resident.generation, weight)
+            for resident, (_, weight) in zip(residents, self.request.adapters, strict=bool(residents))
+        )
 
     @property
     def is_starving(self) -> bool:

@@ -10,7 +10,7 @@ from slora.cost_model import StepWork
 from slora.pool.residency import Resident
 from slora.request import StepOutput, TokenLogprobs
 from slora.scheduler.beam_search import Proposal
-from slora.scheduler.sequence import Sequence
+from slora.scheduler.sequence import AdapterSlot, Sequence
 from slora_adapters.peft.packing import PackedAdapter
 
 
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
     samples: whether the chunk reaches the last token of a sequence that is continued, so that a new token is sampled.
     forks: further choices of the request that start here; each samples its own token from the same row of logits.
-    slot, generation: where the adapter is at planning time; None for the base model.
+    slots: where the adapters are at planning time; empty for the base model.
 
     A NamedTuple, because a step creates hundreds of chunks, and creating a frozen dataclass takes three times as long.
     """
@@ -45,8 +45,7 @@ class Chunk(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
-    slot: int | None
-    generation: int | None
+    slots: tuple[AdapterSlot, ...]
     forks: tuple[Sequence, ...] = ()
 
     @property
@@ -64,7 +63,7 @@ class Chunk(NamedTuple):
 class StepPlan:
     """What one step computes and copies.
 
-    chunks: sorted by adapter slot and weight, so that tokens with the same adapter and weight are contiguous.
+    chunks: sorted by slots and weights, so that tokens with the same adapters and weights are contiguous.
     loads: adapter slices to copy from the host.
     swaps_out: (page, host page). Copied before any page is written, because this step may reuse the pages.
     copies: (source page, target page). Copied next, before the other writes, because this step may reuse the sources
@@ -105,13 +104,12 @@ class StepPlan:
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Plans the next `num_tokens` tokens of the sequence."""
-        resident, start = sequence.resident, sequence.num_computed
+        start = sequence.num_computed
         samples = start + num_tokens == len(sequence.token_ids) and sequence.pooled is None
         forks: tuple[Sequence, ...] = ()
         if samples and sequence.num_choices > 1 and sequence.search is None:
             forks = tuple(sequence.fork(index) for index in range(1, sequence.num_choices))
-        slot, generation = (None, None) if resident is None else (resident.slot, resident.generation)
-        self.chunks.append(Chunk(sequence, start, num_tokens, samples, slot, generation, forks))
+        self.chunks.append(Chunk(sequence, start, num_tokens, samples, sequence.slots, forks))
 
     def remove(self, sequence: Sequence) -> bool:
         """Removes a preempted sequence from the plan.

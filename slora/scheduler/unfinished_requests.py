@@ -41,7 +41,7 @@ class UnfinishedRequests:
         """Whether the adapter was deleted and no unfinished request names it. Returns True only once."""
         if version not in self._deleted:
             return False
-        if any(group[0].request.adapter == version for group in self._sequences.values()):
+        if any(version in group[0].request.versions for group in self._sequences.values()):
             return False
         self._deleted.remove(version)
         return True

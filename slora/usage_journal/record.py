@@ -12,7 +12,7 @@ from slora.request import RequestUsage
 
 __all__ = ["MAX_LINE_BYTES", "BadLine", "UsageRecord"]
 
-MAX_LINE_BYTES = 1024
+MAX_LINE_BYTES = 2048
 _CHECKSUM_CHARS = 8
 
 
@@ -26,6 +26,7 @@ class UsageRecord:
 
     request_id: the id that the server chose, which is unique.
     account: who is billed within the tenant, as in `EngineRequest.account`.
+    adapter_digest: as `EngineRequest.adapter_digests`.
     ended_at: seconds since the epoch.
     is_complete: False if the engine died first. Then only the tokens that the API received are counted, and
         `adapter_bytes` and `page_seconds` are 0.

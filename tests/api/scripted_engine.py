@@ -56,7 +56,7 @@ def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[T
 def trial_of(request: EngineRequest, logprob: float | None = None) -> list[TokenDelta]:
     """One token. By default, its log-probability differs between an adapter and the base model."""
     if logprob is None:
-        logprob = -1.0 if request.adapter is None else -2.0
+        logprob = -1.0 if not request.adapters else -2.0
     entry = TokenLogprobs(logprob, ((65, logprob),))
     return [TokenDelta((65,), FinishReason.LENGTH, (entry,))]
 
@@ -120,6 +120,7 @@ class ScriptedEngine:
             16,
             1024,
             64,
+            4,
             self.max_num_seqs,
             self.scheduling,
             SHAPE,
@@ -191,7 +192,7 @@ class ScriptedEngine:
 
     @property
     def versions(self) -> set[AdapterVersion]:
-        asked = {request.adapter for request in self.requests if request.adapter is not None}
+        asked = {version for request in self.requests for version in request.versions}
         return asked - set(self.forgotten)
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:

@@ -129,7 +129,7 @@ def test_everything_that_is_timed_exists_in_both_kernels_for_a_cpu() -> None:
 
 def test_each_copy_of_an_adapter_is_an_adapter_of_its_own(kit: ModelKit) -> None:
     stepped = make_engine(kit, "torch", 3)
-    stepped.add([[1, 2]] * 4, [0, 1, 2, None], 2)
+    stepped.add([[1, 2]] * 4, [(0,), (1,), (2,), ()], 2)
     assert stepped.finish() == 8
     assert stepped.engine.stats().adapter_loads == 3
 

@@ -10,7 +10,7 @@ to change the argmax, or that change all scores alike.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,6 +156,13 @@ class Oracle:
         )
         rows = found.sequences[:, len(prompt) :].tolist()
         return [_up_to_end(row, stop_ids) for row in rows], found.sequences_scores.tolist()
+
+    def add_sum(self, name: str, weights: Mapping[str, float]) -> None:
+        """Adds a weighted sum of adapters as an adapter. With "cat", which concatenates factors, the sum is exact."""
+        assert self._adapted is not None
+        self._adapted.add_weighted_adapter(
+            list(weights), list(weights.values()), name, combination_type="cat"
+        )
 
     def _choose(self, adapter: str | None) -> nn.Module:
         """The model with the adapter. In peft, choosing or disabling an adapter takes longer than a tiny model's

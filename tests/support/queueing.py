@@ -1,7 +1,7 @@
 """Waiting sequences for tests of queues. They are never computed."""
 
 from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.tenant_share import TenantShare
@@ -23,5 +23,7 @@ def make_sequence(
 ) -> Sequence:
     """Each sequence arrives after all sequences that were made before it."""
     sampling = SamplingParams(max_tokens=1)
-    request = EngineRequest("r", tenant.name, [1] * prompt, adapter, sampling, priority=priority)
+    request = EngineRequest(
+        "r", tenant.name, [1] * prompt, single_adapter(adapter), sampling, priority=priority
+    )
     return Sequence(request, tenant, 1, frozenset(), 0, BLOCK_TOKENS)

@@ -1,7 +1,7 @@
 """A scheduler with a runner that computes nothing but records the content of each page.
 
-Each KV position stores a hash of everything that the token's key and value depend on: the tenant, the adapter, its
-weight, the rotary factors and all tokens up to this one. Each adapter page stores the (version, part) that was loaded
+Each KV position stores a hash of everything that the token's key and value depend on: the tenant, the adapters, their
+weights, the rotary factors and all tokens up to this one. Each adapter page stores the (version, part) that was loaded
 into it. Before a chunk counts as computed, the bench compares the stored KV in its attention window with the expected
 KV.
 
@@ -17,7 +17,14 @@ from typing import Any
 
 from slora.cost_model import CostModel
 from slora.kv_footprint import KVFootprint
-from slora.request import EngineRequest, RequestUsage, StepOutput
+from slora.request import (
+    EngineRequest,
+    RequestUsage,
+    StepOutput,
+    WeightedAdapter,
+    compose_adapters,
+    single_adapter,
+)
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
@@ -109,6 +116,7 @@ class SchedulerBench:
         prompt: int = 1,
         max_tokens: int | None = 1,
         adapter: AdapterVersion | None = None,
+        adapters: Iterable[WeightedAdapter] = (),
         longest: int = 64,
         n: int = 1,
         beams: int | None = None,
@@ -120,6 +128,7 @@ class SchedulerBench:
         """Adds one request. Raises ContextTooLong.
 
         longest: the limit that applies if max_tokens is None.
+        adapter: the only adapter of the request; otherwise it has `adapters`.
         beams: the width of a beam search.
         tokens: the prompt's token ids, used instead of the length `prompt`.
         """
@@ -127,7 +136,13 @@ class SchedulerBench:
         if beams is not None:
             sampling = beam_params(beams, n, max_tokens, 1.0, early_stopping=False)
         request = EngineRequest(
-            request_id, tenant, tokens or [1] * prompt, adapter, sampling, share=share, **fields
+            request_id,
+            tenant,
+            tokens or [1] * prompt,
+            single_adapter(adapter) or compose_adapters(adapters),
+            sampling,
+            share=share,
+            **fields,
         )
         self.memory.tenants.set_share(tenant, share)
         owner = self.memory.tenants.find(tenant, is_background=request.is_background)
@@ -158,7 +173,7 @@ class SchedulerBench:
             return
         running = list(self.scheduler._batch)
         kv_pages = {page for sequence in running for page in sequence.blocks.held_pages}
-        adapters = {sequence.resident for sequence in running if sequence.resident is not None}
+        adapters = {resident for sequence in running for resident in sequence.residents}
         self.page_seconds += seconds * (len(kv_pages) + sum(len(one.pages) for one in adapters))
         self.scheduler.advance_clock(self.pool.now + seconds)
 
@@ -197,7 +212,7 @@ class SchedulerBench:
         assert sum(len(chunk.sampled_sequences) for chunk in plan.chunks) <= self.config.max_num_seqs
         sequences = [chunk.sequence for chunk in plan.chunks]
         assert len(set(map(id, sequences))) == len(sequences), "a sequence is twice in a step"
-        slots = [chunk.slot if chunk.slot is not None else 1 << 31 for chunk in plan.chunks]
+        slots = [chunk.slots or ((1 << 31,),) for chunk in plan.chunks]
         assert slots == sorted(slots), "tokens of an adapter are not side by side"
         for chunk in plan.chunks:
             self._check_chunk(chunk)
@@ -263,16 +278,16 @@ class SchedulerBench:
             self._slots[resident.slot] = resident.generation, resident.version
 
     def _check_adapter(self, chunk: Chunk) -> None:
-        version = chunk.sequence.request.adapter
-        if version is None:
-            assert chunk.slot is None, "a request without an adapter got one"
-            return
-        assert chunk.slot is not None and chunk.generation is not None, "a request runs without its adapter"
-        assert self._slots[chunk.slot] == (chunk.generation, version)
-        resident = self.residency.find(version)
-        assert resident is not None and resident.num_users > 0
-        held = [self._adapter_pages.get(page) for page in resident.pages]
-        assert held == [(version, part) for part in range(len(held))], "an adapter's pages were overwritten"
+        adapters = chunk.sequence.request.adapters
+        assert len(chunk.slots) == len(adapters), "a request runs without one of its adapters"
+        for (slot, generation, weight), (version, asked) in zip(chunk.slots, adapters, strict=True):
+            assert self._slots[slot] == (generation, version) and weight == asked
+            resident = self.residency.find(version)
+            assert resident is not None and resident.num_users > 0
+            held = [self._adapter_pages.get(page) for page in resident.pages]
+            assert held == [(version, part) for part in range(len(held))], (
+                "an adapter's pages were overwritten"
+            )
 
     def _compute(self, chunk: Chunk) -> None:
         end = chunk.start + chunk.num_tokens
@@ -289,9 +304,9 @@ class SchedulerBench:
     def _contents(self, sequence: Sequence, end: int) -> list[int]:
         """One hash for each token of [0, end): everything that the token's KV depends on."""
         request = sequence.request
-        is_public = self.config.prefix_cache == "public" and request.adapter is None
+        is_public = self.config.prefix_cache == "public" and not request.adapters
         owner = None if is_public else request.tenant
-        content = hash((owner, request.adapter, request.adapter_weight, sequence.uses_long_rope))
+        content = hash((owner, request.adapters, sequence.uses_long_rope))
         contents = []
         for token in sequence.token_ids[:end]:
             content = hash((content, token))
@@ -321,9 +336,9 @@ class SchedulerBench:
         assert sequence.uses_long_rope == (switch is not None and len(sequence.token_ids) > switch)
         held, entries = sequence.blocks.held_pages, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
-        # A sequence that waits for its adapter holds pages for its first chunk, which may be shortened later. An
+        # A sequence that waits for its adapters holds pages for its first chunk, which may be shortened later. An
         # overdue sequence holds all pages that it will ever need.
-        is_exact = sequence.resident is None and not sequence.is_starving
+        is_exact = not sequence.residents and not sequence.is_starving
         most = chunk.num_tokens if is_exact else sequence.max_chunk_tokens
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]

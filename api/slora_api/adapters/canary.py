@@ -19,7 +19,7 @@ from contextlib import aclosing
 
 from slora.engine.client import EngineClient
 from slora.errors import RequestFailed, RequestRefused
-from slora.request import EngineRequest, TokenLogprobs
+from slora.request import EngineRequest, TokenLogprobs, single_adapter
 from slora.sampling_params import MAX_LOGPROBS, SamplingParams
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
@@ -88,7 +88,7 @@ class Canary:
         sampling = SamplingParams(
             max_tokens=1, temperature=0, ignore_eos=True, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
         )
-        request = EngineRequest(uuid.uuid4().hex, CANARY_TENANT, prompt, version, sampling)
+        request = EngineRequest(uuid.uuid4().hex, CANARY_TENANT, prompt, single_adapter(version), sampling)
         entries: list[TokenLogprobs | None] = []
         async with aclosing(self._client.generate(request)) as deltas:
             async for arrived in deltas:

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from slora.adapter_place import AdapterPlace
 from slora.engine.client import EngineClient
 from slora.errors import EngineUnavailable
+from slora.request import WeightedAdapter
 from slora.text.generation_defaults import read_generation_defaults
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName
 from slora_adapters.peft.adapter import AdapterExtras
@@ -35,8 +36,9 @@ from slora_api.adapters.adapter_json import (
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.adapters.pinning import Pinning
 from slora_api.errors import BadRequest, InUse, ModelNotFound
-from slora_api.generation.served_model import ServedModel
+from slora_api.generation.served_model import ServedModel, add_up_models
 from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.schemas import AnswerFields, EmbeddingRequest
 from slora_api.tenants.allow_list import MAX_MODELS, AllowList
 from slora_api.tenants.key_record import KeyRecord
 
@@ -139,7 +141,7 @@ class ModelCatalog:
         """
         wanted = self._reference(key, name)
         if wanted is None:
-            return ServedModel(name, None, None, None, self._base.defaults)
+            return ServedModel(name, (), (), frozenset([None]), self._base.defaults)
         registry = self._adapters.registry
         if is_stale:
             registry.drop_cached(key.tenant, wanted)
@@ -157,8 +159,45 @@ class ModelCatalog:
                 "model",
             ) from None
         return ServedModel(
-            name, record.version, record.label, extras.chat_template, own.override(self._base.defaults)
+            name,
+            (WeightedAdapter(record.version),),
+            (record.label,),
+            frozenset([extras.chat_template]),
+            own.override(self._base.defaults),
         )
+
+    async def find_answering_model(
+        self,
+        key: KeyRecord,
+        fields: AnswerFields | EmbeddingRequest,
+        user: str | None,
+        *,
+        is_stale: bool = False,
+    ) -> ServedModel:
+        """Returns what `model` and `adapters` of a request mean together. See `find_model`.
+
+        A sum with small weights is almost the base model. So the key must be allowed to use the base model, and each
+        of the adapters.
+        """
+        if not fields.adapters:
+            return await self.find_model(key, fields.model, user, is_stale=is_stale)
+        if fields.model not in (self._base.name, DEFAULT_MODEL):
+            raise BadRequest(
+                f"`model` is {fields.model[:257]!r}, and `adapters` names what is added up. Send `{DEFAULT_MODEL}` or "
+                f"`{self._base.name}` as `model`, and name every adapter in `adapters`.",
+                "model",
+            )
+        key.check_model(self._base.name)
+        for index, entry in enumerate(fields.adapters):
+            if entry.name in (self._base.name, DEFAULT_MODEL):
+                raise BadRequest(
+                    f"`adapters.{index}.name` is `{entry.name}`, which is not an adapter's name. Every sum includes "
+                    "the base model.",
+                    f"adapters.{index}.name",
+                )
+        parts = [await self.find_model(key, entry.name, user, is_stale=is_stale) for entry in fields.adapters]
+        weights = [entry.weight for entry in fields.adapters]
+        return add_up_models(fields.model, parts, weights, self._base.defaults)
 
     def list_models(
         self, key: KeyRecord, limit: int | None = None, after: str | None = None

@@ -200,7 +200,7 @@ def _engine_request(
         _request_id(terms, index),
         terms.tenant,
         token_ids,
-        model.adapter,
+        model.adapters,
         sampling,
         share=terms.share,
         priority=terms.priority,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slora.engine.info import EngineInfo
 from slora.engine.request_check import (
+    check_adapters,
     check_embedded_tokens,
     check_max_tokens,
     check_pooling,
@@ -286,6 +287,7 @@ class PromptMaker:
     ) -> SamplingParams:
         """Makes all checks that need no token ids. Returns the sampling parameters, without max_tokens."""
         check_terms(self.terms.priority, self.terms.deadline_s, self.info)
+        check_adapters(self.tokenizer.model.adapters, self.info)
         draft = self._sampling(body, None, logprobs, prompt_logprobs, form)
         self.limiter.check_generation(self.terms.tenant, num_prompts, draft.width, draft.width_param)
         return draft

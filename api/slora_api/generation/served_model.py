@@ -1,32 +1,68 @@
-"""The model that answers a request: the base model, or one version of an adapter of the key's tenant."""
+"""The model that answers a request: the base model, alone or with adapters of the key's tenant."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slora.request import WeightedAdapter, compose_adapters
 from slora.text.generation_defaults import GenerationDefaults
-from slora_adapters.version import AdapterVersion
+from slora_api.errors import BadRequest
 
-__all__ = ["ServedModel"]
+__all__ = ["ServedModel", "add_up_models"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The result of looking up a model name for an API key.
+    """The result of looking up a request's model for an API key.
 
     asked_for: the model name in the request, repeated in the answer.
-    adapter: the adapter version; None for the base model alone.
-    label: `name@version` of the adapter.
-    chat_template: the adapter's own chat template; None selects the base model's.
+    adapters: as `compose_adapters` returns them; empty for the base model alone.
+    labels: `name@version` of each of the adapters.
+    chat_templates: the own templates of the adapters; None for an adapter that uses the base model's.
     """
 
     asked_for: str
-    adapter: AdapterVersion | None
-    label: str | None
-    chat_template: str | None
+    adapters: tuple[WeightedAdapter, ...]
+    labels: tuple[str, ...]
+    chat_templates: frozenset[str | None]
     defaults: GenerationDefaults
 
     @property
+    def chat_template(self) -> str | None:
+        """The chat template to use; None selects the base model's. Raises BadRequest if the adapters disagree."""
+        if len(self.chat_templates) > 1:
+            raise BadRequest(
+                f"The adapters {', '.join(self.labels)} have different chat templates, so their sum has none. Render "
+                "the messages yourself and send them to /v1/completions.",
+                "adapters",
+            )
+        (template,) = self.chat_templates
+        return template
+
+    @property
     def headers(self) -> dict[str, str]:
-        """Response headers that identify the adapter version that answered, even if its alias moves later."""
-        if self.adapter is None or self.label is None:
+        """Response headers that identify the adapter versions that answered, even if their aliases move later."""
+        if not self.adapters:
             return {}
-        return {"x-slora-adapter": self.label, "x-slora-adapter-digest": self.adapter.digest}
+        digests = "+".join(version.digest for version, _ in self.adapters)
+        return {"x-slora-adapter": "+".join(self.labels), "x-slora-adapter-digest": digests}
+
+
+def add_up_models(
+    asked_for: str, parts: Sequence[ServedModel], weights: Sequence[float], base: GenerationDefaults
+) -> ServedModel:
+    """Returns the weighted sum of models with one adapter each. base: the base model's defaults.
+
+    The defaults are those of the parts if all parts have the same, and otherwise the base model's.
+    """
+    named = {part.adapters[0].version: part.labels[0] for part in parts}
+    adapters = compose_adapters(
+        WeightedAdapter(part.adapters[0].version, weight) for part, weight in zip(parts, weights, strict=True)
+    )
+    is_unanimous = all(part.defaults == parts[0].defaults for part in parts)
+    return ServedModel(
+        asked_for,
+        adapters,
+        tuple(named[version] for version, _ in adapters),
+        frozenset().union(*(part.chat_templates for part in parts)),
+        parts[0].defaults if is_unanimous else base,
+    )

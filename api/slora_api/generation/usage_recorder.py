@@ -103,13 +103,12 @@ class UsageRecorder:
 
     def _record(self, answer: Recorded, usage: RequestUsage, *, is_complete: bool) -> "Future[None]":
         request, loop = answer.request, asyncio.get_running_loop()
-        digest = None if request.adapter is None else request.adapter.digest
         written = self._journal.append(
             UsageRecord(
                 request.request_id,
                 request.tenant,
                 request.account,
-                digest,
+                request.adapter_digests,
                 self._clock(),
                 usage,
                 is_complete,

@@ -53,14 +53,14 @@ async def answer_with(
     exist.
     """
     user = body.user or request.headers.get(_SESSION_HEADER)
-    model = await services.catalog.find_model(key, body.model, user)
+    model = await services.catalog.find_answering_model(key, body, user)
     try:
         return await answer(model)
     except AdapterFetchFailed as error:
         if error.code != "not_found":
             raise
-        current = await services.catalog.find_model(key, body.model, user, is_stale=True)
-        if current.adapter == model.adapter:
+        current = await services.catalog.find_answering_model(key, body, user, is_stale=True)
+        if current.adapters == model.adapters:
             raise
         return await answer(current)
 

@@ -41,6 +41,7 @@ FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 
 class UsageSums(TypedDict):
     """tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest.
+    Requests that add up adapters are a group of their own, with the names and digests joined by `+`.
 
     num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that lines of batches used.
     billed_input_tokens, billed_output_tokens: the tokens, with those of batches at their lower price.
@@ -214,7 +215,7 @@ class UsageReport:
     def _names(self, rows: Sequence[UsageRow], asked: UsageFilter) -> Mapping[AdapterVersion, str]:
         if "adapter" not in asked.group_by:
             return {}
-        return self._find_names({_version(row, asked) for row in rows if row.adapter})
+        return self._find_names({version for row in rows for version in _versions(row, asked)})
 
     def _result(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> UsageSums:
         usage, batch = row.usage, row.batch
@@ -222,7 +223,7 @@ class UsageReport:
             "tenant": row.tenant,
             "api_key_id": row.key_id,
             "model": self._model(row, asked, names),
-            "adapter_digest": f"sha256:{row.adapter}" if row.adapter else None,
+            "adapter_digest": "+".join(f"sha256:{digest}" for digest in _digests(row)) or None,
             "num_model_requests": row.num_requests,
             "input_tokens": usage.prompt_tokens,
             "input_cached_tokens": usage.cached_tokens,
@@ -243,7 +244,11 @@ class UsageReport:
     def _model(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> str | None:
         if row.adapter is None:
             return None
-        return names.get(_version(row, asked)) if row.adapter else self._base_model
+        found = [names.get(version) for version in _versions(row, asked)]
+        known = [name for name in found if name is not None]
+        if len(known) < len(found):
+            return None
+        return "+".join(known) or self._base_model
 
 
 def _columns(asked: UsageFilter) -> list[str]:
@@ -266,10 +271,17 @@ def _columns(asked: UsageFilter) -> list[str]:
     return ["start_time", "end_time", *groups, *sums, "billed_input_tokens", "billed_output_tokens"]
 
 
-def _version(row: UsageRow, asked: UsageFilter) -> AdapterVersion:
+def _digests(row: UsageRow) -> list[str]:
+    """The digests of a row's adapters: several for requests that add up adapters, none for the base model."""
+    return row.adapter.split("+") if row.adapter else []
+
+
+def _versions(row: UsageRow, asked: UsageFilter) -> list[AdapterVersion]:
+    if not row.adapter:
+        return []
     tenant = row.tenant if asked.tenant is None else asked.tenant
-    assert tenant is not None and row.adapter, "sums by adapter are of one tenant, or also by tenant"
-    return AdapterVersion(tenant, row.adapter)
+    assert tenant is not None, "sums by adapter are of one tenant, or also by tenant"
+    return [AdapterVersion(tenant, digest) for digest in _digests(row)]
 
 
 def _read_groups(group_by: Sequence[str], *, is_operator: bool) -> tuple[str, ...]:

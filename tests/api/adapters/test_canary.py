@@ -60,7 +60,7 @@ def blobs(platform: Platform) -> list[Path]:
 def upload_with(platform: Platform, of_adapter: Trial, of_base: Trial | None = None) -> httpx.Response:
     """The response to an upload whose canary runs as given."""
     platform.engine.canary = lambda request: (
-        of_adapter if request.adapter is not None else trial_of(request) if of_base is None else of_base
+        of_adapter if request.adapters else trial_of(request) if of_base is None else of_base
     )
     return platform.upload(platform.key("tries"), "new")
 
@@ -123,7 +123,7 @@ def test_an_upload_is_not_listed_or_charged_during_its_canary(platform: Platform
     assert answer.status_code == 201 and answer.json()["certificate"]["logprob_change"] == 1.0
     assert {request.tenant for request in seen} == {CANARY_TENANT} and platform.engine.requests == []
     digest = answer.json()["digest"].removeprefix("sha256:")
-    assert [request.adapter for request in seen] == [None, AdapterVersion("tries", digest)]
+    assert [request.versions for request in seen] == [(), (AdapterVersion("tries", digest),)]
     assert seen[0].prompt_token_ids == seen[1].prompt_token_ids and len(seen[0].prompt_token_ids) < 16
 
 
@@ -183,7 +183,7 @@ class SlowCanaries(ScriptedEngine):
     num_waiting: int = 0
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        if request.adapter is not None and request.adapter.tenant != "fast":
+        if any(version.tenant != "fast" for version in request.versions):
             self.num_waiting += 1
             while not self.go_on.is_set():
                 await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ def test_a_request_may_name_a_version_or_an_alias_and_the_response_names_the_ver
                 assert answer.headers["x-slora-adapter"] == "voice@2"
                 assert f"sha256:{answer.headers['x-slora-adapter-digest']}" == digests[2]
                 request = platform.engine.requests[-1]
-                assert request.adapter is not None and f"sha256:{request.adapter.digest}" == digests[2]
+                assert f"sha256:{request.adapter_digests}" == digests[2]
     for model in ("voice@4", "voice@canary", "voice@", "voice@0", "other@1"):
         missing = post(platform, key, COMPLETIONS, {"model": model, "prompt": "x"})
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -189,7 +189,7 @@ def test_concurrent_uploads_through_two_processes_do_not_exceed_the_quota(tmp_pa
     both_counted = threading.Barrier(2)
 
     def wait_for_the_other(request: EngineRequest) -> list[TokenDelta]:
-        if request.adapter is not None:
+        if request.adapters:
             both_counted.wait(60)
         return trial_of(request)
 
@@ -275,7 +275,7 @@ def test_an_upload_does_not_reveal_whether_another_tenant_has_the_same_weights(t
             body = {
                 name: value for name, value in answer.json().items() if name not in ("created", "updated")
             }
-            prompts = [(request.adapter is None, request.prompt_token_ids) for request in trials]
+            prompts = [(not request.adapters, request.prompt_token_ids) for request in trials]
             trials.clear()
             headers = {name for name in answer.headers if name != "date"}
             seen.append((answer.status_code, headers, body, prompts, len(engine.forgotten)))

@@ -18,7 +18,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def request(**sampling: object) -> EngineRequest:
-    return EngineRequest("r", "t", [1], None, SamplingParams(**sampling))  # type: ignore[arg-type]
+    return EngineRequest("r", "t", [1], (), SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
 async def gather(stream: AsyncGenerator[list[CompletionDelta], None]) -> list[CompletionDelta]:

@@ -663,12 +663,10 @@ def test_adapter_name_default_and_base_resolve_to_the_right_version(platform: Pl
         assert answer.json()["model"] == name
         label = answer.headers.get("x-slora-adapter"), answer.headers.get("x-slora-adapter-digest")
         assert label == ((None, None) if name == "base" else ("picked@1", digest.removeprefix("sha256:")))
-    versions = [request.adapter for request in platform.engine.requests]
-    assert versions[0] == versions[1] and versions[2] is None
-    assert versions[0] is not None and (versions[0].tenant, f"sha256:{versions[0].digest}") == (
-        "picker",
-        digest,
-    )
+    versions = [request.versions for request in platform.engine.requests]
+    assert versions[0] == versions[1] and versions[2] == ()
+    (version,) = versions[0]
+    assert (version.tenant, f"sha256:{version.digest}") == ("picker", digest)
 
 
 def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platform: Platform) -> None:
@@ -718,7 +716,7 @@ def test_default_without_an_adapter_is_the_base_and_with_a_missing_one_is_never_
     assert (
         post(platform, platform.key("plain"), COMPLETIONS, PROMPT | {"model": "default"}).status_code == 200
     )
-    assert platform.engine.requests[0].adapter is None
+    assert platform.engine.requests[0].adapters == ()
     answer = post(platform, platform.key("empty", "not-yet"), COMPLETIONS, PROMPT | {"model": "default"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 

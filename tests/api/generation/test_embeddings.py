@@ -225,8 +225,12 @@ def test_an_adapter_answers_by_its_name_and_its_alias_and_as_default(platform: P
         answer = post(platform, key, PATH, TEXT | {"model": model})
         assert answer.json()["model"] == model
         assert answer.headers["x-slora-adapter"] == f"mine@{version}"
-        adapter = platform.engine.requests[-1].adapter
-        assert adapter is not None and adapter.tenant == "owner"
+        assert [one.tenant for one in platform.engine.requests[-1].versions] == ["owner"]
+    answer = post(
+        platform, key, PATH, TEXT | {"model": "base", "adapters": [{"name": "mine", "weight": 0.5}]}
+    )
+    assert answer.headers["x-slora-adapter"] == f"mine@{version}"
+    assert [weight for _, weight in platform.engine.requests[-1].adapters] == [0.5]
     assert post(platform, platform.key("other"), PATH, TEXT | {"model": "mine"}).status_code == 404
 
 
@@ -377,7 +381,7 @@ def test_lanes_are_bounded_by_inputs_permits_and_quota() -> None:
 
 
 def test_an_input_that_fails_stops_the_other_lanes() -> None:
-    requests = [EngineRequest(str(n), "t", [n], None, NOT_SAMPLED) for n in range(10)]
+    requests = [EngineRequest(str(n), "t", [n], (), NOT_SAMPLED) for n in range(10)]
     ended: list[str] = []
 
     async def compute(one: Any) -> None:

@@ -186,7 +186,7 @@ def test_requests_are_refused_before_the_engine_while_the_journal_is_full(
 
 
 def make_answer(request_id: str) -> Answer:
-    return Answer(EngineRequest(request_id, "t", [1, 2], None, SamplingParams(), account="key1"), None)
+    return Answer(EngineRequest(request_id, "t", [1, 2], (), SamplingParams(), account="key1"), None)
 
 
 def test_the_report_of_each_request_is_acknowledged_when_it_is_durable(tmp_path: Path) -> None:

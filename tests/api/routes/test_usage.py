@@ -25,7 +25,7 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 # 2026-11-01T00:00:00Z, and the day as a query.
 DAY = 1_793_491_200
 RANGE = {"start_time": DAY, "end_time": DAY + 86_400}
-VOICE, GONE = "a" * 64, "b" * 64
+VOICE, GONE, TONE = "a" * 64, "b" * 64, "c" * 64
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,29 @@ def test_sums_are_kept_apart_by_key_and_model(client: httpx.Client) -> None:
     assert found == {(key, *model) for key in ("key0", "key1") for model in models}
     assert sum(one["num_model_requests"] for one in results) == 144
     assert read(client, **{"group_by": ["api_key_id", "model"]}) == results
+
+
+def test_requests_that_add_up_adapters_are_a_group_of_their_own(
+    platform: Platform, client: httpx.Client
+) -> None:
+    database, later = Database(platform.directory / "slora.db"), DAY + 10 * 86_400
+    adapters = [VOICE, f"{VOICE}+{TONE}", f"{VOICE}+{TONE}", f"{VOICE}+{GONE}"]
+    records = [
+        UsageRecord(f"sum{number}", "acme", "key0", digests, later, RequestUsage(1, 0, 1))
+        for number, digests in enumerate(adapters)
+    ]
+    UsageLedger(database).add(records)
+    registry = Registry(RegistryStorage(database))
+    registry.put("tone", AdapterVersion("acme", TONE), AdapterDetails(8, ("q_proj",), 4096))
+    database.close()
+    params = {"start_time": later, "end_time": later + 86_400, "group_by": "model"}
+    (bucket,) = client.get("/v1/usage", params=params).raise_for_status().json()["data"]
+    found = {(one["model"], one["adapter_digest"]): one["num_model_requests"] for one in bucket["results"]}
+    assert found == {
+        ("voice@1", f"sha256:{VOICE}"): 1,
+        ("voice@1+tone@1", f"sha256:{VOICE}+sha256:{TONE}"): 2,
+        (None, f"sha256:{VOICE}+sha256:{GONE}"): 1,
+    }
 
 
 def test_the_operator_reads_all_tenants_or_one(admin: httpx.Client) -> None:

@@ -118,7 +118,7 @@ def test_pushes_moves_and_deletions_at_one_server_apply_at_the_other(servers: Se
     with servers.first.client(servers.key) as client:
         client.post("/v1/adapters/voice/aliases/latest/rollback").raise_for_status()
         wait_for(servers.answers_as("voice", "voice@1"))
-        assert servers.second.engine.requests[-1].adapter == old
+        assert servers.second.engine.requests[-1].versions == (old,)
         client.delete("/v1/adapters/voice", params={"force": True}).raise_for_status()
     wait_for(lambda: servers.ask("voice").status_code == 404 or None)
     for platform in (servers.first, servers.second):

@@ -31,7 +31,7 @@ def test_keys_adapters_and_pins_go_with_the_tenant(platform: Platform, admin: ht
     assert post(platform, key, "/v1/completions", ask).status_code == 200
     request = platform.engine.requests[-1]
     assert (request.tenant, request.share.weight) == ("new", 3)
-    assert request.adapter == AdapterVersion("new", digest)
+    assert request.versions == (AdapterVersion("new", digest),)
     assert admin.get("/admin/tenants/old").status_code == 404
     # The engine drops the old name and pins the new one, as on other hosts.
     wait_for(lambda: AdapterVersion("old", digest) in platform.engine.forgotten or None)

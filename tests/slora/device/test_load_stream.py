@@ -8,7 +8,7 @@ import pytest
 
 from slora.device.load_stream import split_loads
 from slora.device.step_batch import StepBatch
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from tests.support.driving import drive, make_engine, make_source
@@ -38,7 +38,11 @@ def ask(kit: ModelKit, versions: dict, names: list[str | None]) -> list[list[Eng
     """One request per step."""
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     return [
-        [EngineRequest(str(n), "t", list(range(3, 12 + n)), versions[name] if name else None, params)]
+        [
+            EngineRequest(
+                str(n), "t", list(range(3, 12 + n)), single_adapter(versions[name] if name else None), params
+            )
+        ]
         for n, name in enumerate(names)
     ]
 

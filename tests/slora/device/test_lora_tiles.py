@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from slora.device.lora_tiles import Tile, cut_token_tiles
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.batch import TileLimits
@@ -26,7 +26,7 @@ def plan_mixed_step(kit: ModelKit) -> StepPlan:
         for number, name in enumerate(names):
             version = versions[name] if name is not None else None
             prompt = list(range(3, 3 + length + number))
-            engine.add(EngineRequest(f"{prefix}{number}", "t", prompt, version, params))
+            engine.add(EngineRequest(f"{prefix}{number}", "t", prompt, single_adapter(version), params))
 
     ask(["rslora", None, "rslora", "rslora", "odd_rank"], "early", 5)
     for _ in range(4):
@@ -34,7 +34,7 @@ def plan_mixed_step(kit: ModelKit) -> StepPlan:
     ask(["rslora", "rslora", None, "odd_rank"], "late", 2)
     while True:
         plan = engine._scheduler.schedule()
-        kinds = {(c.slot, c.num_tokens > 1) for c in plan.chunks if c.slot is not None}
+        kinds = {(c.slots, c.num_tokens > 1) for c in plan.chunks if c.slots}
         if len(kinds) == 4:
             return plan
         engine._scheduler.postprocess(plan, engine._runner.run(plan))
@@ -58,10 +58,10 @@ def test_decode_rows_and_chunks_share_no_tile_if_they_have_separate_limits(
     decodes, others, first = {}, {}, 0
     for chunk in chunks:
         kind = decodes if chunk.num_tokens == 1 and limits.decode_tokens is not None else others
-        if chunk.slot is not None:
-            kind |= {row: chunk.slot for row in range(first, first + chunk.num_tokens)}
+        if chunk.slots:
+            kind |= {row: chunk.slots[0].slot for row in range(first, first + chunk.num_tokens)}
         first += chunk.num_tokens
-    tiles, num_decodes = cut_token_tiles(chunks, limits)
+    ((tiles, num_decodes, _),) = cut_token_tiles(chunks, limits)
     assert rows_of(tiles[:num_decodes]) == decodes and rows_of(tiles[num_decodes:]) == others
     assert all(tile.num_rows <= (limits.decode_tokens or 0) for tile in tiles[:num_decodes])
     assert all(tile.num_rows <= limits.tokens for tile in tiles[num_decodes:])

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from slora.device.step_batch import StepBatch
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora.weights.linear import Linear
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: test_gpu.py forks on real streams"
 )
 LINEARS = 4
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -35,7 +36,7 @@ class LooseStream:
     _is_forked: bool = False
     _held: list[Launch] = field(default_factory=list)
 
-    def fork(self, work: Callable[[], Tensor]) -> Tensor:
+    def fork(self, work: Callable[[], Result]) -> Result:
         self.calls.append("fork")
         self._is_forked = True
         result = work()
@@ -72,12 +73,12 @@ class Steps:
         for number, adapter in enumerate(("odd_rank", None, "some_layers")):
             prompt = list(range(3, 6 + 2 * number))
             version = self._versions[adapter] if adapter is not None else None
-            self.engine.add(EngineRequest(str(number), "t", prompt, version, params))
+            self.engine.add(EngineRequest(str(number), "t", prompt, single_adapter(version), params))
         scheduler, runner = self.engine._scheduler, self.engine._runner
         while True:
             plan = scheduler.schedule()
             if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
-                assert any(chunk.slot is not None for chunk in plan.chunks)
+                assert any(chunk.slots for chunk in plan.chunks)
                 runner._transfer_pages(plan)
                 return plan
             scheduler.postprocess(plan, runner.run(plan))

@@ -8,7 +8,7 @@ import pytest
 
 from slora import LLM, SamplingParams
 from slora.device.step_batch import StepBatch
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora_kernels.batch import TileLimits
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.sampling.test_prompt_logprobs import check_scores
@@ -60,7 +60,9 @@ def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, kernels: 
     # The prompt has more rows than one block. Both choices sample from the same row of logits.
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=2, n=2)
     prompts = {kind: [(7 * n + len(kind)) % VOCAB_SIZE for n in range(70)] for kind in versions}
-    asked = [EngineRequest(kind, "t", prompts[kind], versions[kind], params) for kind in versions]
+    asked = [
+        EngineRequest(kind, "t", prompts[kind], single_adapter(versions[kind]), params) for kind in versions
+    ]
     answers = drive(engine, [asked])
     for kind, prompt in prompts.items():
         check_scores(kit, prompt, kind, 2, answers[kind])
@@ -92,19 +94,27 @@ def test_a_step_adapts_embedding_and_head_only_for_the_rows_that_need_it(
     engine = make_engine(kit, source, 500)
     for name, kind in enumerate(kinds):
         version = versions[kind] if kind is not None else None
-        engine.add(EngineRequest(str(name), "tenant", [1, 2, 3], version, SamplingParams(max_tokens=2)))
+        engine.add(
+            EngineRequest(
+                str(name), "tenant", [1, 2, 3], single_adapter(version), SamplingParams(max_tokens=2)
+            )
+        )
     plan = engine._scheduler.schedule()
     for load in plan.loads:
         engine._runner.memory.load(load)
     batch = StepBatch.build(plan, engine._runner.memory, TileLimits(16))
     assert batch.adapts_embedding == adapts_embedding
-    rows = batch.head_lora.tiles[:, 2].tolist() if batch.head_lora is not None else []
+    rows = [count for layer in batch.head_lora for count in layer.tiles[:, 2].tolist()]
     assert sum(rows) == head_rows
-    if batch.head_lora is not None:
-        slots = [chunk.slot for chunk in plan.chunks for _ in chunk.sampled_sequences]
-        for slot, first, count in batch.head_lora.tiles.tolist():
+    if batch.head_lora:
+        (layer,) = batch.head_lora
+        slots = [
+            chunk.slots[0].slot if chunk.slots else None
+            for chunk in plan.chunks
+            for _ in chunk.sampled_sequences
+        ]
+        for slot, first, count in layer.tiles.tolist():
             assert slots[first : first + count] == [slot] * count
         # A sampled row is a row of its own, although a prefill chunk produced it.
         apart = StepBatch.build(plan, engine._runner.memory, TileLimits(16, 16))
-        assert apart.lora is not None and apart.head_lora is not None
-        assert (apart.lora.num_decodes, apart.head_lora.num_decodes) == (0, len(rows))
+        assert [layer.num_decodes for layer in (*apart.lora, *apart.head_lora)] == [0, len(rows)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, make_engine, make_source
@@ -37,7 +37,7 @@ def make_requests(
             request_id=str(number),
             tenant="t",
             prompt_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))],
-            adapter=adapters[number % len(adapters)],
+            adapters=single_adapter(adapters[number % len(adapters)]),
             sampling=replace(sample(number), max_tokens=rng.randint(5, 14), ignore_eos=True, logprobs=0),
         )
         for number in range(NUM_REQUESTS)
@@ -110,8 +110,8 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(kit: ModelKit) -> None:
     rows."""
     source, _ = make_source(kit)
     engine = make_engine(kit, source, num_pages=500)
-    plain = EngineRequest("plain", "t", [1, 2, 3], None, SamplingParams(max_tokens=30, seed=1))
-    nucleus = EngineRequest("nucleus", "t", [4], None, SamplingParams(max_tokens=30, seed=2, top_p=0.6))
+    plain = EngineRequest("plain", "t", [1, 2, 3], (), SamplingParams(max_tokens=30, seed=1))
+    nucleus = EngineRequest("nucleus", "t", [4], (), SamplingParams(max_tokens=30, seed=2, top_p=0.6))
     alone = drive(engine, [[plain]]) | drive(engine, [[nucleus]])
     check_same(drive(engine, [[plain, nucleus]]), alone)
 
@@ -119,6 +119,6 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(kit: ModelKit) -> None:
 def test_without_a_seed_two_answers_differ(kit: ModelKit) -> None:
     source, _ = make_source(kit)
     engine = make_engine(kit, source, num_pages=500)
-    requests = [EngineRequest(str(n), "t", [1, 2, 3], None, SamplingParams(max_tokens=40)) for n in range(2)]
+    requests = [EngineRequest(str(n), "t", [1, 2, 3], (), SamplingParams(max_tokens=40)) for n in range(2)]
     answers = drive(engine, [requests])
     assert answers["0"].token_ids != answers["1"].token_ids

@@ -14,7 +14,7 @@ import torch
 from slora.engine.engine import Engine
 from slora.errors import ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
 from slora.pooling import Pooling, PoolingKind
-from slora.request import NOT_SAMPLED, EngineRequest, FinishReason, RequestUsage
+from slora.request import NOT_SAMPLED, EngineRequest, FinishReason, RequestUsage, single_adapter
 from slora.runner.fault_isolation import PageTransferFailed
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
@@ -40,7 +40,7 @@ def ask(
 ) -> EngineRequest:
     """With pooling None, a request for 30 tokens."""
     sampling = NOT_SAMPLED if pooling else SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    return EngineRequest(name, tenant, list(prompt), adapter, sampling, pooling=pooling)
+    return EngineRequest(name, tenant, list(prompt), single_adapter(adapter), sampling, pooling=pooling)
 
 
 def soaked(models: Iterable[str], *quick: str) -> list[Any]:

@@ -10,7 +10,7 @@ from slora.engine.pin import Pin
 from slora.engine_config import EngineConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, FinishReason
+from slora.request import EngineRequest, FinishReason, single_adapter
 from slora.runner.runner import Runner
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
@@ -34,7 +34,7 @@ def engine(kit: ModelKit) -> Engine:
 
 
 def ask(prompt: list[int], params: SamplingParams = GREEDY, name: str = "r") -> EngineRequest:
-    return EngineRequest(name, "tenant", prompt, None, params)
+    return EngineRequest(name, "tenant", prompt, (), params)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(kit: ModelKit)
     with pytest.raises(ContextTooLong, match="max_model_len"):
         engine.add(ask([1] * 100, replace(GREEDY, max_tokens=93), name="too long"))
     large = EngineRequest(
-        "large", "t", [1] * 100, versions["r16_on_all_seven"], replace(GREEDY, max_tokens=92)
+        "large", "t", [1] * 100, single_adapter(versions["r16_on_all_seven"]), replace(GREEDY, max_tokens=92)
     )
     answer = drive(engine, [[large]])["large"]
     assert isinstance(answer.error, ContextTooLong) and answer.error.code == "context_length_exceeded"
@@ -208,7 +208,7 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200)
     alone = drive(engine, [[ask([5, 6])]])["r"].token_ids
-    engine.add(EngineRequest("gone", "t", [1] * 40, versions["odd_rank"], GREEDY))
+    engine.add(EngineRequest("gone", "t", [1] * 40, single_adapter(versions["odd_rank"]), GREEDY))
     engine.add(ask([5, 6]))
     answers = {"gone": Answer(), "r": Answer()}
     for _ in range(3):
@@ -228,7 +228,7 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
 def test_an_unknown_adapter_fails_only_its_own_request(kit: ModelKit) -> None:
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
-    missing = EngineRequest("missing", "t", [1], AdapterVersion("t", "0" * 64), GREEDY)
+    missing = EngineRequest("missing", "t", [1], single_adapter(AdapterVersion("t", "0" * 64)), GREEDY)
     answers = drive(engine, [[missing, ask([1])]])
     error = answers["missing"].error
     assert isinstance(error, AdapterFetchFailed) and error.code == "not_found"
@@ -239,12 +239,12 @@ def test_a_deleted_adapter_is_freed_from_the_pool(kit: ModelKit) -> None:
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200)
     version = versions["odd_rank"]
-    drive(engine, [[EngineRequest("a", "t", [1], version, GREEDY)]])
+    drive(engine, [[EngineRequest("a", "t", [1], single_adapter(version), GREEDY)]])
     assert engine.stats().resident_adapters == 1
     engine.remove_adapter(version)
     stats = engine.stats()
     assert stats.resident_adapters == stats.pages_cached == 0 and stats.pages_free == 200
-    error = drive(engine, [[EngineRequest("b", "t", [1], version, GREEDY)]])["b"].error
+    error = drive(engine, [[EngineRequest("b", "t", [1], single_adapter(version), GREEDY)]])["b"].error
     assert isinstance(error, AdapterFetchFailed)
 
 
@@ -252,7 +252,7 @@ def test_a_pinned_adapter_answers_like_a_requested_one_and_sets_its_tenants_shar
     kit: ModelKit,
 ) -> None:
     source, versions = make_source(kit)
-    request = EngineRequest("r", "local", [1, 2], versions["odd_rank"], GREEDY)
+    request = EngineRequest("r", "local", [1, 2], single_adapter(versions["odd_rank"]), GREEDY)
     asked_for = drive(make_engine(kit, source, 200), [[request]])["r"].token_ids
     engine = make_engine(kit, source, 200)
     engine.set_pins([Pin(versions["odd_rank"], TenantShare(max_share=0.01))])
@@ -271,7 +271,8 @@ def test_the_statistics_add_up(kit: ModelKit) -> None:
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200)
     requests = [
-        EngineRequest(str(n), "t", [1] * 7, version, GREEDY) for n, version in enumerate(versions.values())
+        EngineRequest(str(n), "t", [1] * 7, single_adapter(version), GREEDY)
+        for n, version in enumerate(versions.values())
     ]
     drive(engine, [requests])
     stats = engine.stats()
@@ -346,9 +347,9 @@ def test_first_come_first_served_refuses_a_priority(kit: ModelKit) -> None:
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200, scheduling="fcfs")
     with pytest.raises(RequestRefused, match=r"priority is -3, but .* order of arrival") as caught:
-        engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams(), priority=-3))
+        engine.add(EngineRequest("r", "acme", [1, 2], (), SamplingParams(), priority=-3))
     assert caught.value.param == "priority"
-    engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams()))
+    engine.add(EngineRequest("r", "acme", [1, 2], (), SamplingParams()))
 
 
 def test_costs_are_learned_from_steps_and_reported(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +363,10 @@ def test_costs_are_learned_from_steps_and_reported(kit: ModelKit, monkeypatch: p
     engine = Engine(config, read_model_spec(kit.directory), source)
     assert engine.stats().costs.step_s == 5.0 and engine.stats().costs.decode_s > 1e-6, "it is bounded"
     monkeypatch.setattr("slora.runner.learned_costs._FIT_EVERY_S", 0.0)
-    drive(engine, [[EngineRequest(kind, "t", [1], one, GREEDY) for kind, one in versions.items()]])
+    drive(
+        engine,
+        [[EngineRequest(kind, "t", [1], single_adapter(one), GREEDY) for kind, one in versions.items()]],
+    )
     costs = engine.stats().costs
     assert 0 < costs.step_s < 2.0
     assert costs.load_byte_s == engine.stats().load_paces.pool != spoilt.load_byte_s

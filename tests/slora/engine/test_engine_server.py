@@ -14,7 +14,15 @@ import pytest
 from slora.engine.messages import decode_add, decode_usage, encode_add, encode_output
 from slora.engine.process import EngineServer
 from slora.engine.worker import Abort, Add, EngineWorker
-from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.request import (
+    EngineRequest,
+    FinishReason,
+    RequestUsage,
+    StepOutput,
+    TokenDelta,
+    WeightedAdapter,
+    compose_adapters,
+)
 from slora.sampling_params import SamplingParams
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.version import AdapterVersion
@@ -47,7 +55,7 @@ async def listening(worker: EngineWorker) -> AsyncIterator[tuple[EngineServer, P
 
 
 def ask(name: str) -> EngineRequest:
-    return EngineRequest(name, "t", [1], None, SamplingParams())
+    return EngineRequest(name, "t", [1], (), SamplingParams())
 
 
 def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
@@ -115,9 +123,12 @@ def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
 
 
 def test_a_request_survives_the_wire_format() -> None:
-    version = AdapterVersion("t", "0" * 64)
+    adapters = compose_adapters(
+        WeightedAdapter(AdapterVersion("t", digest * 64), weight)
+        for digest, weight in {"0": -0.25, "1": 1.0}.items()
+    )
     sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
-    request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25, account="key")
+    request = EngineRequest("r", "t", [1, 2], adapters, sampling, account="key")
     assert decode_add(msgpack.unpackb(encode(encode_add(request))[4:])) == request
 
 
@@ -127,7 +138,7 @@ def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
         async with listening(worker) as (server, path):
             _, writer = await asyncio.open_unix_connection(path)
             for name in ("over", "left"):
-                request = EngineRequest(name, "t", [1], None, SamplingParams(n=3))
+                request = EngineRequest(name, "t", [1], (), SamplingParams(n=3))
                 writer.write(encode(encode_add(request)))
                 writer.write(encode({"op": "abort", "id": name, "index": 1}))
             await wait_until(lambda: len(worker.posted) == 4)

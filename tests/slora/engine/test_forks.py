@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams, choice_seed
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
@@ -26,7 +26,7 @@ def ask(name: str, adapter: AdapterVersion | None, n: int, max_tokens: int = 30)
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))]
     seed = rng.randrange(-(2**63), 2**63)
     params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, logprobs=0, n=n)
-    return EngineRequest(name, "t", prompt, adapter, params)
+    return EngineRequest(name, "t", prompt, single_adapter(adapter), params)
 
 
 def apart(request: EngineRequest) -> list[EngineRequest]:
@@ -116,7 +116,7 @@ def test_greedy_choices_are_all_the_same(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, n=3)
-    answers = drive(engine, [[EngineRequest("r", "t", [1, 2, 3], None, params)]])
+    answers = drive(engine, [[EngineRequest("r", "t", [1, 2, 3], (), params)]])
     first, *others = (answer.token_ids for answer in answers.values())
     assert others == [first, first]
 
@@ -125,6 +125,6 @@ def test_the_prompt_of_several_choices_is_computed_once(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
     params = SamplingParams(max_tokens=4, ignore_eos=True, n=5)
-    drive(engine, [[EngineRequest("r", "t", [1] * 40, None, params)]])
+    drive(engine, [[EngineRequest("r", "t", [1] * 40, (), params)]])
     stats = engine.stats()
     assert stats.prompt_tokens == 40 and stats.generated_tokens == 20 and stats.steps == 4

@@ -164,7 +164,7 @@ def test_a_row_with_non_finite_values_fails_alone(kits: Kits) -> None:
     decoder._embedding[wrong, 0] = torch.inf
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     prompts = {"wrong": [fine, wrong, fine], "fine": [fine, 7, fine]}
-    answers = drive(engine, [[EngineRequest(name, "t", ids, None, params) for name, ids in prompts.items()]])
+    answers = drive(engine, [[EngineRequest(name, "t", ids, (), params) for name, ids in prompts.items()]])
     assert "not finite" in str(answers["wrong"].error)
     assert answers["fine"].error is None and len(answers["fine"].token_ids) == 4
 

@@ -34,7 +34,7 @@ from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode
 from tests.support.driving import COSTS
 
-REQUEST = EngineRequest("r", "t", [1, 2], None, SamplingParams())
+REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())
 
 
 def over_the_wire(message: Any) -> Any:

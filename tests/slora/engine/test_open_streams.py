@@ -26,7 +26,7 @@ def test_other_tasks_run_while_a_slow_reader_catches_up() -> None:
     async def read() -> None:
         other = asyncio.create_task(take_turns())
         token_ids: list[int] = []
-        request = EngineRequest("r", "t", [1], None, SamplingParams())
+        request = EngineRequest("r", "t", [1], (), SamplingParams())
         async with aclosing(streams.read(request, send, lambda request_id: None)) as arriving:
             async for arrived in arriving:
                 token_ids += [token for delta in arrived for token in delta.token_ids]

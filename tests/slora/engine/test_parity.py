@@ -11,7 +11,7 @@ import torch
 
 from slora import LLM, SamplingParams
 from slora.models.model_config import ModelConfig
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
@@ -198,7 +198,7 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
     # This engine does not measure the costs of its steps, which would take seconds in Triton's interpreter.
     engine = make_engine(kit, source, 100, kernels="triton", max_model_len=128)
     requests = [
-        EngineRequest(str(number), "t", prompt, versions[kind] if kind else None, params)
+        EngineRequest(str(number), "t", prompt, single_adapter(versions[kind] if kind else None), params)
         for number, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True))
     ]
     answers = drive(engine, [requests])

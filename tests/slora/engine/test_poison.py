@@ -7,7 +7,7 @@ import pytest
 
 from slora.engine.engine import Engine
 from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
@@ -26,7 +26,7 @@ def ask(name: str, adapter: AdapterVersion | None, length: int, max_tokens: int,
     params = SamplingParams(
         max_tokens=max_tokens, temperature=0.0 if n == 1 else 1.0, n=n, seed=7, ignore_eos=True, logprobs=0
     )
-    return EngineRequest(name, "t", prompt, adapter, params)
+    return EngineRequest(name, "t", prompt, single_adapter(adapter), params)
 
 
 class HostPages:

@@ -22,7 +22,7 @@ from slora.engine.messages import encode_add
 from slora.engine.pin import Pin
 from slora.engine.process import ProcessConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE
 from slora.usage_journal.record import UsageRecord
@@ -74,7 +74,7 @@ def run(stack: EngineStack) -> Run:
 
 
 def ask(name: str, adapter: AdapterVersion | None = None, params: SamplingParams = GREEDY) -> EngineRequest:
-    return EngineRequest(name, "tenant", [1, 2, 3], adapter, params, account="key")
+    return EngineRequest(name, "tenant", [1, 2, 3], single_adapter(adapter), params, account="key")
 
 
 async def collect(stream: AsyncGenerator[list[TokenDelta], None]) -> Answer:
@@ -330,10 +330,10 @@ def test_one_client_may_not_use_a_request_id_twice_at_once(run: Run) -> None:
 def test_the_error_of_a_request_keeps_its_class_over_the_socket(run: Run, kit: ModelKit) -> None:
     async def body(client: RemoteEngine) -> None:
         with pytest.raises(RequestRefused, match="the prompt is empty") as refused:
-            await collect(client.generate(EngineRequest("a", "tenant", [], None, GREEDY)))
+            await collect(client.generate(EngineRequest("a", "tenant", [], (), GREEDY)))
         assert refused.value.param == "prompt"
         with pytest.raises(ContextTooLong, match="max_model_len") as too_long:
-            await collect(client.generate(EngineRequest("b", "tenant", [1] * 600, None, GREEDY)))
+            await collect(client.generate(EngineRequest("b", "tenant", [1] * 600, (), GREEDY)))
         assert (too_long.value.param, too_long.value.code) == ("prompt", "context_length_exceeded")
         with pytest.raises(AdapterFetchFailed) as missing:
             await collect(client.generate(ask("c", AdapterVersion("tenant", "0" * 64))))

@@ -8,7 +8,7 @@ import pytest
 
 from slora.engine.engine import Engine
 from slora.errors import RequestFailed
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
 from slora_adapters.peft.peft_directory import read_adapter
@@ -25,7 +25,7 @@ def ask(name: str, tenant: str, adapter: AdapterVersion | None, max_tokens: int 
     rng = random.Random(name)
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return EngineRequest(name, tenant, prompt, adapter, params)
+    return EngineRequest(name, tenant, prompt, single_adapter(adapter), params)
 
 
 class Case:

@@ -7,19 +7,22 @@ import pytest
 
 from slora.engine.request_check import check_request
 from slora.errors import ContextTooLong, RequestRefused
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
 from tests.api.scripted_engine import ScriptedEngine
 
 INFO = ScriptedEngine(max_model_len=64, max_num_seqs=8).info
-REQUEST = EngineRequest("r", "t", [1, 2, 3], None, SamplingParams(max_tokens=8))
+VERSION = AdapterVersion("t", "0" * 64)
+FURTHEST = single_adapter(VERSION, -10_000.0)
+REQUEST = EngineRequest("r", "t", [1, 2, 3], (), SamplingParams(max_tokens=8))
 
 
 def test_every_field_at_its_limit_is_accepted() -> None:
     filtered = {"allowed_token_ids": (1, 2, 3, 256), "bad_words": ((1,), (1, 2))}
     sampling = SamplingParams(max_tokens=61, n=8, logit_bias={256: 1.0}, min_tokens=61, **filtered)  # type: ignore[arg-type]
     check_request(
-        replace(REQUEST, sampling=sampling, priority=-1000, deadline_s=86_400, adapter_weight=-10_000.0), INFO
+        replace(REQUEST, sampling=sampling, priority=-1000, deadline_s=86_400, adapters=FURTHEST), INFO
     )
     check_request(replace(REQUEST, priority=1000, deadline_s=0.001, prompt_token_ids=[1] * 56), INFO)
 
@@ -36,8 +39,9 @@ def test_every_field_at_its_limit_is_accepted() -> None:
         ({"deadline_s": float("nan")}, "deadline_ms"),
         ({"deadline_s": float("inf")}, "deadline_ms"),
         ({"deadline_s": 86_401.0}, "deadline_ms"),
-        ({"adapter_weight": float("nan")}, "adapter_weight"),
-        ({"adapter_weight": 10_001.0}, "adapter_weight"),
+        ({"adapters": single_adapter(VERSION, float("nan"))}, "adapters"),
+        ({"adapters": single_adapter(VERSION, 10_001.0)}, "adapters"),
+        ({"adapters": FURTHEST * 5}, "adapters"),
         ({"prompt_token_ids": []}, "prompt"),
         ({"prompt_token_ids": [1, -1]}, "prompt"),
         ({"prompt_token_ids": [257]}, "prompt"),

@@ -20,7 +20,7 @@ import pytest
 from slora.engine.client import RemoteEngine
 from slora.engine.info import EngineStats
 from slora.errors import EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, TokenDelta
+from slora.request import EngineRequest, TokenDelta, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source
@@ -52,7 +52,10 @@ def make_questions(kit: ModelKit) -> list[Question]:
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))] for _ in range(NUM_PROMPTS)]
     pairs = [(prompt, adapter) for prompt in prompts for adapter in adapters]
-    requests = [EngineRequest(str(n), "t", prompt, one, GREEDY) for n, (prompt, one) in enumerate(pairs)]
+    requests = [
+        EngineRequest(str(n), "t", prompt, single_adapter(one), GREEDY)
+        for n, (prompt, one) in enumerate(pairs)
+    ]
     answers = drive(make_engine(kit, source, 2000), [requests])
     return [
         Question(prompt, replace(one, tenant="tenant") if one else None, answers[str(n)].token_ids)
@@ -101,7 +104,7 @@ class Crowd:
         question = self._rng.choice(self._questions)
         n = self._rng.choice((1, 1, 1, 3))
         params = replace(GREEDY, max_tokens=self._rng.randint(1, MOST_TOKENS), n=n)
-        request = EngineRequest(name, "tenant", question.prompt, question.adapter, params)
+        request = EngineRequest(name, "tenant", question.prompt, single_adapter(question.adapter), params)
         return client.generate(request), question.answer[: params.max_tokens]
 
     async def _end(self, client: RemoteEngine, name: str) -> None:
@@ -137,7 +140,7 @@ class Crowd:
                 raise error
 
     async def _refuse(self, client: RemoteEngine, name: str) -> None:
-        request = EngineRequest(name, "tenant", [1] * 1000, None, GREEDY)
+        request = EngineRequest(name, "tenant", [1] * 1000, (), GREEDY)
         with pytest.raises(RequestRefused):
             async for _ in client.generate(request):
                 pass

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from slora.engine.engine import Engine
 from slora.errors import RequestRefused
 from slora.llm.llm import LLM
-from slora.request import EngineRequest, FinishReason
+from slora.request import EngineRequest, FinishReason, single_adapter
 from slora.sampling import token_masks
 from slora.sampling_params import SamplingParams
 from slora.structured_output import StructuredOutput
@@ -51,7 +51,7 @@ def schema_of(number: int) -> dict[str, object]:
 def ask(kit: ModelKit, name: str, output: StructuredOutput, **changes: object) -> EngineRequest:
     adapter = make_source(kit)[1][KIND] if len(name) % 2 else None
     params = replace(PARAMS, structured_output=output, **changes)  # type: ignore[arg-type]
-    return EngineRequest(name, "t", [*range(5, 5 + len(name))], adapter, params)
+    return EngineRequest(name, "t", [*range(5, 5 + len(name))], single_adapter(adapter), params)
 
 
 def start(kit: ModelKit, num_pages: int = 200, **settings: int | str) -> Engine:

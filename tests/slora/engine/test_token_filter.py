@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slora.engine.engine import Engine
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
@@ -33,7 +33,7 @@ def oracle(kit: ModelKit) -> Oracle:
 
 def ask(kit: ModelKit, name: str, sampling: SamplingParams) -> EngineRequest:
     adapter = make_source(kit)[1][KIND] if len(name) % 2 else None
-    return EngineRequest(name, "t", [*range(5, 5 + len(name))], adapter, sampling)
+    return EngineRequest(name, "t", [*range(5, 5 + len(name))], single_adapter(adapter), sampling)
 
 
 def start(kit: ModelKit, num_pages: int = 200, **settings: int | str) -> Engine:
@@ -66,7 +66,7 @@ def test_each_token_is_the_most_probable_one_that_is_left(
     num_forced = 0
     for request in requests:
         answer = answers[request.request_id].token_ids
-        adapter = KIND if request.adapter is not None else None
+        adapter = KIND if request.adapters else None
         logits = oracle.answer_logits(request.prompt_token_ids, answer, adapter)
         for position, (row, token) in enumerate(zip(logits, answer, strict=True)):
             left = row.clone()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slora.engine.usage_relay import UsageRelay
-from slora.request import EngineRequest, RequestUsage
+from slora.request import EngineRequest, RequestUsage, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.usage_journal.journal import UsageJournal
 from slora.usage_journal.record import UsageRecord
@@ -26,7 +26,9 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
 
 def open_requests(relay: UsageRelay, *names: str) -> None:
     for name in names:
-        relay.add(name, EngineRequest(name, "acme", [1], VERSION, SamplingParams(), account="key"))
+        relay.add(
+            name, EngineRequest(name, "acme", [1], single_adapter(VERSION), SamplingParams(), account="key")
+        )
 
 
 def read(journal: UsageJournal, directory: Path) -> dict[str, UsageRecord]:
@@ -41,7 +43,7 @@ def test_a_dead_process_leaves_its_unacknowledged_requests_to_the_engine(
 ) -> None:
     relay = UsageRelay(journal)
     open_requests(relay, "recorded", "unacknowledged", "unfinished", "used nothing")
-    relay.add("no one's", EngineRequest("no one's", "acme", [1], VERSION, SamplingParams()))
+    relay.add("no one's", EngineRequest("no one's", "acme", [1], single_adapter(VERSION), SamplingParams()))
     relay.end("no one's", USAGE)
     relay.end("recorded", USAGE)
     relay.end("unacknowledged", USAGE)

@@ -22,7 +22,7 @@ from slora.engine.worker import (
 from slora.errors import DeadlineMissed, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
 from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, StepOutput
+from slora.request import EngineRequest, StepOutput, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
@@ -63,7 +63,7 @@ def make_worker() -> tuple[EngineWorker, Outputs]:
 
 
 def ask(name: str, adapter: AdapterVersion | None = None) -> EngineRequest:
-    return EngineRequest(name, "t", [1, 2], adapter, GREEDY)
+    return EngineRequest(name, "t", [1, 2], single_adapter(adapter), GREEDY)
 
 
 def stats_of(worker: EngineWorker) -> EngineStats:
@@ -91,7 +91,7 @@ def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit:
 def test_a_refused_request_is_answered_and_an_aborted_one_is_not(kit: ModelKit) -> None:
     worker, told = make_worker()
     source, _ = make_source(kit)
-    worker.post(Add(EngineRequest("refused", "t", [], None, GREEDY)))
+    worker.post(Add(EngineRequest("refused", "t", [], (), GREEDY)))
     worker.post(Add(ask("aborted")))
     worker.post(Abort("aborted"))
     with working(worker, make_engine(kit, source, 100)):
@@ -118,7 +118,7 @@ def test_a_missed_deadline_is_reported_by_an_idle_worker(kit: ModelKit) -> None:
     late = AdapterVersion("t", "never")
     engine = make_engine(kit, ScriptedSource({late: 1}), 100)
     with working(worker, engine):
-        worker.post(Add(EngineRequest("r", "t", [1, 2], late, GREEDY, deadline_s=0.2)))
+        worker.post(Add(EngineRequest("r", "t", [1, 2], single_adapter(late), GREEDY, deadline_s=0.2)))
         output = told.get(timeout=WAIT_S)
         assert output.request_id == "r" and isinstance(output.error, DeadlineMissed)
         assert stats_of(worker).deadline_misses == 1

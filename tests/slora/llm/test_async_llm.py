@@ -201,8 +201,8 @@ def test_an_adapter_requested_concurrently_is_loaded_once(kit: ModelKit) -> None
 
 def test_an_engine_of_this_process_takes_pins_like_a_remote_one(llm: AsyncLLM, kit: ModelKit) -> None:
     (answer,) = llm._builder.answers([[1, 2]], None, kit.adapters["rslora"])
-    assert answer.request.adapter is not None
-    pin = Pin(answer.request.adapter)
+    (version,) = answer.request.versions
+    pin = Pin(version)
 
     async def pinned() -> None:
         await llm._engine.set_pins([pin])

@@ -146,7 +146,7 @@ def test_a_weight_of_zero_is_the_base_and_other_weights_change_the_answer(llm: L
 def test_a_weight_that_is_nan_or_too_large_is_refused(llm: LLM, kit: ModelKit, weight: float) -> None:
     with pytest.raises(RequestRefused, match="from -10000 to 10000") as caught:
         llm.generate(PROMPT, GREEDY, LoraAdapter(kit.adapters["odd_rank"], weight=weight))
-    assert caught.value.param == "adapter_weight"
+    assert caught.value.param == "adapters"
 
 
 def test_a_removed_adapter_is_freed_and_can_be_loaded_again(llm: LLM, kit: ModelKit) -> None:

@@ -103,7 +103,7 @@ class PoolOfTenants(RuleBasedStateMachine):
         version, tenant = AdapterVersion(name, f"digest{number}"), self.tenants.find(name)
         protected = self._some_idle(data)
         residents = [item for item in protected if isinstance(item, Resident)]
-        if self.residency.find(version) or not self.residency.can_free_slot(residents):
+        if self.residency.find(version) or not self.residency.can_free_slots(1, residents):
             return
         if self._make_room(num_pages, tenant, protected):
             assert self.residency.ensure_free_slot(tenant, residents), "a slot was promised"

@@ -17,6 +17,7 @@ from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
 from slora.pool.prefix_key import extend_keys, root_key
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
+from slora.request import WeightedAdapter, compose_adapters
 from slora_adapters.version import AdapterVersion
 
 BLOCK = 2
@@ -34,15 +35,18 @@ Chain = tuple[
 
 @dataclass(frozen=True)
 class Root:
-    """Everything that KV depends on besides the tokens: sharing scope, adapter, weight and rotary factors."""
+    """Everything that KV depends on besides the tokens: sharing scope, weighted adapters and rotary factors."""
 
     scope: str
-    adapter: AdapterVersion | None
-    weight: float
+    adapters: tuple[WeightedAdapter, ...]
     uses_long_rope: bool
 
+    @property
+    def versions(self) -> tuple[AdapterVersion, ...]:
+        return tuple(version for version, _ in self.adapters)
+
     def key(self) -> bytes:
-        return root_key(self.scope, self.adapter, self.weight, uses_long_rope=self.uses_long_rope)
+        return root_key(self.scope, self.adapters, uses_long_rope=self.uses_long_rope)
 
 
 @dataclass
@@ -99,17 +103,17 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from("ab"),
-        digest=st.sampled_from([None, None, "x", "y"]),
-        weight=st.sampled_from([1.0, 0.5]),
+        weights=st.dictionaries(st.sampled_from("xy"), st.sampled_from([1.0, 0.5]), max_size=2),
         token_ids=prompts,
         data=st.data(),
     )
     def a_sequence_arrives(
-        self, tenant: str, digest: str | None, weight: float, token_ids: list[int], data: st.DataObject
+        self, tenant: str, weights: dict[str, float], token_ids: list[int], data: st.DataObject
     ) -> None:
-        adapter = None if digest is None else AdapterVersion(tenant, digest)
-        scope = "" if self.is_public and data.draw(st.just(adapter is None) | st.booleans()) else tenant
-        root = Root(scope, adapter, weight if adapter else 1.0, uses_long_rope=False)
+        weighted = (WeightedAdapter(AdapterVersion(tenant, digest), weights[digest]) for digest in weights)
+        adapters = compose_adapters(weighted)
+        scope = "" if self.is_public and data.draw(st.just(not adapters) | st.booleans()) else tenant
+        root = Root(scope, adapters, uses_long_rope=False)
         sequence = Running(root, self.tenants.find(tenant), token_ids)
         num_found = self._find_prefix(sequence)
         if self._compute(sequence, len(token_ids) - num_found * BLOCK):
@@ -165,7 +169,7 @@ class PrefixMachine(RuleBasedStateMachine):
         sequence = self._choose(data)
         sequence.blocks.release(self.kv)
         root = sequence.root
-        sequence.root = Root(root.scope, root.adapter, root.weight, uses_long_rope=True)
+        sequence.root = Root(root.scope, root.adapters, uses_long_rope=True)
         sequence.num_computed = sequence.num_named = 0
         num_found = self._find_prefix(sequence)
         if not self._compute(sequence, len(sequence.token_ids) - num_found * BLOCK):
@@ -184,7 +188,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def an_adapter_is_deleted(self, tenant: str, digest: str) -> None:
         adapter = AdapterVersion(tenant, digest)
         self.kv.remove_adapter(adapter)
-        self.named = {chain: page for chain, page in self.named.items() if chain[0].adapter != adapter}
+        self.named = {chain: page for chain, page in self.named.items() if adapter not in chain[0].versions}
 
     @rule(num_pages=st.integers(0, 6), tenant=st.sampled_from("ab"))
     def room_is_made(self, num_pages: int, tenant: str) -> None:
@@ -251,7 +255,7 @@ class PrefixMachine(RuleBasedStateMachine):
         keys, pages, end = sequence.keys(), sequence.blocks.pages, sequence.num_computed // BLOCK
         for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
             page = int(pages[index])
-            self.kv.insert(page, keys[index], keys[index - 1] if index else None, sequence.root.adapter)
+            self.kv.insert(page, keys[index], keys[index - 1] if index else None, sequence.root.versions)
             self.named.setdefault(sequence.chain((index + 1) * BLOCK), page)
         sequence.num_named = end
 
@@ -301,7 +305,7 @@ class PrefixMachine(RuleBasedStateMachine):
         for page, name in owners:
             (root,) = roots[page]
             assert root.scope in ("", name)
-            assert root.adapter is None or root.adapter.tenant == name
+            assert all(version.tenant == name for version in root.versions)
 
     def teardown(self) -> None:
         """After all sequences have ended, every cached page can be evicted, and nothing remains."""
@@ -328,16 +332,16 @@ class Setup:
         self.kv = KVCache(self.pool, self.evictor, 16, enabled=enabled)
         self.tenant = self.tenants.find("a")
 
-    def compute(self, names: str, adapter: AdapterVersion | None = None) -> list[int]:
+    def compute(self, names: str, *adapters: AdapterVersion) -> list[int]:
         """Computes one held and named block for each letter. In "abc", b follows a, and c follows b."""
         pages = self.kv.allocate(len(names), self.tenant)
         for index, page in enumerate(pages):
             parent = names[:index].encode() if index else None
-            self.kv.insert(page, names[: index + 1].encode(), parent, adapter)
+            self.kv.insert(page, names[: index + 1].encode(), parent, adapters)
         return pages
 
-    def keep(self, names: str, adapter: AdapterVersion | None = None) -> None:
-        self.kv.release(self.compute(names, adapter))
+    def keep(self, names: str, *adapters: AdapterVersion) -> None:
+        self.kv.release(self.compute(names, *adapters))
 
     def keys(self, names: str) -> list[bytes]:
         return [names[: index + 1].encode() for index in range(len(names))]
@@ -498,9 +502,10 @@ def test_deleting_an_adapter_frees_its_idle_blocks_and_hides_the_others(setup: S
     used = setup.compute("ab", gone)
     setup.keep("xyz", gone)
     setup.keep("uv", other)
+    setup.keep("rs", gone, other)
     setup.kv.remove_adapter(gone)
     setup.kv.remove_adapter(gone)
-    assert (setup.found("ab"), setup.found("xyz"), setup.found("uv")) == (0, 0, 2)
+    assert [setup.found(names) for names in ("ab", "xyz", "uv", "rs")] == [0, 0, 2, 0]
     assert setup.pool.num_cached == 2
     setup.kv.release(used)
     assert (setup.pool.num_free, setup.pool.num_cached) == (18, 2)
@@ -525,8 +530,8 @@ def test_a_reused_block_stays_owned_by_the_tenant_that_computed_it(setup: Setup)
 def test_each_fork_may_insert_the_same_key_for_a_shared_page(setup: Setup) -> None:
     (page,) = setup.kv.allocate(1, setup.tenant)
     setup.kv.retain([page])
-    setup.kv.insert(page, b"a", None, None)
-    setup.kv.insert(page, b"a", None, None)
+    setup.kv.insert(page, b"a", None, ())
+    setup.kv.insert(page, b"a", None, ())
     setup.kv.release([page])
     assert setup.pool.num_held == 1
     setup.kv.release([page])
@@ -536,12 +541,12 @@ def test_each_fork_may_insert_the_same_key_for_a_shared_page(setup: Setup) -> No
 def test_a_page_cannot_have_two_keys(setup: Setup) -> None:
     (page,) = setup.compute("a")
     with pytest.raises(AssertionError, match="already has a key"):
-        setup.kv.insert(page, b"b", None, None)
+        setup.kv.insert(page, b"b", None, ())
 
 
 def test_a_free_page_cannot_be_given_a_key(setup: Setup) -> None:
     with pytest.raises(AssertionError, match="page 3 is free"):
-        setup.kv.insert(3, b"a", None, None)
+        setup.kv.insert(3, b"a", None, ())
 
 
 def test_check_finds_an_idle_end_that_is_not_a_candidate(setup: Setup) -> None:

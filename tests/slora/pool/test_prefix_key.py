@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora.pool.prefix_key import extend_keys, root_key
+from slora.request import WeightedAdapter, compose_adapters
 from slora_adapters.version import AdapterVersion
 
-ROOT = root_key("tenant", None, 1.0, uses_long_rope=False)
+ROOT = root_key("tenant", (), uses_long_rope=False)
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
@@ -19,20 +20,30 @@ def _keys(root: bytes, token_ids: list[int], block_tokens: int = 4) -> list[byte
     return keys
 
 
+def root(scope: str, *adapters: tuple[AdapterVersion, float], long_rope: bool = False) -> bytes:
+    composed = compose_adapters(WeightedAdapter(version, weight) for version, weight in adapters)
+    return root_key(scope, composed, uses_long_rope=long_rope)
+
+
 def test_everything_that_content_depends_on_and_the_scope_tell_roots_apart() -> None:
+    one, other = AdapterVersion("a", "digest"), AdapterVersion("a", "other")
     roots = [
-        root_key("a", None, 1.0, uses_long_rope=False),
-        root_key("b", None, 1.0, uses_long_rope=False),
-        root_key("a", None, 1.0, uses_long_rope=True),
-        root_key("a", AdapterVersion("a", "digest"), 1.0, uses_long_rope=False),
-        root_key("a", AdapterVersion("a", "digest"), 0.5, uses_long_rope=False),
-        root_key("a", AdapterVersion("a", "other"), 1.0, uses_long_rope=False),
-        root_key("b", AdapterVersion("a", "digest"), 1.0, uses_long_rope=False),
+        root("a"),
+        root("b"),
+        root("a", long_rope=True),
+        root("a", (one, 1.0)),
+        root("a", (one, 0.5)),
+        root("a", (other, 1.0)),
+        root("b", (one, 1.0)),
+        root("a", (one, 1.0), (other, 1.0)),
+        root("a", (one, 1.0), (other, 0.5)),
+        root("a", (one, 0.5), (other, 1.0)),
         # Names that would be ambiguous if they were only concatenated.
-        root_key("a', None, False", None, 1.0, uses_long_rope=False),
-        root_key("a", AdapterVersion("a', 'digest", ""), 1.0, uses_long_rope=False),
-        root_key("", AdapterVersion("aa", "digest"), 1.0, uses_long_rope=False),
-        root_key("aa", AdapterVersion("", "digest"), 1.0, uses_long_rope=False),
+        root("a', [], False"),
+        root("a", (AdapterVersion("a', 'digest", ""), 1.0)),
+        root("a", (AdapterVersion("a", "digest', 1.0), ('a', 'other"), 1.0)),
+        root("", (AdapterVersion("aa", "digest"), 1.0)),
+        root("aa", (AdapterVersion("", "digest"), 1.0)),
     ]
     assert len(set(roots)) == len(roots)
     assert {len(root) for root in roots} == {32}
@@ -44,22 +55,18 @@ def test_two_tenants_never_share_a_block_of_an_adapter_even_of_the_same_weights_
 ) -> None:
     prompt = list(range(40))
     chains = [
-        _keys(root_key(scope, AdapterVersion(tenant, "the same digest"), 1.0, uses_long_rope=False), prompt)
+        _keys(root(scope, (AdapterVersion(tenant, "the same digest"), 1.0)), prompt)
         for tenant in ("a", "b", "c")
     ]
     for one, other in combinations(chains, 2):
         assert not set(one) & set(other)
 
 
-def test_in_a_common_scope_all_share_the_bare_base_whatever_weight_they_sent_along() -> None:
-    assert root_key("", None, 1.0, uses_long_rope=False) == root_key("", None, 0.5, uses_long_rope=False)
-
-
-def test_a_weight_is_the_same_as_an_integer() -> None:
-    version = AdapterVersion("a", "digest")
-    assert root_key("a", version, 1, uses_long_rope=False) == root_key(
-        "a", version, 1.0, uses_long_rope=False
-    )
+def test_equal_sums_of_adapters_have_the_same_root() -> None:
+    one, other = AdapterVersion("a", "digest"), AdapterVersion("a", "other")
+    assert root("a", (one, 1), (other, 2)) == root("a", (other, 2.0), (one, 0.5), (one, 0.5))
+    assert root("a", (one, 0.0), (other, 1.0)) == root("a", (other, 1.0))
+    assert root("", (one, 0.5), (one, -0.5)) == root("")
 
 
 def test_a_key_is_the_hash_of_the_one_before_and_the_tokens_as_little_endian_int32() -> None:

@@ -71,14 +71,14 @@ class ResidencyMachine(RuleBasedStateMachine):
         spare = self._spared(data)
         before, num_free = len(self.residency), self.num_slots - len(self.residency)
         possible = num_free > 0 or len(self.idle) > len(spare)
-        assert self.residency.can_free_slot(spare) == possible
+        assert self.residency.can_free_slots(1, spare) == possible
         assert self.residency.ensure_free_slot(self.sequences, spare) == possible
         assert before - len(self.residency) == (possible and num_free == 0), "one leaves if one must"
         self._see_who_left(spare, for_slot=True)
 
     @rule(version=versions, num_pages=st.integers(0, 4))
     def an_adapter_comes(self, version: AdapterVersion, num_pages: int) -> None:
-        if self.residency.find(version) or not self.residency.can_free_slot():
+        if self.residency.find(version) or not self.residency.can_free_slots(1):
             return
         if self.evictor.make_room(num_pages, self.tenant):
             assert self.residency.ensure_free_slot(self.tenant)
@@ -391,9 +391,9 @@ def test_a_slot_cannot_be_freed_without_an_unprotected_idle_adapter(setup: Setup
     for name in "yz":
         setup.residency.acquire(setup.load(name))
     requester = setup.tenants.find("requester")
-    assert not setup.residency.can_free_slot([spared])
+    assert not setup.residency.can_free_slots(1, [spared])
     assert not setup.residency.ensure_free_slot(requester, [spared])
-    assert setup.residency.can_free_slot()
+    assert setup.residency.can_free_slots(1)
     assert setup.residency.ensure_free_slot(requester)
     assert not setup.is_here(spared)
 

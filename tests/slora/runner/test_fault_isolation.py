@@ -14,10 +14,10 @@ from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
 
 def make_chunk(number: int, *, num_forks: int = 0, samples: bool = True) -> Chunk:
-    request = EngineRequest(str(number), "t", [number], None, SamplingParams())
+    request = EngineRequest(str(number), "t", [number], (), SamplingParams())
     sequence = Sequence(request, TenantAccount("t"), 1, frozenset(), 0, 16)
     forks = tuple(sequence.fork(index) for index in range(1, num_forks + 1))
-    return Chunk(sequence, 0, 1, samples=samples, slot=None, generation=None, forks=forks)
+    return Chunk(sequence, 0, 1, samples=samples, slots=(), forks=forks)
 
 
 def number_of(chunk: Chunk) -> int:

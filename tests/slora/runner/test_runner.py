@@ -10,7 +10,7 @@ import torch
 from slora.engine.engine import Engine
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import AdapterLoad, StepPlan
 from slora_adapters.limits import AdapterLimits
@@ -80,7 +80,7 @@ def test_an_answer_continues_bit_for_bit_after_a_swap(kits: Kits, kernels: str) 
     source, versions = make_source(kit)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
     requests = [
-        EngineRequest(str(n), "t", list(range(3, 30 + 7 * n)), version, params)
+        EngineRequest(str(n), "t", list(range(3, 30 + 7 * n)), single_adapter(version), params)
         for n, version in enumerate([None, *list(versions.values())[:3]])
     ]
 

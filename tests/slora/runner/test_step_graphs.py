@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slora.device.step_batch import StepBatch
 from slora.engine.engine import Engine
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.runner.step_graphs import StepGraphs, Work
 from slora.sampling_params import SamplingParams
 from slora_kernels.gpu.triton_kernels import TritonKernels
@@ -41,7 +41,7 @@ class Bench:
         self.launches: list[Launch] = []
         self.kernels = TritonKernels(self._launch)
         self.num_captures = 0
-        self.graphs = StepGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
+        self.graphs = StepGraphs(self.forward, 4, MAX_CONTEXT, 16, 2, torch.device("cpu"), self._capture)
 
     def forward(self, batch: StepBatch) -> Tensor:
         return self.runner._model.forward(batch, self.runner.memory, self.kernels)
@@ -58,7 +58,9 @@ class Bench:
         for number, adapter in enumerate(adapters):
             prompt = list(range(3, 3 + first_length + 8 * number))
             version = self._versions[adapter] if adapter is not None else None
-            self.engine.add(EngineRequest(f"{first_length}-{number}", "t", prompt, version, params))
+            self.engine.add(
+                EngineRequest(f"{first_length}-{number}", "t", prompt, single_adapter(version), params)
+            )
         for _ in range(4):
             self.engine.step()
         plan = self.engine._scheduler.schedule()
@@ -94,9 +96,9 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(bench: Bench) -> Non
     expected = bench.forward(batch)
     expected_pages = pages.clone()
     # When the graph was recorded, other tokens and tiles were in the buffers.
-    assert batch.lora is not None
-    other_tiles = replace(batch.lora, tiles=batch.lora.tiles.flip(0), weights=batch.lora.weights * 0.5)
-    assert not torch.equal(bench.replay(replace(batch, lora=other_tiles)), expected)
+    (lora,) = batch.lora
+    other_tiles = replace(lora, tiles=lora.tiles.flip(0), weights=lora.weights * 0.5)
+    assert not torch.equal(bench.replay(replace(batch, lora=(other_tiles,))), expected)
     pages.copy_(before)
     hidden = bench.replay(batch)
     assert bench.num_captures == 1
@@ -169,8 +171,7 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
     assert [
         launch.kernel.__name__ for launch in bench.launches if "lora" in launch.kernel.__name__
     ] == kernels
-    assert first.lora is not None
-    slots = first.lora.tiles[:, 0].tolist()
+    slots = first.lora[0].tiles[:, 0].tolist()
     held = memory.tables.groups[slots].tolist()
     bench.end("odd_rank")
     second = bench.decode(OTHERS, 6)
@@ -195,7 +196,9 @@ def mix(bench: Bench, adapters: list[str | None], length: int) -> StepBatch:
     for number, adapter in enumerate(adapters):
         version = bench._versions[adapter] if adapter is not None else None
         prompt = list(range(5, 5 + length + number))
-        bench.engine.add(EngineRequest(f"new-{number}", "t", prompt, version, SamplingParams(max_tokens=3)))
+        bench.engine.add(
+            EngineRequest(f"new-{number}", "t", prompt, single_adapter(version), SamplingParams(max_tokens=3))
+        )
     plan = bench.engine._scheduler.schedule()
     for load in plan.loads:
         bench.runner.memory.load(load)
@@ -207,14 +210,15 @@ def test_a_padded_step_with_prompt_chunks_computes_the_same(one_layer_kit: Model
     bench = Bench(one_layer_kit)
     bench.decode(["odd_rank", None], 15)
     batch = mix(bench, ["some_layers", "odd_rank"], 18)
-    assert len(batch.token_ids) == 2 + 18 + 19 and batch.lora is not None and batch.lora.num_decodes == 1
+    (lora,) = batch.lora
+    assert len(batch.token_ids) == 2 + 18 + 19 and lora.num_decodes == 1
     pages = bench.runner.memory.pages
     before = pages.clone()
     expected = bench.forward(batch)
     expected_pages = pages.clone()
     # When the graph was recorded, other tokens, sequences and tiles were in the buffers.
-    other_tiles = replace(batch.lora, tiles=batch.lora.tiles.flip(0), num_decodes=2)
-    others = replace(batch, token_ids=batch.token_ids.flip(0), lora=other_tiles)
+    other_tiles = replace(lora, tiles=lora.tiles.flip(0), num_decodes=2)
+    others = replace(batch, token_ids=batch.token_ids.flip(0), lora=(other_tiles,))
     assert not torch.equal(bench.replay(others), expected)
     pages.copy_(before)
     hidden = bench.replay(batch)
@@ -239,8 +243,9 @@ def test_a_step_that_the_graphs_do_not_contain_is_not_replayed(bench: Bench) -> 
     shape = find(batch)
     assert shape is not None and shape.tokens == 64 and not shape.only_decodes
     assert find(replace(batch, adapts_embedding=True)) is None
-    assert batch.lora is not None
-    many = replace(batch.lora, tiles=batch.lora.tiles.repeat(5, 1), weights=batch.lora.weights.repeat(5))
-    assert len(many.tiles) > shape.other_tiles and find(replace(batch, lora=many)) is None
+    (lora,) = batch.lora
+    many = replace(lora, tiles=lora.tiles.repeat(5, 1), weights=lora.weights.repeat(5))
+    assert len(many.tiles) > shape.lora[0].other_tiles and find(replace(batch, lora=(many,))) is None
+    assert find(replace(batch, lora=(lora, many))) is None
     assert find(replace(batch, token_ids=torch.zeros(2000, dtype=torch.int64))) is None
     assert find(replace(batch, output_rows=torch.zeros(5, dtype=torch.int64))) is None

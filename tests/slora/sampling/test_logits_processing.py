@@ -25,9 +25,7 @@ CPU = torch.device("cpu")
 def make_sequence(
     params: SamplingParams, prompt: list[int], generated: list[int], stop_ids: frozenset[int] = frozenset()
 ) -> Sequence:
-    sequence = Sequence(
-        EngineRequest("r", "t", prompt, None, params), TenantAccount("t"), 100, stop_ids, 0, 16
-    )
+    sequence = Sequence(EngineRequest("r", "t", prompt, (), params), TenantAccount("t"), 100, stop_ids, 0, 16)
     sequence.token_ids.extend(generated)
     return sequence
 

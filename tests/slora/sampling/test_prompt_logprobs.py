@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slora.engine.messages import decode_output, encode_output
-from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.wire import encode
 from tests.support.cpu_kernels import CPU_KERNELS
@@ -58,7 +58,7 @@ def test_prompt_logprobs_equal_those_of_transformers(
             n=number % 3 + 1,
         )
         version = versions[name] if name is not None else None
-        asked.append((EngineRequest(str(number), "t", prompt, version, params), name, count))
+        asked.append((EngineRequest(str(number), "t", prompt, single_adapter(version), params), name, count))
     engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
     answers = drive(engine, [[request] for request, _, _ in asked])
     assert (engine.stats().preemptions > 0) == (num_pages < 100)
@@ -86,7 +86,7 @@ def test_the_logits_of_a_long_prompt_are_computed_in_parts(
     monkeypatch.setattr(type(decoder), "logits", counted)
     prompt = [number % VOCAB_SIZE for number in range(400)]
     params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
-    answer = drive(engine, [[EngineRequest("r", "t", prompt, None, params)]])["r"]
+    answer = drive(engine, [[EngineRequest("r", "t", prompt, (), params)]])["r"]
     check_scores(kit, prompt, None, 1, answer)
     assert max(rows) <= 64 and sum(rows) == 399 + len(answer.token_ids)
 

@@ -35,7 +35,7 @@ def make_sequence(
     stop_ids: Rows[int] = (),
 ) -> Sequence:
     """A sequence whose prompt is token 0 repeated `num_tokens` times, followed by the `generated` tokens."""
-    request = EngineRequest("r", "t", [0] * num_tokens, None, params)
+    request = EngineRequest("r", "t", [0] * num_tokens, (), params)
     sequence = Sequence(request, TenantAccount("t"), 1, frozenset(stop_ids), seed, 16)
     sequence.token_ids.extend(generated)
     return sequence

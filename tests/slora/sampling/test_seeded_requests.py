@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
@@ -51,7 +51,7 @@ def any_requests(versions: dict[str, AdapterVersion], seed: int) -> list[EngineR
             str(number),
             "t",
             [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))],
-            rng.choice([None, *versions.values()]),
+            single_adapter(rng.choice([None, *versions.values()])),
             any_params(rng),
         )
         for number in range(NUM_REQUESTS)

@@ -36,6 +36,7 @@ class Setup:
         self.tenant = paging.tenants.find("a")
         self.pool, self.residency = paging.pool, paging.residency
         self.source = ScriptedSource({SMALL: 2, LARGE: 5})
+        self._ready: dict[AdapterVersion, Sequence] = {}
         self.loading = AdapterLoading(paging, self.source, COSTS, FULL_PAGE_BYTES)
 
     def fetch(self, *versions: AdapterVersion) -> list[Sequence]:
@@ -43,18 +44,20 @@ class Setup:
         sequences = []
         for version in versions:
             sequences.append(make_sequence(self.tenant, adapter=version))
-            self.loading.add_waiter(sequences[-1], version)
+            self.loading.add_waiter(sequences[-1], [version])
         self.source.deliver()
         for fetch, waiting in self.loading.collect_fetches():
             assert isinstance(fetch, Fetched) and len(waiting) == 1
-            self.loading.retain_copy(fetch.version)
+            self.loading.remove_waiter(waiting[0])
+            self.loading.retain_copies(waiting[0])
+            self._ready[fetch.version] = waiting[0]
         return sequences
 
     def begin(self, version: AdapterVersion) -> Resident:
         """Begins the load of `version`, with one user besides the load."""
         resident = self.loading.start_load(version, self.tenant)
         self.residency.acquire(resident)
-        self.loading.release_copy(version)
+        self.loading.release_copies(self._ready[version])
         return resident
 
     def plan(self, num_pages: int) -> StepPlan:
@@ -68,7 +71,7 @@ class Setup:
         plan = self.plan(num_pages)
         assert all(self.source.is_pinned(load.packed) for load in plan.loads)
         self.loading.finish_step(plan)
-        self.loading.check_invariants()
+        self.loading.check_invariants(self._ready.values())
         return [(load.resident.version, load.first_page, load.num_pages) for load in plan.loads]
 
 
@@ -79,14 +82,16 @@ def setup() -> Setup:
 
 def test_waiting_sequences_are_returned_when_their_fetch_completes(setup: Setup) -> None:
     first, second = (make_sequence(setup.tenant, adapter=LARGE) for _ in range(2))
-    setup.loading.add_waiter(first, LARGE)
-    setup.loading.add_waiter(second, LARGE)
+    setup.loading.add_waiter(first, [LARGE])
+    setup.loading.add_waiter(second, [LARGE])
     assert setup.loading.num_waiting == 2 and setup.loading.num_pages(LARGE) is None
     assert list(setup.loading.collect_fetches()) == []
-    assert setup.loading.remove_waiter(second, LARGE) and not setup.loading.remove_waiter(second, LARGE)
+    setup.loading.remove_waiter(second)
+    setup.loading.remove_waiter(second)
+    assert setup.loading.num_waiting == 1
     setup.source.deliver()
     ((fetch, waiting),) = setup.loading.collect_fetches()
-    assert fetch.version == LARGE and waiting == [first] and setup.loading.num_waiting == 0
+    assert fetch.version == LARGE and waiting == [first] and setup.loading.has_fetched_all(first)
 
 
 def test_an_adapter_has_its_size_as_soon_as_it_is_on_the_host_and_in_the_pool(setup: Setup) -> None:
@@ -100,14 +105,14 @@ def test_an_adapter_has_its_size_as_soon_as_it_is_on_the_host_and_in_the_pool(se
 def test_a_load_is_split_into_slices_and_is_ready_with_the_last_one(setup: Setup) -> None:
     setup.fetch(LARGE)
     resident = setup.begin(LARGE)
-    assert setup.pool.num_held == 5 and not setup.loading.is_ready(resident)
+    assert setup.pool.num_held == 5 and not setup.loading.are_ready([resident])
     assert setup.run(2) == [(LARGE, 0, 2)]
     assert setup.run(0) == []
     assert setup.run(2) == [(LARGE, 2, 2)]
-    assert not setup.loading.is_ready(resident) and not resident.is_loaded
+    assert not setup.loading.are_ready([resident]) and not resident.is_loaded
     plan = setup.plan(2)
     assert setup.loading.budget.num_pages == 1
-    assert setup.loading.is_ready(resident) and not resident.is_loaded, "in the step of its last slice"
+    assert setup.loading.are_ready([resident]) and not resident.is_loaded, "in the step of its last slice"
     setup.loading.finish_step(plan)
     assert resident.is_loaded and setup.loading.num_loading == 0
     assert setup.run(9) == []
@@ -146,7 +151,7 @@ def test_an_adapter_whose_load_failed_is_freed_with_its_last_user(setup: Setup) 
     large, small = setup.begin(LARGE), setup.begin(SMALL)
     plan = setup.plan(5)
     assert setup.loading.abandon_loads(plan) == {large}
-    setup.loading.check_invariants()
+    setup.loading.check_invariants([])
     assert setup.source.num_pinned == 1 and setup.pool.num_held == 7
     setup.residency.release(large)
     assert setup.pool.num_free == 18 and setup.loading.find(LARGE) is None

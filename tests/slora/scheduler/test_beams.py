@@ -10,7 +10,7 @@ import pytest
 from slora import LLM
 from slora.engine.engine import Engine
 from slora.errors import ContextTooLong, RequestRefused
-from slora.request import EngineRequest, FinishReason
+from slora.request import EngineRequest, FinishReason, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
@@ -43,7 +43,7 @@ def ask(
         logprobs=rng.choice((None, 0, 3)),
     )
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))]
-    return EngineRequest(f"{number} on {kind}", "t", prompt, version, params)
+    return EngineRequest(f"{number} on {kind}", "t", prompt, single_adapter(version), params)
 
 
 def ask_many(
@@ -146,7 +146,7 @@ def test_a_search_of_one_beam_is_greedy(kits: Kits) -> None:
     engine = make_engine(kit, make_source(kit)[0], 100)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     one_beam = replace(greedy, use_beam_search=True)
-    requests = [EngineRequest(str(params), "t", [5, 6, 7], None, params) for params in (greedy, one_beam)]
+    requests = [EngineRequest(str(params), "t", [5, 6, 7], (), params) for params in (greedy, one_beam)]
     first, second = drive(engine, [requests]).values()
     assert first.token_ids == second.token_ids and first.reason == second.reason
 
@@ -168,7 +168,7 @@ def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits
         stop_token_ids=stops,
         logit_bias={3: 4.0, 20: 2.0},
     )
-    request = EngineRequest("r", "t", prompt, versions[kind], params)
+    request = EngineRequest("r", "t", prompt, single_adapter(versions[kind]), params)
     answers = drive(make_engine(kit, source, 200), [[request]])
     shared = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12}
     expected, _ = kit.oracle.beam_search(
@@ -217,7 +217,7 @@ def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
 def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
-    request = EngineRequest("r", "t", list(range(1, 38)), None, replace(SEARCH, best_of=4))
+    request = EngineRequest("r", "t", list(range(1, 38)), (), replace(SEARCH, best_of=4))
     tables = run_until_forked(engine, request)
     assert len(tables) == 4 and len({tuple(pages[:2]) for pages in tables}) == 1
     assert engine.stats().pages_held == len({page for pages in tables for page in pages}) < 4 * 3
@@ -231,7 +231,7 @@ def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
 def test_a_search_is_refused_if_its_beams_do_not_fit_with_nothing_shared(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 8)
-    wide = EngineRequest("r", "t", [1] * 30, None, replace(SEARCH, best_of=3, max_tokens=3))
+    wide = EngineRequest("r", "t", [1] * 30, (), replace(SEARCH, best_of=3, max_tokens=3))
     drive(engine, [[replace(wide, sampling=replace(wide.sampling, best_of=4))]])
     with pytest.raises(
         ContextTooLong, match=r"9 pages for 33 tokens for each of 3 beams .* the pool has only 8"
@@ -247,9 +247,9 @@ def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -
     with pytest.raises(
         RequestRefused, match="best_of is 3, but only 2 of the 128 tokens are not stop tokens"
     ):
-        engine.add(EngineRequest("r", "t", [1], None, params))
+        engine.add(EngineRequest("r", "t", [1], (), params))
     fits = replace(params, best_of=2, max_tokens=3)
-    answers = drive(engine, [[EngineRequest("r", "t", [1], None, fits)]])
+    answers = drive(engine, [[EngineRequest("r", "t", [1], (), fits)]])
     assert all(answer.token_ids for answer in answers.values()) and len(answers) == 2
 
 
@@ -299,5 +299,5 @@ def test_an_open_ended_search_ends_where_the_pool_does(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 8)
     params = replace(SEARCH, max_tokens=None, best_of=2, ignore_eos=True)
-    answers = drive(engine, [[EngineRequest("r", "t", [1] * 20, None, params)]])
+    answers = drive(engine, [[EngineRequest("r", "t", [1] * 20, (), params)]])
     assert [len(answer.token_ids) for answer in answers.values()] == [64 - 20 + 1] * 2

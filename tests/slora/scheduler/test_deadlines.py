@@ -28,7 +28,7 @@ def make_deadlines() -> Deadlines:
 def make_search(stop_ids: frozenset[int]) -> Sequence:
     """A search of two beams for five tokens. A step of both beams takes one second."""
     params = beam_params(2, 1, 5, 1.0, early_stopping=False)
-    return Sequence(EngineRequest("r", "a", [1, 1], None, params), TENANT, 5, stop_ids, 0, BLOCK_TOKENS)
+    return Sequence(EngineRequest("r", "a", [1, 1], (), params), TENANT, 5, stop_ids, 0, BLOCK_TOKENS)
 
 
 def test_requests_past_their_latest_start_are_returned_once_in_order() -> None:

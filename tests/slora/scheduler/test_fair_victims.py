@@ -36,9 +36,7 @@ class Runners:
         return self.queue.choose_victim(iter(self.sequences)).request.request_id
 
     def _sequence(self, request_id: str, tenant: str, priority: int) -> Sequence:
-        request = EngineRequest(
-            request_id, tenant, [1], None, SamplingParams(max_tokens=8), priority=priority
-        )
+        request = EngineRequest(request_id, tenant, [1], (), SamplingParams(max_tokens=8), priority=priority)
         return Sequence(request, self.tenants.find(tenant), 8, frozenset(), 0, 4)
 
 

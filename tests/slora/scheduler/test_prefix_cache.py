@@ -15,7 +15,7 @@ import pytest
 
 from slora.engine.engine import Engine
 from slora.errors import RequestFailed
-from slora.request import EngineRequest
+from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora_adapters.loader.source import DirectorySource
@@ -62,7 +62,9 @@ class Talk:
             seed=7,
             max_tokens=24 + 4 * turn,
         )
-        return EngineRequest(f"{self.name} {turn}", self.tenant, prompt, self.adapter, params, self.weight)
+        return EngineRequest(
+            f"{self.name} {turn}", self.tenant, prompt, single_adapter(self.adapter, self.weight), params
+        )
 
 
 def make_talks(versions: dict[str, AdapterVersion]) -> list[Talk]:
@@ -204,7 +206,7 @@ def make_request(
     weight: float = 1.0,
     **params: int,
 ) -> EngineRequest:
-    return EngineRequest("r", tenant, prompt, adapter, replace(GREEDY, **params), weight)  # type: ignore[arg-type]
+    return EngineRequest("r", tenant, prompt, single_adapter(adapter, weight), replace(GREEDY, **params))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("model", "adapted"), [("llama", False), ("llama", True), ("mistral_window", True)])
@@ -258,9 +260,9 @@ def test_a_longer_prompt_reuses_the_blocks_of_a_choices_answer(kits: Kits) -> No
     engine, _ = start(kits)
     prompt = random_tokens("choices", 20)
     params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, n=3)
-    answers = drive(engine, [[EngineRequest("r", "t", prompt, None, params)]])
+    answers = drive(engine, [[EngineRequest("r", "t", prompt, (), params)]])
     for name in ("r", "r/1", "r/2"):
-        follow_up = EngineRequest("r", "t", [*prompt, *answers[name].token_ids], None, GREEDY)
+        follow_up = EngineRequest("r", "t", [*prompt, *answers[name].token_ids], (), GREEDY)
         assert ask_one(engine, follow_up).num_cached == (20 + 40 - 1) // BLOCK * BLOCK
 
 

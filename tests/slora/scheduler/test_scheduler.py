@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slora.engine_config import EVICTION_POLICIES
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.pool.residency import Resident
-from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, WeightedAdapter
 from slora.scheduler.background_budget import MAX_GROWTH
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
@@ -113,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.integers(0, 19),
         last_token=st.integers(1, 2),
         max_tokens=st.none() | st.integers(1, 20),
-        adapter=st.none() | st.sampled_from(VERSIONS),
+        weights=st.dictionaries(st.sampled_from(VERSIONS), st.sampled_from([1.0, -0.5]), max_size=3),
         tenant=st.sampled_from(TENANTS),
         n=st.integers(1, 4),
         beams=st.none() | st.none() | st.integers(1, 4),
@@ -126,16 +126,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt: int,
         last_token: int,
         max_tokens: int | None,
-        adapter: AdapterVersion | None,
+        weights: dict[AdapterVersion, float],
         tenant: str,
         n: int,
         beams: int | None,
         **fields: Any,
     ) -> None:
-        """Prompts have few different tokens, so that many share a beginning."""
-        if adapter in self.deleted:
+        """Prompts have few different tokens, so that many share a beginning. Adapters of one tenant are composed."""
+        tenant = next((version.tenant for version in weights), tenant)
+        own = [version for version in weights if version.tenant == tenant][: self.bench.config.num_slots]
+        if not self.deleted.isdisjoint(own):
             return
-        tenant = tenant if adapter is None else adapter.tenant
+        adapters = [WeightedAdapter(version, weights[version]) for version in own]
         fields |= {"tokens": [1] * prompt + [last_token], "tenant": tenant, "share": self.shares[tenant]}
         most = self.bench.config.max_num_seqs if beams is None else min(beams, self.bench.config.max_num_seqs)
         n, beams = min(n, most), None if beams is None else most
@@ -143,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = str(self.count)
         try:
             sequence = self.bench.add(
-                request_id, max_tokens=max_tokens, adapter=adapter, n=n, beams=beams, **fields
+                request_id, max_tokens=max_tokens, adapters=adapters, n=n, beams=beams, **fields
             )
         except ContextTooLong:
             assert not self.bench.scheduler.find(request_id)

@@ -11,7 +11,7 @@ from tests.api.scripted_engine import byte_tokenizer, deltas_of
 
 
 def test_cached_tokens_are_counted_once_for_all_choices() -> None:
-    answer = Answer(EngineRequest("r", "t", [1] * 40, None, SamplingParams(n=2)), None)
+    answer = Answer(EngineRequest("r", "t", [1] * 40, (), SamplingParams(n=2)), None)
     deltas = [
         TokenDelta((7,), num_cached=32),
         TokenDelta((8,), index=1),
@@ -25,14 +25,14 @@ def test_cached_tokens_are_counted_once_for_all_choices() -> None:
 def test_the_equality_of_completions_ignores_cached_tokens() -> None:
     completions = []
     for num_cached in (0, 16):
-        answer = Answer(EngineRequest("r", "t", [1] * 40, None, SamplingParams()), None)
+        answer = Answer(EngineRequest("r", "t", [1] * 40, (), SamplingParams()), None)
         answer.take(TokenDelta((7,), FinishReason.LENGTH, num_cached=num_cached))
         completions.append(answer.completion())
     assert completions[0] == completions[1]
 
 
 def test_an_answer_to_the_prompt_alone_ends_before_its_first_token() -> None:
-    request = EngineRequest("r", "t", [1, 2], None, SamplingParams(max_tokens=1, prompt_logprobs=0, n=2))
+    request = EngineRequest("r", "t", [1, 2], (), SamplingParams(max_tokens=1, prompt_logprobs=0, n=2))
     answer = Answer(request, byte_tokenizer(), prompt_only=True)
     scored = (None, TokenLogprobs(-0.5, ()))
     answer.take(TokenDelta((), prompt_logprobs=scored))
@@ -47,7 +47,7 @@ def test_an_answer_to_the_prompt_alone_ends_before_its_first_token() -> None:
 
 def test_aligned_tokens_divide_the_text_up_to_a_stop_string() -> None:
     sampling = SamplingParams(logprobs=0, stop=("bc",))
-    answer = Answer(EngineRequest("r", "t", [1], None, sampling), byte_tokenizer())
+    answer = Answer(EngineRequest("r", "t", [1], (), sampling), byte_tokenizer())
     deltas = [answer.take(TokenDelta((byte,), None, (TokenLogprobs(-0.5, ()),))) for byte in b"xabc"]
     assert [[token.token_id for token in delta.tokens] for delta in deltas] == [[120], [97], [], []]
     (choice,) = answer.completion().choices
@@ -62,7 +62,7 @@ def test_a_stop_token_and_a_stop_string_are_part_of_the_text_if_that_is_asked_fo
         (SamplingParams(skip_special_tokens=False), "ab"),
         (SamplingParams(include_stop_str_in_output=True, stop=("a",)), "a"),
     ):
-        answer = Answer(EngineRequest("r", "t", [1], None, replace(sampling, logprobs=0)), byte_tokenizer())
+        answer = Answer(EngineRequest("r", "t", [1], (), replace(sampling, logprobs=0)), byte_tokenizer())
         for delta in deltas_of(b"ab", FinishReason.STOP):
             if answer.wants(0):
                 answer.take(replace(delta, logprobs=(TokenLogprobs(-0.5, ()),)))
@@ -72,7 +72,7 @@ def test_a_stop_token_and_a_stop_string_are_part_of_the_text_if_that_is_asked_fo
 
 def test_deltas_of_an_ended_choice_in_the_same_list_are_left_out() -> None:
     sampling = SamplingParams(n=2, stop=("b",))
-    answer = Answer(EngineRequest("r", "t", [1], None, sampling), byte_tokenizer())
+    answer = Answer(EngineRequest("r", "t", [1], (), sampling), byte_tokenizer())
     ended: list[tuple[str, int]] = []
 
     async def arriving() -> AsyncGenerator[list[TokenDelta], None]:

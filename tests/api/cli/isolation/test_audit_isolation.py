@@ -30,7 +30,7 @@ _BLOCK = 16
 
 
 def tenant_and_weights(request: EngineRequest) -> object:
-    return request.tenant, request.adapter
+    return request.tenant, request.adapters
 
 
 @dataclass
@@ -101,7 +101,7 @@ def test_this_server_passes_the_audit_which_leaves_no_tenant(server: Served, aud
 
 
 def test_a_prefix_cache_without_the_tenant_in_its_scope_is_noticed(tmp_path: Path, audit: Audit) -> None:
-    engine = CachingEngine(scope=lambda request: request.adapter and request.adapter.digest)
+    engine = CachingEngine(scope=lambda request: request.adapter_digests)
     with running_platform(tmp_path, engine) as platform:
         code, wrong = audit.run(platform.url)
     assert (code, cells(wrong)) == (1, ["other tenant, same adapter", "other tenant, base model"])
