@@ -5,6 +5,12 @@
 A process that has not imported torch runs this module in a subprocess.
 """
 
+import gc
+
+if __name__ == "__main__":
+    # A short process. Collections would take a part of the import of transformers and find nothing.
+    gc.disable()
+
 import argparse
 import json
 import sys
