@@ -197,11 +197,12 @@ class LogprobsFormat:
         return {"prompt_logprobs": LongList(lambda: map(self._prompt_token, *tokens))}
 
     def _top(self, token: AlignedToken) -> dict[str, float] | None:
-        """The most probable tokens, and the token itself even if it is not one of them."""
+        """The token itself, and the most probable ones. As in vLLM, the token comes first."""
         if token.logprobs is None:
             return None
+        chosen = {self._text(token.token_id): token.logprobs.logprob}
         top = {self._text(other): logprob for other, logprob in token.logprobs.top[: self._num_top]}
-        return {**top, self._text(token.token_id): token.logprobs.logprob}
+        return {**chosen, **top, **chosen}
 
     def content_token(self, token: AlignedToken) -> Json:
         assert token.logprobs is not None, "a chat has no echo, so every token has log-probabilities"

@@ -324,6 +324,8 @@ def test_log_probabilities_of_a_completion_have_the_old_shape(platform: Platform
     }
     body = post(platform, key, COMPLETIONS, PROMPT | {"logprobs": 2}).json()
     assert body["choices"][0]["logprobs"] == expected
+    # As in vLLM, the token itself is the first one.
+    assert [next(iter(one)) for one in body["choices"][0]["logprobs"]["top_logprobs"]] == ["a", "c"]
     streamed = events(post(platform, key, COMPLETIONS, PROMPT | {"logprobs": 2, "stream": True}))
     parts = [chunk["choices"][0]["logprobs"] for chunk in streamed]
     assert {name: [item for part in parts for item in part[name]] for name in expected} == expected
