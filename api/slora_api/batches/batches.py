@@ -237,7 +237,7 @@ class Batches:
 
     def record(self, batch: Batch, owner: str, answers: Sequence[LineAnswer]) -> None:
         """Writes the answers of lines that have none yet. Raises LeaseLost."""
-        with self._leased(batch.batch_id, owner) as (connection, _):
+        with self._leased(batch.batch_id, owner) as (connection, found):
             numbers = [one.number for one in answers]
             both = (batch.output_file_id, batch.error_file_id)
             query = select(_p.number).where(_p.file_id.in_(both), _p.number.in_(numbers))
@@ -249,7 +249,7 @@ class Batches:
                 {
                     "file_id": batch.error_file_id if one.is_error else batch.output_file_id,
                     "number": one.number,
-                    "tenant": batch.tenant,
+                    "tenant": found.tenant,  # it may have been renamed
                     "content": one.content,
                 }
                 for one in new

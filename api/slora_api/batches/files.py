@@ -91,7 +91,8 @@ class Files:
                     connection.execute(insert(schema.file_parts), rows)
             with self._database.transaction(CHANGES) as connection:
                 done = update(schema.files).where(_f.file_id == stored.file_id).values(is_complete=True)
-                connection.execute(done)
+                if not connection.execute(done).rowcount:
+                    raise NotFound.of_tenant(tenant)  # it was purged meanwhile
                 record_change(connection, "file.create", tenant, stored.file_id, {"bytes": num_bytes})
         except BaseException:
             self._delete_rows([stored.file_id])

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
 from slora.request import RequestUsage
 from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
+from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
 from slora_api.batches.batch_line import check_lines, read_lines, split_lines
 from slora_api.batches.batches import Batch, Batches, BatchStatus, LeaseLost, LineAnswer
 from slora_api.batches.files import FileLimits, Files
@@ -25,6 +26,7 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.forked_program import ForkedProgram
 
 PATH = "/v1/completions"
+SHARE = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priority": 0}
 
 
 @dataclass
@@ -112,6 +114,22 @@ def test_a_deleted_batch_ends_its_lease(desk: Desk) -> None:
     batches = desk.open()
     with pytest.raises(LeaseLost):
         batches.renew("batch_0", "runner", 30)
+
+
+def test_files_and_batches_are_renamed_and_purged_with_their_tenant(desk: Desk) -> None:
+    batches = desk.open()
+    batch = desk.submit(batches, 2)
+    batches.claim("runner", 30, ())
+    with desk.database.transaction() as connection:
+        connection.execute(insert(schema.tenants), {"name": "acme", "created_at": 0, **SHARE})
+        rename_tenant_rows(connection, "acme", "ajax")
+    batches.record(batch, "runner", [LineAnswer(1, b"one\n", is_error=False)])
+    assert batches.find("ajax", batch.batch_id) and batches.files.find("ajax", batch.input_file_id)
+    with desk.database.transaction() as connection:
+        counts = delete_tenant_rows(connection, "ajax")
+    assert (counts["files"], counts["file_parts"], counts["batches"]) == (1, 2, 1)
+    with pytest.raises(LeaseLost):
+        batches.record(batch, "runner", [LineAnswer(2, b"two\n", is_error=False)])
 
 
 def test_an_expired_file_is_deleted_unless_a_batch_reads_it(desk: Desk) -> None:

@@ -328,3 +328,31 @@ def test_a_line_leaves_half_of_a_quota_to_interactive_requests_and_is_sent_again
         admin.patch("/admin/tenants/acme/quota", json=dict.fromkeys(quota)).raise_for_status()
     client.batches.cancel(batch.id)
     wait_for(client, batch.id, "cancelled")
+
+
+def test_a_batch_that_expires_names_the_lines_without_an_answer(platform: Platform) -> None:
+    client = sdk(platform, platform.key("acme"))
+    file = client.files.create(
+        file=("input.jsonl", write_lines([line_of("a"), line_of("b")])), purpose="batch"
+    )
+    batches = platform.services.batches
+    now, batches.clock = batches.clock, lambda: time.time() - 86_401
+    batch = client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
+    batches.clock = now
+    ended = wait_for(client, batch.id, "expired")
+    assert ended.expired_at and ended.output_file_id is None and not platform.engine.requests
+    errors = read_answers(client, ended.error_file_id)
+    assert [(one["custom_id"], one["error"]["code"]) for one in errors] == [
+        ("a", "batch_expired"),
+        ("b", "batch_expired"),
+    ]
+
+
+def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
+    client, revoked = sdk(platform, platform.key("acme")), platform.key("acme")
+    file = client.files.create(file=("input.jsonl", write_lines([line_of("a")])), purpose="batch")
+    platform.services.key_store.revoke_key(revoked.split("_")[1])
+    created = platform.services.batches.create("acme", revoked.split("_")[1], PATH, file.id, None)
+    ended = wait_for(client, created.batch_id, "completed")
+    (error,) = read_answers(client, ended.error_file_id)
+    assert error["response"]["status_code"] == 401 and not platform.engine.requests

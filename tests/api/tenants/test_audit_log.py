@@ -27,6 +27,7 @@ _NO_CHANGES = {
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/embeddings",
     "/tokenize",
     "/detokenize",
     "/v1/adapters/{reference}/prewarm",
