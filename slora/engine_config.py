@@ -10,6 +10,8 @@ from slora.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check
 from slora_kernels.kv_format import KVFormat
 
 _GIB = 1 << 30
+# Longer drafts would delay other sequences of the step, and are rarely accepted as a whole.
+MAX_DRAFT_TOKENS = 64
 
 
 # The names of the policies in `slora/pool/eviction_policy.py`.
@@ -130,6 +132,13 @@ class EngineConfig:
     )
     cuda_graphs: bool = setting(
         True, "whether steps on a GPU are recorded once and replayed: on or off", OnOff()
+    )
+    prompt_lookup_tokens: int = setting(
+        0,
+        "largest number of tokens that one step drafts for a sequence by prompt lookup, if drafts are expected to "
+        "save time: 0 disables prompt lookup",
+        Whole(0, MAX_DRAFT_TOKENS),
+        metavar="N",
     )
     max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
     max_composed_adapters: int = setting(

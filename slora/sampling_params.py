@@ -78,6 +78,8 @@ class SamplingParams:
         (`beam_search`). No token is reported before the search is over.
     length_penalty: a hypothesis' sum of log-probabilities is divided by its length to this power.
     early_stopping: whether the search ends as soon as there are best_of hypotheses.
+    prompt_lookup: whether tokens may be drafted from the request's own text (`slora.scheduler.drafting`). The answers
+        are the same with and without it.
     structured_output: the form of the answers; None is any text. A stop token is sampled only where the answer may end.
     """
 
@@ -107,6 +109,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
+    prompt_lookup: bool = True
 
     def __post_init__(self) -> None:
         self._check_between("max_tokens", 1, _MAX_COUNT)
@@ -148,6 +151,10 @@ class SamplingParams:
     def width_param(self) -> str:
         """The field that sets `width`."""
         return "n" if self.best_of is None else "best_of"
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def num_choices(self) -> int:

@@ -23,6 +23,7 @@ class SchedulerConfig:
         model does not switch.
     load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
+    prompt_lookup_tokens: the most tokens that a step drafts for a sequence; 0: none.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
     """
 
@@ -35,6 +36,7 @@ class SchedulerConfig:
     rope_switch: int | None = None
     load_pages: int | None = None
     swap_pages: int = 0
+    prompt_lookup_tokens: int = 0
     prefix_cache: str = _DEFAULTS["prefix_cache"]
     preemption: str = _DEFAULTS["preemption"]
     scheduling: str = _DEFAULTS["scheduling"]

@@ -202,6 +202,7 @@ class AnswerFields(BaseModel):
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
     deadline_ms: time limit of the first token, and of a whole beam search, which has no token before its end. A request
     that cannot meet it is answered 503 `deadline_missed`.
+    prompt_lookup: false forbids drafts of tokens from the request's own text. They never change an answer.
     safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
     allowed_token_ids: as in vLLM, the only tokens that the model may choose. Others, also stop tokens, never come.
@@ -230,6 +231,7 @@ class AnswerFields(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_lookup: bool | None = None
     stream: bool | None = None
     user: Name | None = None
     safety_identifier: Name | None = None

@@ -60,7 +60,7 @@ class StepBatch:
 
         long_rows: the row of the rotary table at which the positions of long sequences begin.
         """
-        chunks = plan.chunks
+        chunks = _split_drafts(plan.chunks)
         for chunk in chunks:
             for slot, generation, _ in chunk.slots:
                 if not memory.holds(slot, generation):
@@ -122,15 +122,26 @@ def _tokens(found: list[PromptRows] | list[PooledRows]) -> Iterator[int]:
     return (token for rows in found for token in rows.tokens)
 
 
+def _split_drafts(chunks: list[Chunk]) -> list[Chunk]:
+    """Makes each token of a chunk with drafts a decode row, with the block table of its sequence.
+
+    A row attends to the KV of the rows before it, because all rows of a step write their KV before attention reads it.
+    So the results of a row have the same bits as in a step that decodes its token alone.
+    """
+    if not any(chunk.drafts for chunk in chunks):
+        return chunks
+    return [row for chunk in chunks for row in (chunk.split() if chunk.drafts else [chunk])]
+
+
 def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
     ids = np.empty(num_tokens, np.int64)
     end = 0
     for chunk in chunks:
         first, end = end, end + chunk.num_tokens
-        if chunk.num_tokens == 1:
+        if chunk.num_tokens == 1 and not chunk.drafts:
             ids[first] = chunk.sequence.token_ids[chunk.start]
         else:
-            ids[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            ids[first:end] = chunk.token_ids
     return ids
 
 

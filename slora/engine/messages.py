@@ -41,7 +41,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 Message = dict[str, Any]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slora.errors import SloraError
+from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
 __all__ = ["FaultIsolation", "PageTransferFailed", "StepResult"]
@@ -73,9 +74,9 @@ class FaultIsolation:
                 raise
             if not plan.chunks:
                 raise PageTransferFailed("a step that only copies pages failed") from error
-        return self._bisect(plan.chunks)
+        return self._bisect(plan.chunks, plan.rows_to_write)
 
-    def _bisect(self, chunks: list[Chunk]) -> StepResult:
+    def _bisect(self, chunks: list[Chunk], admitted: list[Sequence]) -> StepResult:
         result = StepResult()
         computed: dict[int, list[SampledToken]] = {}
         groups = [range(len(chunks))] if len(chunks) == 1 else _halve(range(len(chunks)))
@@ -86,7 +87,7 @@ class FaultIsolation:
                 result.given_up.extend(chunks[at] for at in group)
                 continue
             num_left -= 1
-            sampled = self._try([chunks[at] for at in group])
+            sampled = self._try([chunks[at] for at in group], admitted)
             if sampled is not None:
                 tokens = iter(sampled)
                 computed |= {at: [next(tokens) for _ in chunks[at].sampled_sequences] for at in group}
@@ -102,12 +103,15 @@ class FaultIsolation:
         )  # fmt: skip
         return result
 
-    def _try(self, chunks: list[Chunk]) -> list[SampledToken] | None:
-        """Computes some chunks of the step. Returns None if that fails too."""
-        # The failed run may have counted tokens that were lost, so the rows of the sampling table are written again.
-        started = [sequence for chunk in chunks for sequence in chunk.sampled_sequences]
+    def _try(self, chunks: list[Chunk], admitted: list[Sequence]) -> list[SampledToken] | None:
+        """Computes some chunks of the step. Returns None if that fails too.
+
+        admitted: sequences whose rows of the sampling table the step was to write.
+        """
+        # The failed run may have written none of the rows, or counted tokens that were lost.
+        sampling = [one for chunk in chunks if chunk.samples for one in (chunk.sequence, *chunk.forks)]
         try:
-            return self._runner.run(StepPlan(chunks=chunks, rows_to_write=started))
+            return self._runner.run(StepPlan(chunks=chunks, rows_to_write=[*admitted, *sampling]))
         except Exception as error:
             _log.warning(
                 "%d chunks of the failed step fail again: %s: %s", len(chunks), type(error).__name__, error

@@ -30,7 +30,9 @@ class Column(IntEnum):
 
     FEATURES = 0
     SEED = auto()
-    POSITION = auto()  # number of tokens so far = position of the next token
+    POSITION = (
+        auto()
+    )  # of the token to sample; set when rows are gathered, because it changes with each token
     TOP_K = auto()  # greater than any vocabulary size if off
     NUM_LOGPROBS = auto()
     NUM_PROPOSED = auto()  # continuations that a beam proposes
@@ -110,7 +112,7 @@ class SamplingTable:
         self.device = device
         self._ints = np.zeros((num_rows, len(Column)), np.int64)
         self._floats = self._ints.view(np.float64)
-        self._features, self._positions = self._ints[:, Column.FEATURES], self._ints[:, Column.POSITION]
+        self._features = self._ints[:, Column.FEATURES]
         self._biases = _LogitBiases(num_rows)
         self._no_numbers = torch.empty((0, len(Column)), dtype=torch.int64, device=device)
         # int32 [num_rows, vocab_size]: 2 * count of the token in the answer, plus 1 if the prompt has the token.
@@ -135,7 +137,7 @@ class SamplingTable:
         """
         params = sequence.request.sampling
         is_sampled = params.temperature > 0
-        penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        penalised = params.has_penalties
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else NO_TOP_K
         features = SamplingFeature.SAMPLE if is_sampled else SamplingFeature(0)
         features |= SamplingFeature.PENALTIES if penalised else 0
@@ -144,7 +146,6 @@ class SamplingTable:
         ints, floats = self._ints[row], self._floats[row]
         ints[Column.FEATURES] = features
         ints[Column.SEED] = np.uint64(sequence.seed % 2**64).astype(np.int64)
-        ints[Column.POSITION] = len(sequence.token_ids)
         ints[Column.TOP_K] = top_k
         ints[Column.NUM_LOGPROBS] = params.logprobs or 0
         # At most len(stop_ids) of the proposals can end the beam, so at least `width` of them do not.
@@ -159,15 +160,19 @@ class SamplingTable:
         if penalised:
             self._write_token_counts(row, sequence)
 
-    def gather(self, rows: list[int]) -> SamplingRows:
-        index = np.array(rows, np.int64)
+    def gather(self, sequences: list[Sequence]) -> SamplingRows:
+        """The rows of the sequences. A sequence with drafts is listed once for each position that is sampled."""
+        index = np.array([sequence.row for sequence in sequences], np.int64)
         features = self._features[index]
-        if self._biases.has_any:
-            is_biased = self._positions[index] < self._biases.until[index]
-            features |= np.where(is_biased, SamplingFeature.LOGIT_BIAS, 0)
-        if not features.any():  # the common case: saves one index and one upload
+        if not (self._biases.has_any or features.any()):  # the common case: saves an index and an upload
+            return SamplingRows(index, features, True, self._ints[:0], self._no_numbers)
+        positions = _find_positions(sequences)
+        is_biased = positions < self._biases.until[index]
+        features |= np.where(is_biased, SamplingFeature.LOGIT_BIAS, 0)
+        if not features.any():
             return SamplingRows(index, features, True, self._ints[:0], self._no_numbers)
         ints = self._ints[index]
+        ints[:, Column.POSITION] = positions
         return SamplingRows(index, features, False, ints, torch.from_numpy(ints).to(self.device))
 
     def logit_biases(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -175,7 +180,7 @@ class SamplingTable:
         [len(index), E]. Unused entries add 0.
         """
         slots = rows.rows[index]
-        tokens, values = self._biases.gather(slots, self._positions[slots])
+        tokens, values = self._biases.gather(slots, rows.ints[index, Column.POSITION])
         return torch.from_numpy(tokens).to(self.device), torch.from_numpy(values).to(self.device)
 
     def token_counts(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
@@ -184,11 +189,10 @@ class SamplingTable:
         return self._token_counts[torch.from_numpy(rows.rows[index]).to(self.device)]
 
     def advance(self, rows: SamplingRows, tokens: Tensor) -> None:
-        """Moves every row to its next position, and counts its new token if the row has penalties.
+        """Counts the new token of each row that has penalties. No sequence with penalties has drafts.
 
         tokens: int64 [B].
         """
-        self._positions[rows.rows] += 1
         index = rows.rows_with(SamplingFeature.PENALTIES)
         if index is not None and self._token_counts is not None:
             slots, which = (torch.from_numpy(part).to(self.device) for part in (rows.rows[index], index))
@@ -254,6 +258,16 @@ class _LogitBiases:
             self._tokens = np.pad(self._tokens, more)
             self._values = np.pad(self._values, more)
             self._untils = np.pad(self._untils, more)
+
+
+def _find_positions(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
+    """The position of the token to sample for each row. Rows of one sequence are consecutive, and so are its drafts."""
+    positions: list[int] = []
+    last: Sequence | None = None
+    for sequence in sequences:
+        positions.append(positions[-1] + 1 if sequence is last else len(sequence.token_ids))
+        last = sequence
+    return np.array(positions, np.int64)
 
 
 def _hash_keys(ints: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

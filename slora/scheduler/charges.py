@@ -1,8 +1,8 @@
 """What tenants are charged for their requests, in virtual tokens (VTC, OSDI'24).
 
-As in the paper, a prompt token costs 1 and a generated token costs 2. Each token is charged once: recomputed tokens
-after a preemption and tokens found in the prefix cache are free. Loading an adapter costs as many prompt tokens as
-could be prefilled in the same time.
+As in the paper, a prompt token costs 1 and a generated token costs 2. A drafted token that is rejected costs 1. Each
+token is charged once: recomputed tokens after a preemption and tokens found in the prefix cache are free. Loading an
+adapter costs as many prompt tokens as could be prefilled in the same time.
 """
 
 from slora.cost_model import Costs
@@ -25,6 +25,11 @@ def charge_output(sequence: Sequence) -> None:
     """Charges one sampled token."""
     sequence.usage.generated_tokens += 1
     sequence.tenant.charge(_OUTPUT_PRICE)
+
+
+def charge_rejected(sequence: Sequence, num_tokens: int) -> None:
+    """Charges drafted tokens that were computed and rejected. Accepted ones are charged as generated tokens."""
+    sequence.tenant.charge(_PROMPT_PRICE * num_tokens)
 
 
 def charge_load(sequence: Sequence, num_bytes: int, costs: Costs) -> None:

@@ -42,13 +42,14 @@ from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.grammar.grammar_source import GrammarSource
 from slora.pool.swap_space import SwapSpace
 from slora.pool.unified_paging import UnifiedPaging
-from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, TokenLogprobs
+from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.background_budget import BackgroundBudget
 from slora.scheduler.beams import Beams
 from slora.scheduler.charges import charge_output, charge_prompt
 from slora.scheduler.deadlines import Deadlines
+from slora.scheduler.drafting.drafting import Drafting
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.pins import Pins
 from slora.scheduler.preemption import Preemption
@@ -80,6 +81,7 @@ class Scheduler:
         admission   admits waiting sequences to the batch
         pins        keeps pinned adapters in the pool
         prewarming  loads adapters before their first request, if there is room
+        drafting    prompt lookup: drafts the next tokens of decoding sequences
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Scheduler:
         )
         self.pins = Pins(self.paging, self.adapters, self._preemption, self._batch)
         self.prewarming = Prewarming(self.paging, self.adapters, self._preemption, self._batch)
+        self.drafting = Drafting(config, self.paging, costs)
 
     @property
     def num_running(self) -> int:
@@ -225,6 +228,7 @@ class Scheduler:
             self._admission.admit_background(plan, self._background_budget(plan, budget))
         self._admission.load_upcoming(plan)
         self._load_without_requests(plan, now)
+        self.drafting.add_drafts(plan)
         plan.chunks.sort(key=_chunk_order)
         self._assign_rows_to_forks(plan)
         self._was_idle = not (plan.chunks or plan.loads or plan.ended)
@@ -242,6 +246,9 @@ class Scheduler:
         tokens = iter(sampled)
         for chunk in plan.chunks:
             sequence, found = chunk.sequence, [next(tokens) for _ in chunk.sampled_sequences]
+            if chunk.drafts:
+                outputs.extend(self._apply_drafts(chunk, found))
+                continue
             # A deferred sequence has no forks: the mask of a first token is never deferred.
             sequence.num_computed += chunk.num_tokens - (bool(found) and found[0].is_deferred)
             if not sequence.is_finished:  # finished if another choice of its request failed in this step
@@ -415,6 +422,20 @@ class Scheduler:
             self._lifecycle.add_fork(sequence, chunk.sequence)
         chunk.sequence.num_choices = 1
 
+    def _apply_drafts(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
+        """Appends the sampled tokens up to the first one that differs from its draft."""
+        sequence = chunk.sequence
+        if sequence.is_finished:  # another choice of its request just failed
+            return []
+        kept = self.drafting.keep_sampled(chunk, sampled)
+        if kept[0].token_id is None:
+            return self._apply_sampled(sequence, kept[0])
+        # The KV of the tokens before the last kept one is that of known tokens.
+        self._extend(sequence, kept)
+        sequence.num_computed += len(kept)
+        self.prefixes.insert(sequence)
+        return [self._report(sequence, kept)]
+
     def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
         if sequence.matcher is not None and sequence.matcher.error is not None:
             return [self._lifecycle.fail(sequence, _cannot_continue(sequence, sequence.matcher.error))]
@@ -423,7 +444,8 @@ class Scheduler:
         if sequence.search is not None:
             assert sampled.proposal is not None, "a beam has no proposal"
             return self._beams.propose(sequence, sequence.search, sampled.proposal)
-        return [self._append(sequence, sampled.token_id, sampled.logprobs)]
+        self._extend(sequence, [sampled])
+        return [self._report(sequence, [sampled])]
 
     def _finish_embedding(self, sequence: Sequence) -> StepOutput:
         pooled = sequence.pooled
@@ -445,18 +467,24 @@ class Scheduler:
         error = RequestFailed(f"the {what} of {name} were not finite on this prompt")
         return self._lifecycle.fail(sequence, error)
 
-    def _append(self, sequence: Sequence, token_id: int, entry: TokenLogprobs | None) -> StepOutput:
-        sequence.append(token_id)
-        charge_output(sequence)
+    def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> None:
+        for one in sampled:
+            assert one.token_id is not None, "a token whose logits were not finite is not appended"
+            sequence.append(one.token_id)
+            charge_output(sequence)
+
+    def _report(self, sequence: Sequence, sampled: list[SampledToken]) -> StepOutput:
+        """Reports the sampled tokens, which were just appended, and ends the sequence if the last one ends it."""
         reason = None
-        if token_id in sequence.stop_ids:
+        if sequence.token_ids[-1] in sequence.stop_ids:
             reason = FinishReason.STOP
         elif sequence.num_generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._lifecycle.finish(sequence)
-        logprobs = (entry,) if entry is not None else None
-        delta = TokenDelta((token_id,), reason, logprobs, sequence.index)
+        entries = tuple(one.logprobs for one in sampled if one.logprobs is not None)
+        token_ids = tuple(sequence.token_ids[-len(sampled) :])
+        delta = TokenDelta(token_ids, reason, entries or None, sequence.index)
         if sequence.num_cached and sequence.index == 0 and sequence.num_generated == 1:
             delta = replace(delta, num_cached=sequence.num_cached)
         return StepOutput(sequence.request.request_id, delta)

@@ -16,6 +16,7 @@ Invariants:
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
     matcher   of an answer with a structured form: in the state after the generated tokens; None until the form is
               compiled, and then the sequence waits
+    drafted   KV of drafted tokens may follow the computed KV in `blocks`; no token ever attends to it
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
     pooled    of a prompt to embed: what its computed tokens contribute to the embedding
 """
@@ -33,6 +34,7 @@ from slora.pooling import PoolingKind
 from slora.request import EngineRequest, TokenLogprobs
 from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
+from slora.scheduler.drafting.draft_state import DraftState
 from slora.scheduler.usage_counter import UsageCounter
 
 _arrivals = itertools.count()
@@ -100,6 +102,7 @@ class Sequence:
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.
     mask_s: CPU seconds of its last mask.
+    draft_state: None before its first draft.
     num_deferrals: number of steps since its last token that deferred it, see `token_masks`.
     num_failed_steps: steps that failed to move its adapters or its KV into the pool.
     """
@@ -108,6 +111,7 @@ class Sequence:
         "arrival",
         "block_keys",
         "blocks",
+        "draft_state",
         "index",
         "is_finished",
         "is_running",
@@ -177,6 +181,7 @@ class Sequence:
         self.matcher: Matcher | None = TokenFilter.of(request.sampling)
         self.mask_s = 0.0
         self.num_deferrals = 0
+        self.draft_state: DraftState | None = None
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None
         self.row = 0
         self.is_running = False
@@ -232,6 +237,17 @@ class Sequence:
     def awaits_grammar(self) -> bool:
         """Whether the form of its answer is not compiled yet."""
         return self.matcher is None and self.request.sampling.structured_output is not None
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether its tokens may be drafted, see `Drafting`."""
+        sampling = self.request.sampling
+        return sampling.prompt_lookup and not (
+            self.search is not None
+            or self.matcher is not None
+            or sampling.structured_output is not None
+            or sampling.has_penalties
+        )
 
     def append(self, token_id: int) -> None:
         """Appends a generated token. A stop token ends the sequence, so its matcher does not take it."""

@@ -36,6 +36,8 @@ class Chunk(NamedTuple):
 
     samples: whether the chunk reaches the last token of a sequence that is continued, so that a new token is sampled.
     forks: further choices of the request that start here; each samples its own token from the same row of logits.
+    drafts: guesses of the tokens after the sequence's last token. They are the last tokens of the chunk, and a token is
+        sampled after the sequence's last token and after each draft. A chunk with drafts has no forks.
     slots: where the adapters are at planning time; empty for the base model.
 
     A NamedTuple, because a step creates hundreds of chunks, and creating a frozen dataclass takes three times as long.
@@ -47,6 +49,7 @@ class Chunk(NamedTuple):
     samples: bool
     slots: tuple[AdapterSlot, ...]
     forks: tuple[Sequence, ...] = ()
+    drafts: tuple[int, ...] = ()
 
     @property
     def completes_embedding(self) -> bool:
@@ -55,8 +58,22 @@ class Chunk(NamedTuple):
 
     @property
     def sampled_sequences(self) -> tuple[Sequence, ...]:
-        """The sequences that a token is sampled for, in order."""
+        """The sequences that a token is sampled for, in order. With drafts, the sequence itself for each position."""
+        if self.drafts:
+            return (self.sequence,) * self.num_tokens
         return (self.sequence, *self.forks) if self.samples else ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        known = self.sequence.token_ids[self.start : self.start + self.num_tokens - len(self.drafts)]
+        return [*known, *self.drafts] if self.drafts else known
+
+    def split(self) -> "list[Chunk]":
+        """Chunks of one token each: the sequence's last token, and the drafts of a chunk that has some."""
+        rows = [self._replace(num_tokens=1, drafts=())]
+        for number, token_id in enumerate(self.drafts, start=1):
+            rows.append(self._replace(start=self.start + number, num_tokens=1, drafts=(token_id,)))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +103,15 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     def measure_work(self, full_page_bytes: int) -> StepWork:
-        """The step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row."""
+        """The step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row,
+        and so is each token of a chunk with drafts.
+        """
         prefill_tokens = decode_rows = context_tokens = 0
         for chunk in self.chunks:
-            if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
+            if chunk.drafts:
+                decode_rows += chunk.num_tokens
+                context_tokens += chunk.num_tokens * (chunk.start + 1) + sum(range(chunk.num_tokens))
+            elif chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
                 decode_rows += 1
                 context_tokens += chunk.start + 1
             else:

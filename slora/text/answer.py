@@ -146,7 +146,7 @@ class Answer:
         if self._prompt_only and delta.token_ids:
             delta = TokenDelta((), FinishReason.LENGTH, index=delta.index, num_cached=delta.num_cached)
         choice = self._choices[delta.index]
-        text, tokens = choice.take(delta)
+        delta, text, tokens = choice.take(delta)
         self.prompt_logprobs.extend(delta.prompt_logprobs)
         self._num_cached += delta.num_cached
         return CompletionDelta(
@@ -208,20 +208,26 @@ class _ChoiceState:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
-    def take(self, delta: TokenDelta) -> tuple[str, tuple[AlignedToken, ...]]:
-        """Adds a delta. Returns the text that no later token can change, and its tokens if they are aligned."""
+    def take(self, delta: TokenDelta) -> tuple[TokenDelta, str, tuple[AlignedToken, ...]]:
+        """Adds a delta. Returns it without the tokens after a stop string, the text that no later token can change, and
+        its tokens if they are aligned.
+        """
         assert self.reason is None, "a choice that is over spoke again"
+        # The stop token is computed and counted, but by default it is not part of the text.
+        is_cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
+        num_shown = len(delta.token_ids) - is_cut
+        text = ""
+        if self._detokenizer is not None:
+            text, num_pushed = self._detokenizer.push_until_stop(delta.token_ids[:num_shown])
+            if num_pushed < num_shown:  # a stop string ended the answer within the delta
+                delta, num_shown = _shorten(delta, num_pushed), num_pushed
+            if delta.finish_reason is not None:
+                text += self._detokenizer.flush()
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs or ())
         self.reason = delta.finish_reason
         if self._detokenizer is None:
-            return "", ()
-        # The stop token is computed and counted, but by default it is not part of the text.
-        is_cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
-        num_shown = len(delta.token_ids) - is_cut
-        text = self._detokenizer.push(delta.token_ids[:num_shown])
-        if delta.finish_reason is not None:
-            text += self._detokenizer.flush()
+            return delta, "", ()
         if self._detokenizer.stopped:
             self.reason = FinishReason.STOP
         self._text.append(text)
@@ -231,7 +237,7 @@ class _ChoiceState:
         if self._aligner is not None and self.reason is not None and not self._detokenizer.stopped:
             tokens += self._aligner.flush()
         self._tokens.extend(tokens)
-        return text, tokens
+        return delta, text, tokens
 
     def finished(self, *, with_logprobs: bool) -> Choice:
         assert self.reason is not None, "a choice that goes on has no final answer yet"
@@ -263,6 +269,12 @@ async def stream_answer(
                 yield taken
             if answer.is_over:
                 return
+
+
+def _shorten(delta: TokenDelta, num_tokens: int) -> TokenDelta:
+    """The delta up to the token with which a stop string ended the answer."""
+    logprobs = None if delta.logprobs is None else delta.logprobs[:num_tokens]
+    return replace(delta, token_ids=delta.token_ids[:num_tokens], logprobs=logprobs, finish_reason=None)
 
 
 def _with_logprobs(sampling: SamplingParams) -> SamplingParams:

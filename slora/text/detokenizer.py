@@ -58,6 +58,19 @@ class Detokenizer:
                 self._exempt_chars = self._decoder.count_complete()
         return sent + self._release_text(self._decoder.push(token_ids[num_exempt:]))
 
+    def push_until_stop(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Like `push`, but also returns how many tokens were added. None is added after the one that completes a stop
+        string.
+        """
+        if self._stops.is_empty or len(token_ids) <= 1:
+            return self.push(token_ids), len(token_ids)
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            text += self.push((token_id,))
+            if self.stopped:
+                return text, count
+        return text, len(token_ids)
+
     def flush(self) -> str:
         """Returns the remaining text after the last token, unless a stop string has ended the answer."""
         if self.stopped:

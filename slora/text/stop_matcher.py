@@ -44,6 +44,11 @@ class StopMatcher:
         self._matched = [0] * len(strings)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no string to find."""
+        return not self._strings
+
+    @property
     def num_pending(self) -> int:
         """Number of characters at the end of the text that may be the beginning of a match."""
         return max(self._matched, default=0)

@@ -186,7 +186,8 @@ class ScriptedEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 9,
+            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20,
+            15, 9,
             LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
         )  # fmt: skip
 

@@ -37,6 +37,8 @@ from tests.support.scripted_source import FULL_PAGE_BYTES, ScriptedSource
 
 BLOCK_TOKENS = 4
 STOP_TOKEN = 0
+# The token that the runner samples after a wrong draft. No answer has it.
+WRONG_TOKEN = 1000
 # Four of the five tokens do not end a hypothesis. A search here may therefore have at most four beams.
 BEAM_MODEL = random_model(5, seed=0)
 NO_SHARE = TenantShare()
@@ -104,6 +106,7 @@ class SchedulerBench:
         self.num_copies = 0
         self._choose = choose
         self._beam_model = beam_model
+        self._chosen: dict[tuple[Sequence, int], int | None] = {}
         self._kv: dict[tuple[int, int], int] = {}
         self._host_kv: dict[tuple[int, int], int] = {}
         self._adapter_pages: dict[int, tuple[AdapterVersion, int]] = {}
@@ -228,7 +231,17 @@ class SchedulerBench:
                 continue
             self._check_adapter(chunk)
             self._compute(chunk)
-        return [self._sample_token(sequence) for chunk in plan.chunks for sequence in chunk.sampled_sequences]
+        return [token for chunk in plan.chunks for token in self._sample_chunk(chunk)]
+
+    def _sample_chunk(self, chunk: Chunk) -> list[SampledToken]:
+        """A token after a wrong draft is never used, so `choose` is not asked for it."""
+        if not chunk.drafts:
+            return [self._sample_token(sequence) for sequence in chunk.sampled_sequences]
+        sequence, is_right, sampled = chunk.sequence, True, []
+        for number, draft in enumerate([*chunk.drafts, None]):
+            sampled.append(self._sample_token(sequence, number) if is_right else SampledToken(WRONG_TOKEN))
+            is_right = is_right and sampled[-1].token_id == draft != STOP_TOKEN
+        return sampled
 
     def _spoil_targets(self, plan: StepPlan) -> None:
         """Erases every page and host page that the step would have written."""
@@ -239,8 +252,13 @@ class SchedulerBench:
         saved = {page for _, page in plan.swaps_out}
         self._host_kv = {place: content for place, content in self._host_kv.items() if place[0] not in saved}
 
-    def _sample_token(self, sequence: Sequence) -> SampledToken:
-        token = self._choose(sequence)
+    def _sample_token(self, sequence: Sequence, offset: int = 0) -> SampledToken:
+        """A step may sample a token that the next step samples again, because its logits were not finite. It is the
+        same one."""
+        place = sequence, len(sequence.token_ids) + offset
+        if place not in self._chosen:
+            self._chosen[place] = self._choose(sequence)
+        token = self._chosen[place]
         if token is None or sequence.search is None:
             return SampledToken(token)
         generated = tuple(sequence.token_ids[sequence.num_prompt :])
@@ -293,7 +311,7 @@ class SchedulerBench:
         end = chunk.start + chunk.num_tokens
         pages = chunk.sequence.blocks.pages.tolist()
         places = [(pages[t // BLOCK_TOKENS], t % BLOCK_TOKENS) for t in range(end)]
-        contents = self._contents(chunk.sequence, end)
+        contents = self._contents(chunk.sequence, end, chunk.drafts)
         self._write({page for page, _ in places[chunk.start :]}, keep_kv=True)
         self._kv |= dict(zip(places[chunk.start :], contents[chunk.start :], strict=True))
         seen = self.footprint.first_token_seen(chunk.start)
@@ -301,14 +319,14 @@ class SchedulerBench:
             "KV was lost or overwritten"
         )
 
-    def _contents(self, sequence: Sequence, end: int) -> list[int]:
+    def _contents(self, sequence: Sequence, end: int, drafts: tuple[int, ...]) -> list[int]:
         """One hash for each token of [0, end): everything that the token's KV depends on."""
         request = sequence.request
         is_public = self.config.prefix_cache == "public" and not request.adapters
         owner = None if is_public else request.tenant
         content = hash((owner, request.adapters, sequence.uses_long_rope))
         contents = []
-        for token in sequence.token_ids[:end]:
+        for token in [*sequence.token_ids, *drafts][:end]:
             content = hash((content, token))
             contents.append(content)
         return contents
@@ -327,13 +345,18 @@ class SchedulerBench:
         assert chunk.num_tokens > 0
         assert chunk.start == sequence.num_computed
         end = chunk.start + chunk.num_tokens
-        assert end <= len(sequence.token_ids)
-        assert chunk.samples == (end == len(sequence.token_ids))
+        num_tokens = len(sequence.token_ids) + len(chunk.drafts)
+        assert end <= num_tokens <= sequence.num_prompt + sequence.max_tokens
+        assert chunk.samples == (end == num_tokens)
         num_sampled = 1 if sequence.search is not None else sequence.num_choices
+        if chunk.drafts:
+            assert sequence.search is None and sequence.num_generated and num_sampled == 1 and not chunk.forks
+            assert chunk.num_tokens == 1 + len(chunk.drafts)
+            num_sampled = chunk.num_tokens
         assert len(chunk.sampled_sequences) == (num_sampled if chunk.samples else 0)
         assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
         switch = self.config.rope_switch
-        assert sequence.uses_long_rope == (switch is not None and len(sequence.token_ids) > switch)
+        assert sequence.uses_long_rope == (switch is not None and num_tokens > switch)
         held, entries = sequence.blocks.held_pages, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
         # A sequence that waits for its adapters holds pages for its first chunk, which may be shortened later. An

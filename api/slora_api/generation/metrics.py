@@ -199,6 +199,13 @@ class Metrics:
             ),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("spec_decode_num_drafts", "Drafts of prompt lookup.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens in drafts.", stats.draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Tokens in drafts that became part of an answer.",
+                stats.accepted_draft_tokens,
+            ),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
         ):

@@ -64,6 +64,7 @@ _AS_SENT = (
     "early_stopping",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "prompt_lookup",
 )
 ConversationRequest = ChatRequest | ResponsesRequest
 

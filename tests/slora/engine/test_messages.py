@@ -100,7 +100,7 @@ def test_numbers_arrive_by_name() -> None:
         8,
         9,
         ("t/a", "t/b"),
-        *range(10, 27),
+        *range(10, 30),
         LoadPaces(1e-10, {"file": 2e-10}),
         COSTS,
         RequestUsage(1, 2, 3, 4, 5.5),

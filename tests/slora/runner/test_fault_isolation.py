@@ -88,6 +88,16 @@ def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> N
     assert [plan.copies for plan in runner.plans] == [[(1, 2)], [], []]
 
 
+def test_the_row_of_an_admitted_sequence_is_written_although_its_chunk_samples_no_token() -> None:
+    """Born from a bug: a step failed before it wrote the rows of new sequences. A sequence in the middle of its prompt
+    then sampled its first token with the parameters of an earlier sequence."""
+    runner = breaking_on(1)
+    chunk = make_chunk(0, samples=False)
+    FaultIsolation(runner).run(StepPlan(chunks=[chunk, make_chunk(1)], rows_to_write=[chunk.sequence]))
+    again = next(plan for plan, run in zip(runner.plans, runner.runs, strict=True) if run == [0])
+    assert chunk.sequence in again.rows_to_write
+
+
 def test_a_step_that_fails_only_once_fails_no_request() -> None:
     breaks = iter([RuntimeError("out of memory")])
     runner = Runner(lambda numbers: next(breaks, None))

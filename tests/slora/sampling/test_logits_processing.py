@@ -36,7 +36,7 @@ def processed(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     for row, sequence in enumerate(reversed(sequences), start=1):
         sequence.row = row
         table.write(row, sequence)
-    return process_logits(logits, table.gather([sequence.row for sequence in sequences]), table)
+    return process_logits(logits, table.gather(sequences), table)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -136,11 +136,11 @@ def test_incremental_counts_equal_those_of_a_rewritten_row() -> None:
     for _ in range(12):
         some = rng.sample(sequences, rng.randint(1, 4))
         tokens = [rng.randrange(VOCAB_SIZE) for _ in some]
-        table.advance(table.gather([sequence.row for sequence in some]), torch.tensor(tokens))
+        table.advance(table.gather(some), torch.tensor(tokens))
         for sequence, token in zip(some, tokens, strict=True):
             sequence.token_ids.append(token)
         logits = random_logits(4)
-        kept = process_logits(logits, table.gather([0, 1, 2, 3]), table)
+        kept = process_logits(logits, table.gather(sequences), table)
         assert torch.equal(kept, processed(logits, sequences))
         for row, sequence in enumerate(sequences):
             sequence.row = row
@@ -151,8 +151,9 @@ def test_a_reused_row_keeps_nothing_of_its_previous_sequence() -> None:
     table = SamplingTable(1, VOCAB_SIZE, CPU)
     wild = SamplingParams(logit_bias=dict.fromkeys(range(30), 9.0), presence_penalty=2.0, min_tokens=5)
     for params, generated in ((wild, [1, 2, 3]), (SamplingParams(presence_penalty=1.0), [])):
-        table.write(0, make_sequence(params, [4], generated, frozenset({8})))
-    assert torch.equal(process_logits(logits, table.gather([0]), table), logits)
+        sequence = make_sequence(params, [4], generated, frozenset({8}))
+        table.write(0, sequence)
+    assert torch.equal(process_logits(logits, table.gather([sequence]), table), logits)
 
 
 def test_penalties_over_whole_rows_equal_penalties_over_seen_tokens() -> None:

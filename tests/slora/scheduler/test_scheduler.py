@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "eviction": st.sampled_from(EVICTION_POLICIES),
                 "swap_pages": st.integers(0, 12),
                 "load_pages": st.integers(1, 3),
+                "prompt_lookup_tokens": st.integers(0, 6),
             }
         ),
         random=st.randoms(use_true_random=False),
@@ -98,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unfinished: dict[str, set[int]] = {}
         self.answered: set[str] = set()  # requests whose choices all ended without an error
         self.drawn: dict[tuple[str, int], list[int | None]] = {}
+        self.num_told: dict[tuple[str, int], int] = {}
         self.found: dict[str, list[tuple[int, ...]]] = {}
         self.deleted: set[AdapterVersion] = set()
         self.pinned: set[AdapterVersion] = set()
@@ -260,9 +262,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.requests[request_id].search is not None:
             self._take_hypothesis(request_id, output.delta)
             return
-        drawn = self.drawn[request_id, index]
-        assert output.delta.token_ids == (drawn[-1],)
-        stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == self.requests[request_id].max_tokens
+        num_told = self.num_told.get((request_id, index), 0)
+        new = output.delta.token_ids
+        self.num_told[request_id, index] = num_told = num_told + len(new)
+        drawn, not_told = self.drawn[request_id, index][:num_told], self.drawn[request_id, index][num_told:]
+        assert new and tuple(drawn[-len(new) :]) == new
+        assert not_told in ([], [None]), "a token that was sampled is missing"
+        stopped, full = new[-1] == STOP_TOKEN, num_told == self.requests[request_id].max_tokens
         expected = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
         assert output.delta.finish_reason == expected
         # A choice that was to continue may have ended, because another choice of its request failed in this step.

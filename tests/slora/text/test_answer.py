@@ -89,3 +89,29 @@ def test_deltas_of_an_ended_choice_in_the_same_list_are_left_out() -> None:
     ]  # fmt: skip
     assert ended == [("r", 0)]
     assert [choice.text for choice in answer.completion().choices] == ["a", "xx"]
+
+
+def test_a_delta_of_several_tokens_gives_the_same_answer_as_its_tokens_one_by_one() -> None:
+    """A stop string within the delta ends the answer at the token that completes it."""
+    text, entry = b"abcd.efgh", TokenLogprobs(-0.5, ())
+    for stop, min_tokens, kept in (
+        (("c",), 0, 3),
+        (("d.e",), 0, 6),
+        (("a", "f"), 2, 7),
+        (("z",), 0, 9),
+        ((), 0, 9),
+    ):
+        sampling = SamplingParams(logprobs=0, stop=stop, min_tokens=min_tokens)
+        answers = []
+        for size in (1, 4, 9):
+            answer = Answer(EngineRequest("r", "t", [1], (), sampling), byte_tokenizer())
+            told: list[int] = []
+            for at in range(0, len(text), size):
+                part, reason = text[at : at + size], FinishReason.LENGTH if at + size >= len(text) else None
+                if answer.wants(0):
+                    told += answer.take(TokenDelta(tuple(part), reason, (entry,) * len(part))).token_ids
+            (choice,) = answer.completion().choices
+            assert told == choice.token_ids == list(text[:kept]) and answer.num_generated == kept
+            assert choice.finish_reason == (FinishReason.STOP if kept < 9 else FinishReason.LENGTH)
+            answers.append(choice)
+        assert answers[0] == answers[1] == answers[2]

@@ -1,0 +1,67 @@
+"""How often drafted tokens were accepted, for each sequence and for the adapters of each tenant.
+
+A sequence starts with the rates of earlier sequences of the same tenant and adapter. A tenant's rates do not depend on
+other tenants, so no tenant can slow another one down with drafts that are never accepted.
+"""
+
+from collections import OrderedDict
+
+from slora.scheduler.drafting.ngram_index import NGRAM_SIZES
+from slora_adapters.version import AdapterVersion
+
+# What is assumed before the first draft, and how many drafted tokens that assumption counts for.
+_FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
+# The weight of older drafts at each new draft: a sequence changes quickly between copying and new text.
+_SEQUENCE_DECAY, _ADAPTER_DECAY = 0.85, 0.98
+# Adapters of tenants that are remembered.
+_MAX_ADAPTERS = 1024
+
+
+class AcceptanceRate:
+    """The share of drafted tokens that were accepted, given that all earlier tokens of their draft were.
+
+    Recent drafts weigh more. start: the rate that is assumed before the first draft.
+    """
+
+    __slots__ = ("_accepted", "_decay", "_tried")
+
+    def __init__(self, start: float, decay: float) -> None:
+        self._accepted, self._tried = start * _FIRST_WEIGHT, _FIRST_WEIGHT
+        self._decay = decay
+
+    @property
+    def value(self) -> float:
+        return self._accepted / self._tried
+
+    def count(self, accepted: int, tried: int) -> None:
+        """tried: the accepted tokens, and the first that was rejected, if there was one."""
+        self._accepted = self._accepted * self._decay + accepted
+        self._tried = self._tried * self._decay + tried
+
+
+# One rate for each of NGRAM_SIZES.
+Rates = tuple[AcceptanceRate, ...]
+
+
+class AcceptanceHistory:
+    """The rates of the adapters that were used last, for each tenant."""
+
+    def __init__(self) -> None:
+        self._rates: OrderedDict[tuple[str, tuple[AdapterVersion, ...]], Rates] = OrderedDict()
+
+    def find(self, tenant: str, adapters: tuple[AdapterVersion, ...]) -> Rates:
+        """adapters: empty for the base model."""
+        key = tenant, adapters
+        rates = self._rates.get(key)
+        if rates is None:
+            rates = tuple(AcceptanceRate(_FIRST_RATE, _ADAPTER_DECAY) for _ in NGRAM_SIZES)
+            self._rates[key] = rates
+            if len(self._rates) > _MAX_ADAPTERS:
+                self._rates.popitem(last=False)
+        self._rates.move_to_end(key)
+        return rates
+
+
+def start_rates(history: Rates) -> Rates:
+    """The rates of a new sequence."""
+    return tuple(AcceptanceRate(rate.value, _SEQUENCE_DECAY) for rate in history)

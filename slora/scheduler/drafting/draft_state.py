@@ -1,0 +1,38 @@
+"""What drafting knows about one sequence: its n-grams, and how often its drafts were accepted."""
+
+from slora.scheduler.drafting.acceptance import Rates
+from slora.scheduler.drafting.ngram_index import NgramIndex
+
+# Where drafts do not pay, one drafted token is tried after this many matches, and twice as rarely after each failure.
+_FIRST_PATIENCE, _MAX_PATIENCE = 8, 128
+
+
+class DraftState:
+    """rates: of this sequence. The history of its adapter counts its drafts, too."""
+
+    __slots__ = ("_history", "_num_skipped", "_patience", "_rank", "index", "rates")
+
+    def __init__(self, rates: Rates, history: Rates) -> None:
+        self.index = NgramIndex()
+        self.rates = rates
+        self._history = history
+        self._rank = 0
+        self._num_skipped = 0
+        self._patience = _FIRST_PATIENCE
+
+    def is_probe_due(self) -> bool:
+        """Called at a match that is not expected to pay. Returns whether one token should be tried nevertheless."""
+        self._num_skipped += 1
+        return self._num_skipped >= self._patience
+
+    def start(self, rank: int) -> None:
+        """Called when a step gets a draft. rank: the n-gram that it follows, an index of `NGRAM_SIZES`."""
+        self._rank = rank
+        self._num_skipped = 0
+
+    def count(self, num_accepted: int, num_drafted: int) -> None:
+        """Counts the result of the draft."""
+        tried = min(num_accepted + 1, num_drafted)
+        for rates in (self.rates, self._history):
+            rates[self._rank].count(num_accepted, tried)
+        self._patience = _FIRST_PATIENCE if num_accepted else min(2 * self._patience, _MAX_PATIENCE)

@@ -1,0 +1,228 @@
+"""Prompt lookup: drafts the next tokens of a sequence from its own text, so that one step can yield several of them.
+
+If the last tokens of a sequence occurred earlier in its prompt or its answer, the tokens that followed there are its
+draft. The step computes the draft along with the last token, and samples a token after each of them. A drafted token is
+accepted if it is the token that was sampled in its place. After the first that is not, the rest is discarded.
+
+The tokens are those of decoding one by one. A sampled token depends only on the logits, the request's seed and the
+position, and the logits depend only on the tokens before. So up to the first rejected draft every position was sampled
+from its own distribution, with its own random number. No drafted token ever replaces a sampled one, so the distribution
+is unchanged at any temperature.
+
+Each drafted token is a decode row to the kernels, with the block table of its sequence. All rows of a step write their
+KV before attention reads it. So the rows have the same bits as in single steps. KV of rejected drafts is overwritten
+before any token attends to it, and is never offered to the prefix cache.
+
+Drafts pay where a step takes long whatever its number of rows, so mostly in small batches. They only use what a step
+has left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted and nothing is evicted for
+them.
+
+Not drafted: beams, answers with a structured form, and requests with penalties, `allowed_token_ids` or `bad_words`.
+What these may sample depends on the tokens before in ways that a step does not compute for several positions at once.
+Background sequences get drafts only in steps without interactive ones.
+"""
+
+from collections.abc import Sequence as Items
+
+from slora.cost_model import Costs
+from slora.pool.unified_paging import UnifiedPaging
+from slora.scheduler.charges import charge_rejected
+from slora.scheduler.drafting.acceptance import AcceptanceHistory, start_rates
+from slora.scheduler.drafting.draft_state import DraftState
+from slora.scheduler.drafting.ngram_index import copy_from
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
+from slora.scheduler_config import SchedulerConfig
+
+# A drafted token must be expected to save this many times its cost: the estimates of both are rough.
+_MIN_GAIN = 1.25
+# Drafts may delay the tokens of a sequence without drafts by this factor.
+_MAX_DELAY = 1.25
+# Tokens that all sequences together add to their indexes in one step. This takes the host about one millisecond.
+_INDEXED_PER_STEP = 1024
+
+
+class _Candidate:
+    """A decode row that may get a draft.
+
+    number: the place of its chunk in the plan. position: where the drafted tokens are copied from.
+    rate: the estimated probability that a drafted token is accepted if the one before was. most: the most tokens to
+    draft. row_s: seconds of one drafted row. expected: tokens that the sequence is expected to gain in this step.
+    """
+
+    __slots__ = ("expected", "is_probe", "most", "num_tokens", "number", "position", "rank", "rate", "row_s")
+
+    def __init__(
+        self, number: int, rank: int, position: int, rate: float, most: int, row_s: float, *, is_probe: bool
+    ) -> None:
+        self.number = number
+        self.rank = rank
+        self.position = position
+        self.rate = rate
+        self.most = most
+        self.row_s = row_s
+        self.is_probe = is_probe
+        self.num_tokens = 0
+        self.expected = 1.0
+
+
+class Drafting:
+    """Adds drafts to the decode rows of a plan, and decides which sampled tokens are kept.
+
+    num_drafts, num_draft_tokens, num_accepted_tokens: since the engine started.
+    """
+
+    def __init__(self, config: SchedulerConfig, paging: UnifiedPaging, costs: Costs) -> None:
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self._config = config
+        self._paging = paging
+        self._costs = costs
+        self._history = AcceptanceHistory()
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    def add_drafts(self, plan: StepPlan) -> None:
+        """Adds drafts to the plan where they are expected to pay."""
+        if not self._config.prompt_lookup_tokens:
+            return
+        work, costs = plan.measure_work(self._config.full_page_bytes), self._costs
+        num_rows = sum(len(chunk.sampled_sequences) for chunk in plan.chunks)
+        num_free = min(
+            self._config.max_num_batched_tokens - plan.num_tokens, self._config.max_num_seqs - num_rows
+        )
+        if not work.decode_rows or num_free <= 0:
+            return
+        context_s = work.context_tokens * costs.context_token_s
+        step_s = (
+            costs.step_s
+            + costs.prefill_s(work.prefill_tokens)
+            + work.decode_rows * costs.decode_s
+            + context_s
+        )
+        token_s = step_s / num_rows  # what one sampled token is worth
+        if token_s <= _MIN_GAIN * costs.decode_s:  # not even certain drafts would pay
+            return
+        candidates = self._find_candidates(plan, token_s)
+        if candidates:
+            has_others = len(candidates) < num_rows or work.prefill_tokens > 0
+            _choose_lengths(candidates, num_free, step_s, token_s, has_others=has_others)
+            for candidate in candidates:
+                if candidate.num_tokens:
+                    self._add(plan, candidate)
+
+    def keep_sampled(self, chunk: Chunk, sampled: Items[SampledToken]) -> list[SampledToken]:
+        """The tokens of a chunk with a draft that decoding one by one would have sampled, too; at least the first.
+
+        sampled: one token for each token of the chunk. Counts and charges the rejected tokens.
+        """
+        sequence, kept = chunk.sequence, [sampled[0]]
+        for drafted, following in zip(chunk.drafts, sampled[1:], strict=True):
+            token_id = kept[-1].token_id
+            if token_id != drafted or token_id in sequence.stop_ids or following.token_id is None:
+                break
+            kept.append(following)
+        num_drafted, num_accepted = len(chunk.drafts), len(kept) - 1
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        charge_rejected(sequence, num_drafted - num_accepted)
+        state = sequence.draft_state
+        assert state is not None, "a sequence with a draft has a state"
+        state.count(num_accepted, num_drafted)
+        return kept
+
+    def _find_candidates(self, plan: StepPlan, token_s: float) -> list[_Candidate]:
+        found, num_left = [], _INDEXED_PER_STEP
+        has_interactive = any(not chunk.sequence.is_background for chunk in plan.chunks)
+        for number, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            if not (
+                chunk.samples and chunk.num_tokens == 1 and sequence.num_generated and sequence.can_draft
+            ):
+                continue
+            if sequence.is_background and has_interactive:  # it may hardly lengthen the step
+                continue
+            row_s = self._costs.decode_s + (chunk.start + 2) * self._costs.context_token_s
+            most = self._most_tokens(sequence)
+            if most <= 0 or token_s <= _MIN_GAIN * row_s:
+                continue
+            state = sequence.draft_state
+            if state is None:
+                history = self._history.find(sequence.tenant.name, sequence.request.versions)
+                state = sequence.draft_state = DraftState(start_rates(history), history)
+            num_left -= state.index.extend(sequence.token_ids, num_left)
+            match = state.index.find(sequence.token_ids)
+            if match is None:
+                continue
+            rank, position = match
+            rate = state.rates[rank].value
+            pays = rate * token_s > _MIN_GAIN * row_s
+            if pays or state.is_probe_due():
+                most = most if pays else 1
+                found.append(_Candidate(number, rank, position, rate, most, row_s, is_probe=not pays))
+        return found
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """The most tokens to draft: the last token of the answer is never drafted, as nothing follows it."""
+        num_tokens = len(sequence.token_ids)
+        most = min(
+            self._config.prompt_lookup_tokens,
+            sequence.max_tokens - sequence.num_generated - 1,
+            sequence.max_chunk_tokens - 1,
+        )
+        if self._config.rope_switch is not None and not sequence.uses_long_rope:
+            most = min(most, self._config.rope_switch - num_tokens)
+        blocks = sequence.blocks
+        missing = blocks.pages_missing(num_tokens + most) if most > 0 else 0
+        if missing > self._paging.pool.num_free or sequence.tenant.pages_over_ceiling(missing):
+            most = min(most, blocks.num_pages * blocks.block_tokens - num_tokens)
+        return most
+
+    def _add(self, plan: StepPlan, candidate: _Candidate) -> None:
+        chunk = plan.chunks[candidate.number]
+        sequence, state = chunk.sequence, chunk.sequence.draft_state
+        assert state is not None, "a candidate has a state"
+        drafts = copy_from(sequence.token_ids, candidate.position, candidate.num_tokens)
+        stop = next((place for place, token in enumerate(drafts) if token in sequence.stop_ids), len(drafts))
+        drafts = drafts[: stop + 1]
+        missing = sequence.blocks.pages_missing(len(sequence.token_ids) + len(drafts))
+        if missing > self._paging.pool.num_free:  # another draft of this step took the pages
+            return
+        sequence.blocks.allocate(missing, sequence.tenant, self._paging.kv)
+        state.start(candidate.rank)
+        plan.chunks[candidate.number] = chunk._replace(num_tokens=1 + len(drafts), drafts=tuple(drafts))
+
+
+def _choose_lengths(
+    candidates: list[_Candidate], num_free: int, step_s: float, token_s: float, *, has_others: bool
+) -> None:
+    """Sets the number of tokens to draft for each candidate.
+
+    The drafts grow token by token, all at the same pace, while a further token is expected to save more than it costs.
+    The step may become longer only by as much as each sequence gains from it, and by `_MAX_DELAY` more.
+
+    num_free: the most drafted tokens in all. step_s: seconds of the step without drafts. token_s: what one token is
+    worth. has_others: whether the step computes anything else, which gains nothing from the drafts.
+    """
+    growing, allowed_s, seconds = candidates, _MAX_DELAY * step_s, step_s
+    while growing:
+        paying = []
+        for one in growing:
+            gain = one.rate ** (one.num_tokens + 1)
+            pays = one.is_probe or gain * token_s > _MIN_GAIN * one.row_s
+            if one.num_tokens < one.most and pays:
+                paying.append(one)
+                one.expected += gain
+        if not has_others:
+            allowed_s = _MAX_DELAY * step_s * min(one.expected for one in candidates)
+        for one in paying:
+            seconds += one.row_s
+            if not num_free or seconds > allowed_s:
+                return
+            num_free -= 1
+            one.num_tokens += 1
+        growing = paying
