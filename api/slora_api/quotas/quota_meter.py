@@ -407,13 +407,20 @@ def _end_of(budget: str, utc: float) -> datetime:
 def _check_fits(subject: Subject, charge: Charge, param: str) -> None:
     """Raises RateLimited or BadRequest for a charge that exceeds a limit even if nothing else is charged."""
     quota = subject.quota
+    parts, remedy = (
+        ("its inputs", "Send fewer or shorter inputs")
+        if param == "input"
+        else (
+            "its prompts, and `max_tokens` or `max_output_tokens` of each answer",
+            "Shorten the prompt, ask for a shorter answer",
+        )
+    )
     for name in ("tokens_per_minute", *_BUDGETS):
         limit = getattr(quota, name)
         if limit is not None and charge.tokens > limit:
             raise RateLimited(
-                f"This request needs up to {charge.tokens} tokens (its prompts, and `max_tokens` or "
-                f"`max_output_tokens` of each answer), and the limit of {_owner(subject)} is {limit} ({name}). Shorten "
-                "the prompt, ask for a shorter answer, or ask the operator for a higher quota.",
+                f"This request needs up to {charge.tokens} tokens ({parts}), and the limit of {_owner(subject)} is "
+                f"{limit} ({name}). {remedy}, or ask the operator for a higher quota.",
                 None,
             )
     limit = quota.concurrent_answers
