@@ -155,6 +155,7 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         output_rows=ints(step.batch, dtype=torch.int64),
         sampling=[],
         prompts=[],
+        pooled=[],
     )
 
 

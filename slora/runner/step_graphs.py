@@ -116,8 +116,9 @@ class StepGraphs:
     def find_shape(self, batch: StepBatch) -> StepShape | None:
         """The shape of a step that can be replayed.
 
-        None if the step has too many tokens or tiles, if an adapter changes the embedding, or if logits of prompt
-        tokens are wanted: the graphs contain neither. None also for a new shape once there are too many graphs.
+        None if the step has too many tokens, tiles or layers of tiles, if an adapter changes the embedding, or if
+        logits of prompt tokens are wanted: the graphs contain neither. None also for a new shape once there are too
+        many graphs.
         """
         shape = self._shape_of(batch)
         if shape is None or shape in self._replays:
@@ -131,6 +132,8 @@ class StepGraphs:
         tokens = _least(self._row_counts if only_decodes else _TOKENS, count)
         sequences = tokens if only_decodes else _least(self._sequence_counts, num_sequences)
         if tokens is None or sequences is None or len(batch.output_rows) > sequences:
+            return None
+        if len(batch.lora) > len(self._buffers.tiles):
             return None
         if batch.adapts_embedding or batch.prompts:
             return None

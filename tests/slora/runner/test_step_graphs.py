@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slora.device.step_batch import StepBatch
 from slora.engine.engine import Engine
-from slora.request import EngineRequest, single_adapter
+from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.runner.step_graphs import StepGraphs, Work
 from slora.sampling_params import SamplingParams
 from slora_kernels.gpu.triton_kernels import TritonKernels
@@ -57,10 +57,9 @@ class Bench:
         params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
         for number, adapter in enumerate(adapters):
             prompt = list(range(3, 3 + first_length + 8 * number))
-            version = self._versions[adapter] if adapter is not None else None
-            self.engine.add(
-                EngineRequest(f"{first_length}-{number}", "t", prompt, single_adapter(version), params)
-            )
+            names = [] if adapter is None else adapter.split("+")
+            composed = compose_adapters(WeightedAdapter(self._versions[name]) for name in names)
+            self.engine.add(EngineRequest(f"{first_length}-{number}", "t", prompt, composed, params))
         for _ in range(4):
             self.engine.step()
         plan = self.engine._scheduler.schedule()
@@ -182,6 +181,26 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
         name for launch in bench.launches for name in launch.arguments if "lora" in launch.kernel.__name__
     }
     assert {"tiles", "weights", "page_table", "groups", "modules", "scales"} <= used
+
+
+@torch.inference_mode()
+def test_a_padded_step_with_composed_adapters_computes_the_same(one_layer_kit: ModelKit) -> None:
+    bench = Bench(one_layer_kit)
+    batch = bench.decode(["odd_rank+some_layers", "odd_rank", "some_layers"], 15)
+    assert len(batch.lora) == 2
+    pages = bench.runner.memory.pages
+    before = pages.clone()
+    expected = bench.forward(batch)
+    expected_pages = pages.clone()
+    # When the graph was recorded, the second layer had other tiles.
+    first, second = batch.lora
+    others = replace(second, tiles=second.tiles.flip(0), weights=second.weights * 0.5)
+    assert not torch.equal(bench.replay(replace(batch, lora=(first, others))), expected)
+    pages.copy_(before)
+    hidden = bench.replay(batch)
+    assert bench.num_captures == 1
+    check_equal_step(bench, hidden, expected, expected_pages)
+    assert bench.graphs.find_shape(replace(batch, lora=(first, second, second))) is None
 
 
 @torch.inference_mode()
