@@ -361,7 +361,9 @@ class SchedulerBench:
         assert set(entries) == set(held), "an entry is no page of the sequence"
         # A sequence that waits for its adapters holds pages for its first chunk, which may be shortened later. An
         # overdue sequence holds all pages that it will ever need.
+        # Pages of rejected drafts are kept for the next tokens.
         is_exact = not sequence.residents and not sequence.is_starving
+        is_exact = is_exact and sequence.draft_state is None
         most = chunk.num_tokens if is_exact else sequence.max_chunk_tokens
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]

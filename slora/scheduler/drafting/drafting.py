@@ -94,7 +94,7 @@ class Drafting:
         num_free = min(
             self._config.max_num_batched_tokens - plan.num_tokens, self._config.max_num_seqs - num_rows
         )
-        if not work.decode_rows or num_free <= 0:
+        if not (work.decode_rows and num_rows) or num_free <= 0:
             return
         context_s = work.context_tokens * costs.context_token_s
         step_s = (
