@@ -14,7 +14,7 @@ TEST := $(VENV)/.installed-test
 COMPILED := $(VENV)/.compiled-for-tests
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
-AGENTS := $(VENV)-agents
+CLIENTS3 := $(VENV)-clients-openai3
 # Python compiles a module to bytecode when it is first imported. pip would compile all of them, on one core, and a server
 # imports a sixth.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -43,7 +43,7 @@ format: $(TEST) ## puts the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(COMPILED) $(CLIENTS)/.installed $(AGENTS)/.installed ## the same tests with large counts; up to an hour
+soak: $(COMPILED) $(CLIENTS)/.installed $(CLIENTS3)/.installed ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
@@ -57,7 +57,7 @@ demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m demo.train
 
 clean: ## removes what set-up made
-	rm -rf $(VENV) $(CLIENTS) .bench-peers *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS3) .bench-peers *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -81,8 +81,8 @@ $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
-$(AGENTS)/.installed: tests/clients/agents.txt
-$(CLIENTS)/.installed $(AGENTS)/.installed: | $(VENV)/bin/python
+$(CLIENTS3)/.installed: tests/clients/requirements-openai3.txt
+$(CLIENTS)/.installed $(CLIENTS3)/.installed: | $(VENV)/bin/python
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@

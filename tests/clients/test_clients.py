@@ -17,7 +17,9 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.tool_templates import HERMES
 
 CLIENTS = Path(os.environ.get("CLIENTS", f"{sys.prefix}-clients"))
-AGENTS = Path(os.environ.get("AGENTS", f"{sys.prefix}-agents"))
+CLIENTS3 = Path(os.environ.get("CLIENTS3", f"{sys.prefix}-clients-openai3"))
+# Packages that need the openai package from release 3 on.
+ON_OPENAI3 = ("agents", "langchain")
 # Scripts that use the base model, and scripts that call tools.
 SCRIPTS = sorted(Path(__file__).parent.glob("use_*.py"))
 CALLING_SCRIPTS = sorted(Path(__file__).parent.glob("call_*.py"))
@@ -33,7 +35,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def run_script(platform: Platform, script: Path, key: str) -> None:
-    python = (AGENTS if script.stem.endswith("_agents") else CLIENTS) / "bin" / "python"
+    is_new = any(package in script.stem for package in ON_OPENAI3)
+    python = (CLIENTS3 if is_new else CLIENTS) / "bin" / "python"
     assert python.exists(), f"{python} is missing: run `make soak`, which installs the clients"
     command = [str(python), "-P", str(script), platform.url + "/v1", key]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
