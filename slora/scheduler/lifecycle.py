@@ -21,15 +21,15 @@ from slora.pool.unified_paging import UnifiedPaging
 from slora.request import RequestUsage, StepOutput
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
-from slora.scheduler.fair_queue import FairQueue
-from slora.scheduler.fifo_queue import FifoQueue
 from slora.scheduler.grammar_waiting import GrammarWaiting
+from slora.scheduler.queues.fair_queue import FairQueue
+from slora.scheduler.queues.fifo_queue import FifoQueue
+from slora.scheduler.queues.waiting_queue import WaitingQueue
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler.unfinished_requests import UnfinishedRequests
-from slora.scheduler.waiting_queue import WaitingQueue
 from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.version import AdapterVersion

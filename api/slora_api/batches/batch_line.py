@@ -1,9 +1,8 @@
-"""The lines of a batch: reading and checking the input, and writing the answers, in OpenAI's format.
+"""The lines of a batch: reading the input and writing the answers, in OpenAI's format.
 
 An input line: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-A line that is not such an object makes the whole batch fail before anything is computed. A body that the endpoint
-refuses makes only its own line fail.
+A line that is not such an object fails alone, and so does a line whose body the endpoint refuses.
 """
 
 import hashlib
@@ -14,12 +13,11 @@ from typing import Any
 
 from slora_api.batches.batches import BatchProblem
 
-__all__ = ["MAX_LINES", "BatchLine", "check_lines", "read_lines", "write_failure", "write_response"]
+__all__ = ["MAX_LINES", "BatchLine", "count_lines", "read_lines", "write_failure", "write_response"]
 
 # As in OpenAI's API.
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 1 << 20
-_MAX_PROBLEMS = 100
 _MAX_ID_CHARS = 512
 _SHOWN_CHARS = 64
 # Fields of a body that make no sense in a batch.
@@ -28,12 +26,14 @@ _STREAMING = ("stream", "stream_options")
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """number: from 1, with blank lines counted. body: the request as JSON. refusal: why the line can't be computed."""
+    """number: from 1, with blank lines counted. custom_id: None if the line has none that is valid. body: the request
+    as JSON. problem: why the line can't be computed.
+    """
 
     number: int
-    custom_id: str
+    custom_id: str | None
     body: bytes
-    refusal: str | None = None
+    problem: BatchProblem | None = None
 
 
 class _Invalid(ValueError):
@@ -60,48 +60,37 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
         yield number + 1, None if is_long or len(rest) > MAX_LINE_BYTES else rest
 
 
-def check_lines(pieces: Iterable[bytes], endpoint: str) -> tuple[int, list[BatchProblem]]:
-    """Returns the number of lines, and what is wrong with the file."""
-    problems: list[BatchProblem] = []
-    seen: dict[bytes, int] = {}
+def count_lines(pieces: Iterable[bytes]) -> tuple[int, list[BatchProblem]]:
+    """Returns the number of lines, and what makes the whole batch fail."""
     count = 0
-    for number, raw in split_lines(pieces):
+    for _ in split_lines(pieces):
         count += 1
         if count > MAX_LINES:
             message = f"The file has more than {MAX_LINES} lines; divide it into several batches."
             return count, [BatchProblem("too_many_lines", message)]
-        try:
-            custom_id, _ = _parse(raw, endpoint)
-            digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-            if (first := seen.setdefault(digest, number)) != number:
-                raise _Invalid(
-                    "duplicate_custom_id",
-                    f"`custom_id` is {custom_id[:_SHOWN_CHARS]!r} in line {first} and in line {number}; give each line "
-                    "its own.",
-                    "custom_id",
-                )
-        except _Invalid as error:
-            problems.append(BatchProblem(error.code, error.message, number, error.param))
-            if len(problems) >= _MAX_PROBLEMS:
-                break
-    if not count:
-        problems.append(BatchProblem("empty_file", "The file has no lines."))
-    return count, problems
+    return count, [] if count else [BatchProblem("empty_file", "The file has no lines.")]
 
 
 def read_lines(pieces: Iterable[bytes], endpoint: str, skipped: Collection[int]) -> Iterator[BatchLine]:
-    """Yields the lines of a checked file, except those whose number is in `skipped`."""
+    """Yields the lines of a file, except those whose number is in `skipped`."""
+    # The digest of each custom_id -> the first line that has it.
+    seen: dict[bytes, int] = {}
     for number, raw in split_lines(pieces):
-        if number in skipped:
-            continue
-        custom_id, body = _parse(raw, endpoint)
-        refusal = None
-        if body.get("stream"):
-            refusal = "`stream` is true, but the answers of a batch are not streamed; omit it"
-        elif body.get("deadline_ms") is not None:
-            refusal = "`deadline_ms` is set, but the lines of a batch wait for idle capacity; omit it"
-        kept = {name: value for name, value in body.items() if name not in _STREAMING}
-        yield BatchLine(number, custom_id, json.dumps(kept, separators=(",", ":")).encode(), refusal)
+        line = _read_line(number, raw, endpoint, seen)
+        if number not in skipped:
+            yield line
+
+
+def _read_line(number: int, raw: bytes | None, endpoint: str, seen: dict[bytes, int]) -> BatchLine:
+    custom_id = None
+    try:
+        fields = _read_object(raw)
+        custom_id = _read_custom_id(fields, number, seen)
+        body = _read_body(fields, endpoint)
+    except _Invalid as error:
+        return BatchLine(number, custom_id, b"", BatchProblem(error.code, error.message, number, error.param))
+    kept = {name: value for name, value in body.items() if name not in _STREAMING}
+    return BatchLine(number, custom_id, json.dumps(kept, separators=(",", ":")).encode())
 
 
 def write_response(line: BatchLine, answer_id: str, status: int, request_id: str, body: bytes) -> bytes:
@@ -119,20 +108,19 @@ def write_response(line: BatchLine, answer_id: str, status: int, request_id: str
     )
 
 
-def write_failure(line: BatchLine, answer_id: str, code: str, message: str) -> bytes:
+def write_failure(line: BatchLine, answer_id: str, problem: BatchProblem) -> bytes:
     """One line of the error file, for a line that got no answer over HTTP."""
     values = {
         "id": answer_id,
         "custom_id": line.custom_id,
         "line": line.number,
         "response": None,
-        "error": {"code": code, "message": message},
+        "error": {"code": problem.code, "message": problem.message, "param": problem.param},
     }
     return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
-def _parse(raw: bytes | None, endpoint: str) -> tuple[str, dict[str, Any]]:
-    """Returns custom_id and body."""
+def _read_object(raw: bytes | None) -> dict[str, Any]:
     if raw is None:
         raise _Invalid(
             "line_too_long",
@@ -145,13 +133,30 @@ def _parse(raw: bytes | None, endpoint: str) -> tuple[str, dict[str, Any]]:
         raise _Invalid("invalid_json_line", f"The line is not JSON: {reason}.") from None
     if not isinstance(found, dict):
         raise _Invalid("invalid_json_line", "The line is not a JSON object.")
-    custom_id, method, url, body = (found.get(name) for name in ("custom_id", "method", "url", "body"))
+    return found
+
+
+def _read_custom_id(fields: dict[str, Any], number: int, seen: dict[bytes, int]) -> str:
+    custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARS or not _is_text(custom_id):
         raise _Invalid(
             "invalid_custom_id",
             f"`custom_id` must be a text of 1 to {_MAX_ID_CHARS} characters.",
             "custom_id",
         )
+    first = seen.setdefault(hashlib.blake2b(custom_id.encode(), digest_size=16).digest(), number)
+    if first != number:
+        raise _Invalid(
+            "duplicate_custom_id",
+            f"`custom_id` is {custom_id[:_SHOWN_CHARS]!r} in line {first} and in line {number}; give each line its "
+            "own.",
+            "custom_id",
+        )
+    return custom_id
+
+
+def _read_body(fields: dict[str, Any], endpoint: str) -> dict[str, Any]:
+    method, url, body = (fields.get(name) for name in ("method", "url", "body"))
     if method != "POST":
         raise _Invalid("invalid_method", f"`method` is {_show(method)}; it must be POST.", "method")
     if url != endpoint:
@@ -160,7 +165,19 @@ def _parse(raw: bytes | None, endpoint: str) -> tuple[str, dict[str, Any]]:
         )
     if not isinstance(body, dict):
         raise _Invalid("invalid_body", "`body` must be a JSON object.", "body")
-    return custom_id, body
+    if body.get("stream"):
+        raise _Invalid(
+            "invalid_request",
+            "`stream` is true, but the answers of a batch are not streamed; omit it.",
+            "stream",
+        )
+    if body.get("deadline_ms") is not None:
+        raise _Invalid(
+            "invalid_request",
+            "`deadline_ms` is set, but the lines of a batch wait for idle capacity; omit it.",
+            "deadline_ms",
+        )
+    return body
 
 
 def _is_text(text: str) -> bool:

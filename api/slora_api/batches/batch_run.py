@@ -1,4 +1,4 @@
-"""Works on one batch under a lease: checks the input, has each line answered, and writes the answers.
+"""Works on one batch under a lease: has each line of the input answered, and writes the answers.
 
 The input is read once from its start, and lines that have an answer already are skipped. Only the lines in flight are
 in memory. A line keeps its slot until its answer is durable.
@@ -15,7 +15,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import StoreUnavailable
-from slora_api.batches.batch_line import BatchLine, check_lines, read_lines, write_failure, write_response
+from slora_api.batches.batch_line import BatchLine, count_lines, read_lines, write_failure, write_response
 from slora_api.batches.batches import (
     Batch,
     Batches,
@@ -39,6 +39,9 @@ LEASE_S = 30.0
 _RENEW_S = 2.0
 _MAX_RETRY_S = 60.0
 _BUSY = (429, 503, 507)
+_EXPIRED = BatchProblem(
+    "batch_expired", "This request could not be executed before the completion window expired."
+)
 
 
 class BatchRun:
@@ -107,7 +110,7 @@ class BatchRun:
             return BatchStatus.CANCELLED, []
         if batch.status is BatchStatus.VALIDATING:
             count, problems = await asyncio.to_thread(
-                check_lines, self._batches.files.read(batch.input_file_id), batch.endpoint
+                count_lines, self._batches.files.read(batch.input_file_id)
             )
             if problems:
                 return BatchStatus.FAILED, problems
@@ -165,10 +168,8 @@ class BatchRun:
 
     async def _answer(self, line: BatchLine) -> LineAnswer:
         line_id = f"{self._batch.batch_id}-{line.number}"
-        if line.refusal is not None:
-            return LineAnswer(
-                line.number, write_failure(line, line_id, "invalid_request", line.refusal), True
-            )
+        if line.problem is not None:
+            return LineAnswer(line.number, write_failure(line, line_id, line.problem), True)
         while True:
             response, wait_s = await self._call(line, line_id)
             if wait_s is None:
@@ -203,12 +204,7 @@ class BatchRun:
             answers = [
                 LineAnswer(
                     line.number,
-                    write_failure(
-                        line,
-                        f"{batch.batch_id}-{line.number}",
-                        "batch_expired",
-                        "This request could not be executed before the completion window expired.",
-                    ),
+                    write_failure(line, f"{batch.batch_id}-{line.number}", _EXPIRED),
                     True,
                 )
                 for line in some

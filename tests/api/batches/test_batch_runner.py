@@ -16,7 +16,7 @@ from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
-from slora_api.batches.batch_line import check_lines, read_lines, split_lines
+from slora_api.batches.batch_line import count_lines, read_lines, split_lines
 from slora_api.batches.batches import Batch, Batches, BatchStatus, LeaseLost, LineAnswer
 from slora_api.batches.files import FileLimits, Files
 from slora_api.errors import InUse, NotFound
@@ -156,9 +156,9 @@ def test_lines_are_found_wherever_the_pieces_of_a_file_are_cut() -> None:
 
 
 def test_a_file_without_lines_and_one_with_too_many_are_refused() -> None:
-    assert check_lines([b"\n \n"], PATH)[1][0].code == "empty_file"
+    assert count_lines([b"\n \n"])[1][0].code == "empty_file"
     line = b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {}}\n'
-    count, problems = check_lines((line % number for number in range(50_001)), PATH)
+    count, problems = count_lines(line % number for number in range(50_001))
     assert (count, [one.code for one in problems]) == (50_001, ["too_many_lines"])
 
 

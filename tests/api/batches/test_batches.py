@@ -109,7 +109,7 @@ def check_usage(platform: Platform, key: str) -> None:
     assert (result["billed_input_tokens"], result["billed_output_tokens"]) == (prompt_tokens / 2, 3)
 
 
-def test_a_file_that_is_no_jsonl_fails_with_the_numbers_of_its_lines(platform: Platform) -> None:
+def test_each_broken_line_fails_alone_with_its_number(platform: Platform) -> None:
     client = sdk(platform, platform.key("acme"))
     lines = [
         line_of("a"),
@@ -123,20 +123,25 @@ def test_a_file_that_is_no_jsonl_fails_with_the_numbers_of_its_lines(platform: P
         b"[]",
         b'{"custom_id": "e' + b"e" * (1 << 20) + b'"}',
     ]
-    batch = wait_for(client, submit(client, lines).id, "failed")
-    assert batch.errors is not None and batch.errors.data is not None
-    assert [(one.code, one.line) for one in batch.errors.data] == [
-        ("invalid_json_line", 2),
-        ("duplicate_custom_id", 4),
-        ("invalid_url", 5),
-        ("invalid_method", 6),
-        ("invalid_custom_id", 7),
-        ("invalid_body", 8),
-        ("invalid_json_line", 9),
-        ("line_too_long", 10),
+    platform.engine.answers = [deltas_of(b"hi")]
+    batch = wait_for(client, submit(client, lines).id, "completed")
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (9, 1, 8)
+    (answered,) = read_answers(client, batch.output_file_id)
+    assert (answered["custom_id"], answered["line"]) == ("a", 1)
+    failed = sorted(read_answers(client, batch.error_file_id), key=lambda one: one["line"])
+    assert [(one["error"]["code"], one["line"], one["custom_id"]) for one in failed] == [
+        ("invalid_json_line", 2, None),
+        ("duplicate_custom_id", 4, None),
+        ("invalid_url", 5, "b"),
+        ("invalid_method", 6, "c"),
+        ("invalid_custom_id", 7, None),
+        ("invalid_body", 8, "d"),
+        ("invalid_json_line", 9, None),
+        ("line_too_long", 10, None),
     ]
-    assert "in line 1 and in line 4" in (batch.errors.data[1].message or "")
-    assert not platform.engine.requests and batch.output_file_id is None
+    assert "in line 1 and in line 4" in failed[1]["error"]["message"]
+    assert len(platform.engine.requests) == 1
 
 
 def test_a_cancelled_batch_keeps_its_answers_and_aborts_its_lines(platform: Platform) -> None:

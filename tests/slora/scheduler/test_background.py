@@ -11,10 +11,10 @@ from slora.cost_model import StepWork
 from slora.pool.tenant_account import TenantAccounts
 from slora.request import StepOutput
 from slora.scheduler.background_budget import MAX_GROWTH, BackgroundBudget
-from slora.scheduler.fair_queue import FairQueue
-from slora.scheduler.fifo_queue import FifoQueue
 from slora.scheduler.load_budget import LoadBudget
-from slora.scheduler.waiting_queue import WaitingQueue
+from slora.scheduler.queues.fair_queue import FairQueue
+from slora.scheduler.queues.fifo_queue import FifoQueue
+from slora.scheduler.queues.waiting_queue import WaitingQueue
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.queueing import make_sequence

@@ -7,7 +7,7 @@ from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccounts
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
-from slora.scheduler.fair_queue import FairQueue
+from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.sequence import Sequence
 from slora.tenant_share import TenantShare
 

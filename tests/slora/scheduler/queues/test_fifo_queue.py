@@ -1,6 +1,6 @@
 """First come, first served, whichever tenant sends the request."""
 
-from slora.scheduler.fifo_queue import FifoQueue
+from slora.scheduler.queues.fifo_queue import FifoQueue
 from slora.tenant_share import TenantShare
 from tests.support.queueing import make_sequence, make_tenant
 
