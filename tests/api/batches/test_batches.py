@@ -286,8 +286,8 @@ def test_the_command_line_submits_a_batch_and_prints_its_answers(platform: Platf
     (failed,) = map(json.loads, run("output", batch["id"], "--errors").splitlines())
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("second", 400)
     assert f"{batch['id']}  completed  1 + 1 of 2" in run("list")
-    path.write_bytes(b"no json\n")
-    assert "line 1: The line is not JSON" in run("submit", str(path), "--wait")
+    path.write_bytes(b"\n")
+    assert "The file has no lines" in run("submit", str(path), "--wait")
     refused = run_command("batch", "cancel", batch["id"], **variables)
     assert refused.returncode == 1 and "is completed, so it cannot be cancelled" in refused.stderr
 
