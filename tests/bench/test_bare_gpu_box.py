@@ -21,6 +21,7 @@ NOT_THERE = (
 # These talk to a server, which there is none of.
 OF_A_SERVER = (
     "adapter_depot",
+    "batches",
     "cold_start",
     "live_platform",
     "load_storm",
