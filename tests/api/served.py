@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.api.platform import bearer
+from tests.support.child_processes import find_children
 from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import make_model, write_model
 
@@ -123,9 +124,8 @@ class Served:
         wait_for(lambda: self.metric(name) == value or None, self.alive)
 
     def child(self, module: str) -> psutil.Process:
-        """The child process that runs `module`."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if module in child.cmdline())
+        """The child process that runs `module`. Raises StopIteration if there is none."""
+        return next(iter(find_children(module, self.process.pid)))
 
     def kill_everything(self) -> None:
         """Sends SIGKILL to the children first, then to the server, so that no process can complete any work."""

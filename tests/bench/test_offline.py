@@ -18,6 +18,7 @@ from bench.contenders.answering import Run, Setup
 from bench.engine_footprint import read_pss_bytes
 from bench.floor import adapter_numbers, adapters_s, single_step_s
 from bench.machine_rates import MachineRates, RateMeter
+from bench.prompt_lookup import compare_answers
 from bench.step_clock import REST, StepClock, Timed
 from bench.step_profile import EXPAND, PARTS, SHRINK, Scene, profile_rows, timed_functions
 from bench.stepped_engine import SteppedEngine
@@ -258,3 +259,11 @@ def test_adapters_that_do_not_fit_in_memory_are_left_out_and_reported(tmp_path: 
         r"not measured: weights, pool and 200000 adapters take \d+\.\d GB of memory, and ",
         str(row["version"]),
     )
+
+
+def test_prompt_lookup_is_compared_on_the_same_answers(kit: ModelKit) -> None:
+    settings = {**_SETTINGS, "pool_bytes": kit.pool_bytes(64)}
+    plain = SteppedEngine(kit.directory, [], settings)
+    drafting = SteppedEngine(kit.directory, [], {**settings, "prompt_lookup_tokens": 8})
+    row = compare_answers(plain, drafting, [[1, 2, 3] * 4, [5, 6]], 0.0, 1)
+    assert row["margin"] < 1e-4 and row["ratio"] == row["drafting tokens/s"] / row["plain tokens/s"]

@@ -26,6 +26,7 @@ from slora_api.errors import InspectionFailed
 from tests.adapters.hand_made import SHAPE, make_members, write_directory
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.child_processes import find_children
 
 MIB = 1 << 20
 
@@ -53,7 +54,7 @@ def inspect(directory: Path, source: Path, bounds: InspectionBounds, **limits: i
 
 
 def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "inspection_process" in " ".join(one.cmdline())]
+    return find_children("inspection_process")
 
 
 def test_an_upload_over_the_cpu_bound_is_refused(tmp_path: Path, slow: Path) -> None:

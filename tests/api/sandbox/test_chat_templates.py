@@ -22,6 +22,7 @@ from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess
 from tests.adapters.hand_made import make_members
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of
+from tests.support.child_processes import find_children
 from tests.support.slow_callbacks import BOUND_MS, recording
 
 MESSAGES = [{"role": "user", "content": "hi ünï"}]
@@ -59,8 +60,7 @@ def render(template: str | None) -> str:
 
 
 def renderers() -> list[psutil.Process]:
-    found = psutil.Process().children()
-    return [one for one in found if "template_process" in " ".join(one.cmdline())]
+    return find_children("template_process")
 
 
 @pytest.fixture

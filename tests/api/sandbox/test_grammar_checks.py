@@ -12,6 +12,7 @@ from slora.structured_output import StructuredOutput
 from slora_api.errors import TenantBusy
 from slora_api.sandbox import grammar_checks
 from slora_api.sandbox.grammar_checks import GrammarChecks
+from tests.support.child_processes import find_children
 
 T = TypeVar("T")
 FINE = StructuredOutput.choice(["yes", "no"], "guided_choice")
@@ -40,8 +41,7 @@ def with_checks(use: Callable[[GrammarChecks], Awaitable[T]], compile_cpu_s: flo
 
 
 def compilers() -> list[psutil.Process]:
-    found = psutil.Process().children()
-    return [one for one in found if "grammar_process" in " ".join(one.cmdline())]
+    return find_children("grammar_process")
 
 
 def test_a_form_is_compiled_once_for_all_tenants() -> None:

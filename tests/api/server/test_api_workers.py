@@ -30,6 +30,7 @@ from tests.api.served import (
     wait_for,
 )
 from tests.api.server.test_server import upload
+from tests.support.child_processes import find_children
 
 MAX_PER_TENANT = 4
 
@@ -82,8 +83,7 @@ class Connection:
 
 
 def workers(server: Served) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [child for child in children if "slora_api.server.api_process" in child.cmdline()]
+    return find_children("slora_api.server.api_process", server.process.pid)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from tests.api.conftest import Kit
 from tests.api.served import Served, serving, wait_for
+from tests.support.child_processes import find_children
 
 _NUM_LINES = 10_000
 # The parts of the batch after which something is killed.
@@ -67,8 +68,7 @@ def check_batch(kit: Kit, tmp_path: Path, num_lines: int) -> None:
 
 def workers(served: Served) -> list[psutil.Process]:
     """The API workers."""
-    children = psutil.Process(served.process.pid).children(recursive=True)
-    return [child for child in children if "slora_api.server.api_process" in child.cmdline()]
+    return find_children("slora_api.server.api_process", served.process.pid)
 
 
 def read_batch(client: httpx.Client, batch_id: str) -> dict[str, object] | None:
