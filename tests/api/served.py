@@ -125,7 +125,7 @@ class Served:
 
     def child(self, module: str) -> psutil.Process:
         """The child process that runs `module`. Raises StopIteration if there is none."""
-        return next(iter(find_children(module, self.process.pid)))
+        return next(iter(find_children(module, self.process.pid, recursive=True)))
 
     def kill_everything(self) -> None:
         """Sends SIGKILL to the children first, then to the server, so that no process can complete any work."""
