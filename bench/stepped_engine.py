@@ -9,7 +9,7 @@ from slora import SamplingParams
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, StepOutput, TokenDelta, WeightedAdapter, compose_adapters
+from slora.request import EngineRequest, StepOutput, WeightedAdapter, compose_adapters
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
 
@@ -53,15 +53,6 @@ class SteppedEngine:
             names.append(request.request_id)
         self._unfinished += names
         return names
-
-    def score_next(self, prompt: list[int]) -> list[TokenDelta]:
-        """Computes the next token of a prompt of the base model, with the log-probabilities of the two best."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, ignore_eos=True)
-        self.engine.add(EngineRequest(str(next(self._numbers)), "bench", prompt, (), params))
-        deltas = []
-        while self.engine.num_unfinished:
-            deltas += [output.delta for output in self.step() if output.delta is not None]
-        return deltas
 
     def step(self) -> list[StepOutput]:
         """Raises what ended a request."""

@@ -10,6 +10,9 @@ from slora.weights.packed_weight import PackedWeight, pack_weight
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
+# One bfloat16 row of more elements is summed in another order than several rows.
+_MAX_ALONE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
@@ -42,17 +45,24 @@ class Linear:
 
 
 def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] -> [T, out]: x W^T + b. Where it is cheap, one row is rounded as it would be in a batch of rows.
+    """x [T, in] -> [T, out]: x W^T + b.
 
-    Measured with oneDNN on AVX-512: a row has the same bits in batches of 2 to 513 rows. Alone it differs if it is
-    bfloat16 with a plain weight, or float32 with a packed weight. In these cases one row is computed as two, which
-    takes no longer. With a plain float32 weight, the bits for 1, 2 and 3 rows all differ from those for more rows. One
-    row is computed alone nevertheless, because four rows take twice as long.
+    One row is rounded as it would be in a batch of rows, except with a plain float32 weight.
+
+    Measured with oneDNN on AVX-512: a row has the same bits in batches of 2 to 513 rows. Where it would differ alone,
+    it is computed as two rows. That takes up to 16% longer with a packed bfloat16 weight, and no longer otherwise. With
+    a plain float32 weight, the bits for 1, 2 and 3 rows all differ from those for more rows. One row is computed alone
+    nevertheless, because four rows take twice as long.
     """
-    is_packed = isinstance(weight, PackedWeight)
-    if len(x) == 1 and x.device.type == "cpu" and x.dtype is (torch.float32 if is_packed else torch.bfloat16):
+    if len(x) == 1 and x.device.type == "cpu" and _differs_alone(x, isinstance(weight, PackedWeight)):
         return _multiply(x.repeat(2, 1), weight, bias)[:1]
     return _multiply(x, weight, bias)
+
+
+def _differs_alone(x: Tensor, is_packed: bool) -> bool:
+    if x.dtype is torch.bfloat16:
+        return not is_packed or x.shape[1] > _MAX_ALONE
+    return is_packed and x.dtype is torch.float32
 
 
 def _multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
