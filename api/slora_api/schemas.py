@@ -63,7 +63,6 @@ __all__ = [
     "GenerationFields",
     "Limit",
     "LoadLoraRequest",
-    "Metadata",
     "NewBatchRequest",
     "NewKeyRequest",
     "NewTenantRequest",
@@ -155,12 +154,36 @@ def _as_list(value: Any) -> Any:
 
 
 # OpenAI's bounds.
-Metadata = Annotated[
-    dict[
-        Annotated[Text, Field(max_length=64)],
-        Annotated[Text, Field(max_length=512)],
-    ],
-    Field(max_length=16),
+_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
+
+
+def _check_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > _MAX_PAIRS:
+        raise make_refusal(
+            "it has {count} pairs, and at most {limit} are accepted; send fewer",
+            count=len(value),
+            limit=_MAX_PAIRS,
+        )
+    if any(len(name) > _MAX_KEY_CHARS or len(text) > _MAX_VALUE_CHARS for name, text in value.items()):
+        raise make_refusal(
+            "it has a key or a value that is too long; keys have at most {key} characters and values at most {value}",
+            key=_MAX_KEY_CHARS,
+            value=_MAX_VALUE_CHARS,
+        )
+    return value
+
+
+_Metadata = Annotated[
+    dict[Text, Text],
+    AfterValidator(_check_metadata),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": _MAX_PAIRS,
+            "propertyNames": {"maxLength": _MAX_KEY_CHARS},
+            "additionalProperties": {"type": "string", "maxLength": _MAX_VALUE_CHARS},
+        }
+    ),
 ]
 
 
@@ -236,7 +259,7 @@ class AnswerFields(BaseModel):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    metadata: Metadata | None = None
+    metadata: _Metadata | None = None
     request_id: Name | None = None
     priority: int | None = None
     deadline_ms: int | None = None
@@ -745,26 +768,6 @@ class AliasMove(BaseModel):
     follows_pushes: bool = False
 
 
-def _check_metadata(value: dict[str, str] | None) -> dict[str, str] | None:
-    if value is not None and len(value) > _MAX_PAIRS:
-        raise PydanticCustomError("too_long", "has {count} pairs; it may have at most {most}", {
-            "count": len(value), "most": _MAX_PAIRS,
-        })  # fmt: skip
-    for name, text in (value or {}).items():
-        if len(name) > _MAX_KEY_CHARS or len(text) > _MAX_VALUE_CHARS:
-            raise PydanticCustomError(
-                "too_long",
-                "has a key or a value that is too long; keys have at most {key} characters and values at most {value}",
-                {"key": _MAX_KEY_CHARS, "value": _MAX_VALUE_CHARS},
-            )
-    return value
-
-
-# As in OpenAI's API.
-_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
-_Metadata = Annotated[dict[Text, Text] | None, AfterValidator(_check_metadata)]
-
-
 class NewBatchRequest(BaseModel):
     """POST /v1/batches.
 
@@ -777,7 +780,7 @@ class NewBatchRequest(BaseModel):
     input_file_id: Text
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
-    metadata: _Metadata = None
+    metadata: _Metadata | None = None
     output_expires_after: Annotated[Any, Unsupported(None)] = None
 
 
