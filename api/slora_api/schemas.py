@@ -21,7 +21,6 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from slora.request import MAX_ADAPTER_WEIGHT
 from slora.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
@@ -98,10 +97,9 @@ def _check_prompt(value: Any, info: ValidationInfo) -> Any:
         return value
     if kinds == {list} and all(items) and set().union(*(map(type, item) for item in items)) == {int}:
         return value
-    raise PydanticCustomError(
-        "invalid_value",
+    raise make_refusal(
         "`{param}` must be a string, a list of token ids, or a list of either, and not empty.",
-        {"param": info.field_name},
+        param=info.field_name,
     )
 
 
@@ -120,7 +118,7 @@ def _read_content(value: Any, info: ValidationInfo) -> Any:
     if value is None:
         if info.data.get("role") == "assistant":
             return ""
-        raise PydanticCustomError("invalid_value", "is required unless the role is `assistant`")
+        raise make_refusal("is required unless the role is `assistant`")
     return join_text_parts(value, "messages", {"text"})
 
 
@@ -132,10 +130,10 @@ def _check_bias(value: Any) -> Any:
         isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10 for token in value
     ):
         return {int(token): bias for token, bias in value.items()}
-    raise PydanticCustomError(
-        "invalid_value",
+    raise make_refusal(
         "`logit_bias` must be an object whose keys are token ids, such as {example}.",
-        {"param": "logit_bias", "example": '{"42": -100}'},
+        param="logit_bias",
+        example='{"42": -100}',
     )
 
 
@@ -319,16 +317,12 @@ class GenerationFields(AnswerFields, OutputFields):
     @model_validator(mode="after")
     def _what_needs_a_stream_and_what_forbids_it(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "invalid_value",
-                "`stream_options` is only allowed with `stream: true`.",
-                {"param": "stream_options"},
+            raise make_refusal(
+                "`stream_options` is only allowed with `stream: true`.", param="stream_options"
             )
         if self.prompt_logprobs is not None and self.stream:
-            raise PydanticCustomError(
-                "invalid_value",
-                "`prompt_logprobs` is not allowed with `stream: true`.",
-                {"param": "prompt_logprobs"},
+            raise make_refusal(
+                "`prompt_logprobs` is not allowed with `stream: true`.", param="prompt_logprobs"
             )
         return self
 
@@ -407,10 +401,9 @@ class EmbeddingRequest(BaseModel):
     @model_validator(mode="after")
     def _one_choice_of_norm(self) -> Self:
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
-            raise PydanticCustomError(
-                "invalid_value",
+            raise make_refusal(
                 "`normalize` and `use_activation` contradict each other; send only one of them.",
-                {"param": "normalize"},
+                param="normalize",
             )
         return self
 
@@ -455,14 +448,11 @@ class ChatMessage(BaseModel):
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> Self:
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise PydanticCustomError(
-                "invalid_value", "must have `tool_call_id` with the role `tool`, and with no other role"
-            )
+            raise make_refusal("must have `tool_call_id` with the role `tool`, and with no other role")
         if self.role != "assistant" and (self.tool_calls or self.reasoning or self.reasoning_content):
-            raise PydanticCustomError(
-                "invalid_value",
+            raise make_refusal(
                 "has the role `{role}`; only a message of the assistant has calls and reasoning",
-                {"role": self.role},
+                role=self.role,
             )
         return self
 
@@ -515,10 +505,9 @@ class TemplateFields(BaseModel):
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise PydanticCustomError(
-                "invalid_value",
+            raise make_refusal(
                 "`continue_final_message` and `add_generation_prompt` contradict each other; send only one of them.",
-                {"param": "continue_final_message"},
+                param="continue_final_message",
             )
         return self
 
@@ -611,19 +600,14 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     def _fields_that_depend_on_each_other(self) -> Self:
         check_tool_choice(self.tool_choice, self.tools)
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(
-                "invalid_value",
-                "`top_logprobs` is only allowed with `logprobs: true`.",
-                {"param": "top_logprobs"},
-            )
+            raise make_refusal("`top_logprobs` is only allowed with `logprobs: true`.", param="top_logprobs")
         if (
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
         ):
-            raise PydanticCustomError(
-                "invalid_value",
+            raise make_refusal(
                 "`max_tokens` and `max_completion_tokens` contradict each other; send only one of them.",
-                {"param": "max_tokens"},
+                param="max_tokens",
             )
         return self
 
@@ -642,9 +626,7 @@ class TokenizeRequest(ChatTemplateFields):
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(
-                "invalid_value", "Send either `prompt` or `messages`.", {"param": "prompt"}
-            )
+            raise make_refusal("Send either `prompt` or `messages`.", param="prompt")
         return self
 
 
@@ -744,10 +726,9 @@ def _check_targets(value: Any) -> Any:
         for number in value
     ):
         return {int(number): weight for number, weight in value.items()}
-    raise PydanticCustomError(
-        "invalid_value",
+    raise make_refusal(
         "must be an object that maps version numbers to percentages, such as {example}",
-        {"example": '{"3": 90, "4": 10}'},
+        example='{"3": 90, "4": 10}',
     )
 
 
