@@ -54,6 +54,7 @@ from slora.errors import (
     StepFailed,
     UsageJournalFull,
 )
+from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
@@ -508,4 +509,8 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
             param,
             "missing_parameter",
         )
-    return f"`{param}`: {first['msg']}." if param else f"{first['msg']}.", param, None
+    text = first["msg"]
+    # The text of pydantic's own errors does not show the value.
+    if text.startswith("Input should be ") and "input" in first:
+        text = f"{text}, but it is {abbreviate(first['input'])}"
+    return f"`{param}`: {text}." if param else f"{text}.", param, None

@@ -205,6 +205,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "must have `name`", "text.format"),
     ({"text": {"format": {"type": "json_object", "schema": {}}}}, "must have `schema` with", "text.format"),
     ({"text": {"format": {"type": "grammar"}}}, "Input should be 'text'", "text.format.type"),
+    ({"text": {"format": {"type": "grammar"}}}, "'json_schema', but it is 'grammar'.", "text.format.type"),
+    ({"max_output_tokens": "5"}, "valid integer, but it is '5'.", "max_output_tokens"),
     ({"stream_options": {}}, "only allowed with `stream: true`", "stream_options"),
     ({"metadata": {"a": 1}}, "valid string", "metadata.a"),
 ]  # fmt: skip
