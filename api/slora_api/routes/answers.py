@@ -1,6 +1,7 @@
-"""What the routes that generate answers share: their errors, the look-up of the model, and the maker of prompts."""
+"""What the routes that compute answers share: their errors, the look-up of the model, and the steps to an answer."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from fastapi import Request, Response
 
@@ -13,17 +14,21 @@ from slora.errors import (
     UsageJournalFull,
 )
 from slora_adapters.errors import AdapterCorrupt
+from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.errors import ModelNotFound
-from slora_api.generation.prompts import PromptMaker
+from slora_api.generation.answer_format import AnswerFormat, Usage
+from slora_api.generation.answering import answer_request
+from slora_api.generation.prompts import Prompt, PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.generation.sse import unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services
 from slora_api.schemas import AnswerFields, EmbeddingRequest
 from slora_api.tenants.key_record import KeyRecord
 
-__all__ = ["ANSWER_ERRORS", "answer_with", "prompt_maker"]
+__all__ = ["ANSWER_ERRORS", "Prepared", "answer_prompts", "answer_with", "prompt_maker"]
 
 # The codes of AdapterFetchFailed are those of ModelNotFound, StoreUnavailable and AdapterCorrupt.
 ANSWER_ERRORS = errors(
@@ -40,6 +45,9 @@ ANSWER_ERRORS = errors(
 
 # Identifies the user of a request without the field `user`. If an alias splits requests, a user stays with one version.
 _SESSION_HEADER = "x-session-id"
+
+# The prompts of a request, and the form of its answer.
+Prepared = tuple[list[Prompt], AnswerFormat]
 
 
 async def answer_with(
@@ -71,3 +79,34 @@ def prompt_maker(
     generator = services.generator
     tokenizer = services.prompt_tokenizer(terms.tenant, meter, model)
     return PromptMaker(terms, tokenizer, services.grammars, generator.limiter, generator.engine_info())
+
+
+async def answer_prompts(
+    request: Request,
+    body: AnswerFields,
+    key: KeyRecord,
+    meter: RequestMeter,
+    services: Services,
+    prepare: Callable[[PromptMaker, ServedModel], Coroutine[Any, Any, Prepared]],
+) -> Response:
+    """Finds the model, makes the prompts, and answers them. prepare: may be called twice, see `answer_with`."""
+    terms, generator = ServiceTerms.of(key, body, request), services.generator
+
+    async def answer(model: ServedModel) -> Response:
+        maker = prompt_maker(terms, meter, services, model)
+        prompts, shape = await unless_disconnected(request.receive, prepare(maker, model))
+        syntax = None if prompts[0].sampling.use_beam_search else prompts[0].syntax
+        return await answer_request(
+            request,
+            body,
+            generator,
+            meter,
+            generator.open_answers(terms, model, prompts),
+            Usage(sum(len(prompt.token_ids) for prompt in prompts), ReasoningCounter.of(syntax)),
+            shape,
+            echoes=[prompt.echo for prompt in prompts if prompt.echo is not None],
+            headers=model.headers,
+            writing=services.writing,
+        )
+
+    return await answer_with(request, body, key, services, answer)
