@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from slora.engine_config import EngineConfig
+from slora.request import FinishReason
 from slora.text.generation_defaults import GenerationDefaults
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
@@ -70,7 +71,7 @@ from slora_api.tenants.usage_report import UsageReport
 from slora_api.tenants.usage_shipper import UsageShipper
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
-from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
+from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
 from tests.support.migrated_file import write_migrated_database
 
 ADMIN_KEY = "the-operators-own-key"
@@ -107,6 +108,15 @@ class Platform:
     engine: ScriptedEngine
     services: Services
     directory: Path
+
+    def says(self, text: str, reason: FinishReason = FinishReason.STOP) -> None:
+        """Makes the text the answer to every request."""
+        self.engine.answers = [deltas_of(text.encode(), reason)]
+
+    def last_prompt(self) -> str:
+        """The text of the last prompt that the engine received."""
+        ids = self.engine.requests[-1].prompt_token_ids
+        return b"".join(b"<eos>" if token == EOS else bytes([token]) for token in ids).decode()
 
     def client(self, key: str) -> httpx.Client:
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.

@@ -126,6 +126,14 @@ class ScriptedEngine:
             SHAPE,
         )
 
+    def reset(self, *answers: Sequence[TokenDelta | Exception]) -> None:
+        """Sets the answers of the next test, and undoes what the tests before it changed."""
+        self.answers, self.embeddings = answers, embed
+        self.hang, self.ready, self.on_request = False, True, lambda request: None
+        self.requests.clear()
+        self.aborted.clear()
+        self.ended.clear()
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         if request.tenant == CANARY_TENANT:
             for item in self.canary(request):

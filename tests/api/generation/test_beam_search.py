@@ -260,9 +260,7 @@ def test_a_search_that_misses_its_deadline_is_a_503_and_frees_its_pages(server: 
 @pytest.fixture
 def scripted(shared: Platform) -> Platform:
     """An engine with answers that the test chooses, for at most 8 sequences at once."""
-    shared.engine.answers, shared.engine.hang = [found()], False
-    shared.engine.requests.clear()
-    shared.engine.aborted.clear()
+    shared.engine.reset(found())
     return shared
 
 

@@ -48,12 +48,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    """The shared server, with its scripted engine reset."""
-    engine = shared.engine
-    engine.answers, engine.hang, engine.ready, engine.max_model_len = [deltas_of(b"Hi!")], False, True, 64
-    engine.requests.clear()
-    engine.aborted.clear()
-    engine.ended.clear()
+    shared.engine.reset(deltas_of(b"Hi!"))
+    shared.engine.max_model_len = 64
     return shared
 
 

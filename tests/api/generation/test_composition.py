@@ -34,8 +34,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    shared.engine.answers = [deltas_of(b"sum")]
-    shared.engine.requests.clear()
+    shared.engine.reset(deltas_of(b"sum"))
     return shared
 
 

@@ -40,11 +40,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    """The shared server, with its scripted engine reset."""
-    engine = shared.engine
-    engine.embeddings, engine.hang, engine.on_request = embed, False, lambda request: None
-    engine.requests.clear()
-    engine.aborted.clear()
+    shared.engine.reset()
     return shared
 
 

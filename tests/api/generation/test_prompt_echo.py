@@ -26,10 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    """The shared server, with its scripted engine reset."""
-    shared.engine.answers = [deltas_of(b"Hi!")]
-    shared.engine.requests.clear()
-    shared.engine.aborted.clear()
+    shared.engine.reset(deltas_of(b"Hi!"))
     return shared
 
 

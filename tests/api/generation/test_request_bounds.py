@@ -48,8 +48,7 @@ def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 def platform(shared: Platform, recorder: Recorder) -> Platform:
     """The shared server, with its scripted engine and its recorder reset."""
-    shared.engine.answers = [deltas_of(b"Hi!")]
-    shared.engine.requests.clear()
+    shared.engine.reset(deltas_of(b"Hi!"))
     recorder.found.clear()
     return shared
 

@@ -14,7 +14,7 @@ from slora.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
 from tests.api.generation.test_completions import wait_until
 from tests.api.platform import Platform, post, running_platform
-from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
+from tests.api.scripted_engine import EOS, ScriptedEngine
 from tests.support.tool_templates import QWEN3
 
 PATH = "/v1/responses"
@@ -70,19 +70,10 @@ def client(shared: Platform, key: str) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def says(platform: Platform, text: str, reason: FinishReason = FinishReason.STOP) -> None:
-    platform.engine.answers = [deltas_of(text.encode(), reason)]
-
-
-def prompt(platform: Platform) -> str:
-    ids = platform.engine.requests[-1].prompt_token_ids
-    return b"".join(b"<eos>" if token == EOS else bytes([token]) for token in ids).decode()
-
-
 def test_an_answer_repeats_the_request_and_has_the_values_that_were_used(
     platform: Platform, client: openai.OpenAI
 ) -> None:
-    says(platform, "Hi!")
+    platform.says("Hi!")
     answer = client.responses.create(
         model="base",
         input="hello",
@@ -104,16 +95,16 @@ def test_an_answer_repeats_the_request_and_has_the_values_that_were_used(
     assert (answer.temperature, answer.top_p, answer.metadata) == (0.5, 1.0, {"a": "b"})
     assert (answer.user, answer.safety_identifier, answer.prompt_cache_key) == ("ada", "s", "p")
     assert (answer.tools, answer.tool_choice, answer.parallel_tool_calls) == ([], "auto", True)
-    assert answer.usage is not None and answer.usage.input_tokens == len(prompt(platform))
+    assert answer.usage is not None and answer.usage.input_tokens == len(platform.last_prompt())
     assert answer.usage.output_tokens == 4 and answer.usage.output_tokens_details.reasoning_tokens == 0
     assert answer.usage.total_tokens == answer.usage.input_tokens + 4
-    assert prompt(platform) == "[system]Be brief.[user]hello"
+    assert platform.last_prompt() == "[system]Be brief.[user]hello"
     sampling = platform.engine.requests[-1].sampling
     assert (sampling.temperature, sampling.max_tokens) == (0.5, 16)
 
 
 def test_the_events_of_a_stream_come_in_openais_order(platform: Platform, client: openai.OpenAI) -> None:
-    says(platform, f"<think>\nHm.\n</think>\n\nSo:\n{CALL}")
+    platform.says(f"<think>\nHm.\n</think>\n\nSo:\n{CALL}")
     events = list(client.responses.create(**BODY, tools=[WEATHER], stream=True))  # type: ignore[call-overload]
     kinds = [event.type.removeprefix("response.") for event in events]
     assert list(dict.fromkeys(kinds)) == [
@@ -143,7 +134,7 @@ def test_tools_are_called_and_answered_over_several_turns(platform: Platform, cl
         openai.pydantic_function_tool(GetWeather, name="get_weather")["function"] | {"type": "function"}
     ]
     items: list[Any] = [{"role": "user", "content": "hi"}]
-    says(platform, f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
+    platform.says(f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
     answer = client.responses.create(model="qwen", input=items, tools=tools, store=False)
     items += answer.output
     calls = [item for item in answer.output if isinstance(item, ResponseFunctionToolCall)]
@@ -151,19 +142,19 @@ def test_tools_are_called_and_answered_over_several_turns(platform: Platform, cl
     items += [
         {"type": "function_call_output", "call_id": call.call_id, "output": "20 degrees"} for call in calls
     ]
-    says(platform, "It is warm.")
+    platform.says("It is warm.")
     with client.responses.stream(model="qwen", input=items, tools=tools) as stream:
         last = stream.get_final_response()
     assert last.output_text == "It is warm."
     said = "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nLet me see." + f"\n{CALL}" * 2 + "<|im_end|>\n"
-    assert said + "<|im_start|>tool\n20 degrees<|im_end|>\n" * 2 in prompt(platform)
+    assert said + "<|im_start|>tool\n20 degrees<|im_end|>\n" * 2 in platform.last_prompt()
     # Items of the stream helper have further fields.
     client.responses.create(model="qwen", input=[*items, *last.output, *items[:1]], tools=tools)
-    assert "It is warm.<|im_end|>\n<|im_start|>user\nhi" in prompt(platform)
+    assert "It is warm.<|im_end|>\n<|im_start|>user\nhi" in platform.last_prompt()
 
 
 def test_a_pydantic_model_is_the_form_of_the_answer(platform: Platform, client: openai.OpenAI) -> None:
-    says(platform, '<think>Hm.</think>{"name": "Ulm"}')
+    platform.says('<think>Hm.</think>{"name": "Ulm"}')
     answer = client.responses.parse(model="qwen", input="hi", text_format=City)
     assert answer.output_parsed == City(name="Ulm")
     form = platform.engine.requests[-1].sampling.structured_output
@@ -179,7 +170,7 @@ def test_a_pydantic_model_is_the_form_of_the_answer(platform: Platform, client: 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
 def test_a_required_call_is_held_to_a_grammar(platform: Platform, key: str, choice: Any) -> None:
-    says(platform, CALL)
+    platform.says(CALL)
     answer = post(platform, key, PATH, BODY | {"tools": [WEATHER], "tool_choice": choice}).json()
     assert answer["tool_choice"] == choice and answer["tools"] == [WEATHER]
     assert [item["type"] for item in answer["output"]] == ["function_call"] and answer[
@@ -190,13 +181,13 @@ def test_a_required_call_is_held_to_a_grammar(platform: Platform, key: str, choi
 
 
 def test_a_disabled_second_call_is_left_out(platform: Platform, key: str) -> None:
-    says(platform, CALL + CALL)
+    platform.says(CALL + CALL)
     answer = post(platform, key, PATH, BODY | {"tools": [WEATHER], "parallel_tool_calls": False}).json()
     assert len(answer["output"]) == 1 and answer["parallel_tool_calls"] is False
 
 
 def test_a_call_that_max_output_tokens_cuts_off_is_incomplete(platform: Platform, key: str) -> None:
-    says(platform, CALL[:-25], FinishReason.LENGTH)
+    platform.says(CALL[:-25], FinishReason.LENGTH)
     body = BODY | {"tools": [WEATHER], "max_output_tokens": 20}
     answer = post(platform, key, PATH, body).json()
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -281,7 +272,7 @@ def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
 def test_the_reasoning_of_a_chat_is_counted_by_the_same_means(
     platform: Platform, client: openai.OpenAI
 ) -> None:
-    says(platform, "<think>Hm.</think>Hi")
+    platform.says("<think>Hm.</think>Hi")
     messages: Any = [{"role": "user", "content": "hi"}]
     usage = client.chat.completions.create(model="qwen", messages=messages).usage
     assert usage is not None and usage.completion_tokens_details is not None

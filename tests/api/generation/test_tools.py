@@ -52,10 +52,6 @@ def key(shared: Platform) -> str:
     return shared.key("acme")
 
 
-def says(platform: Platform, text: str, reason: FinishReason = FinishReason.STOP) -> None:
-    platform.engine.answers = [deltas_of(text.encode(), reason)]
-
-
 def ask(platform: Platform, key: str, **fields: Any) -> Any:
     return post(platform, key, CHAT, BODY | fields).json()
 
@@ -66,13 +62,8 @@ def stream(platform: Platform, key: str, **fields: Any) -> list[Any]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def prompt(platform: Platform) -> str:
-    ids = platform.engine.requests[-1].prompt_token_ids
-    return b"".join(b"<eos>" if token == EOS else bytes([token]) for token in ids).decode()
-
-
 def test_a_call_has_openais_shape(platform: Platform, key: str) -> None:
-    says(platform, f"<think>\nHm.\n</think>\n\n{CALL}")
+    platform.says(f"<think>\nHm.\n</think>\n\n{CALL}")
     (choice,) = ask(platform, key)["choices"]
     (call,) = choice["message"].pop("tool_calls")
     assert call.pop("id").startswith("call_")
@@ -85,11 +76,11 @@ def test_a_call_has_openais_shape(platform: Platform, key: str) -> None:
         "logprobs": None,
         "finish_reason": "tool_calls",
     }  # fmt: skip
-    assert f"{json.dumps(WEATHER)}\n" in prompt(platform)
+    assert f"{json.dumps(WEATHER)}\n" in platform.last_prompt()
 
 
 def test_a_call_is_streamed_by_deltas_as_openai_does(platform: Platform, key: str) -> None:
-    says(platform, f"<think>Hm.</think>So:\n{CALL}{CALL}")
+    platform.says(f"<think>Hm.</think>So:\n{CALL}{CALL}")
     chunks = stream(platform, key)
     choices = [chunk["choices"][0] for chunk in chunks]
     first, *deltas, last = [choice["delta"] for choice in choices]
@@ -113,14 +104,14 @@ def test_a_call_is_streamed_by_deltas_as_openai_does(platform: Platform, key: st
 
 
 def test_without_a_call_tools_change_nothing_in_the_answer(platform: Platform, key: str) -> None:
-    says(platform, " Just text.\n")
+    platform.says(" Just text.\n")
     (choice,) = ask(platform, key)["choices"]
     assert choice["message"] == {"role": "assistant", "content": " Just text.\n", "refusal": None}
     assert choice["finish_reason"] == "stop"
 
 
 def test_a_call_that_max_tokens_cuts_off_ends_with_length(platform: Platform, key: str) -> None:
-    says(platform, CALL[:-25], FinishReason.LENGTH)
+    platform.says(CALL[:-25], FinishReason.LENGTH)
     (choice,) = ask(platform, key)["choices"]
     assert choice["finish_reason"] == "length"
     cut = choice["message"]["tool_calls"][0]["function"]["arguments"]
@@ -129,17 +120,17 @@ def test_a_call_that_max_tokens_cuts_off_ends_with_length(platform: Platform, ke
 
 
 def test_a_disabled_second_call_is_left_out(platform: Platform, key: str) -> None:
-    says(platform, CALL + CALL)
+    platform.says(CALL + CALL)
     assert len(ask(platform, key)["choices"][0]["message"]["tool_calls"]) == 2
     chosen = ask(platform, key, parallel_tool_calls=False)["choices"][0]
     assert len(chosen["message"]["tool_calls"]) == 1 and chosen["finish_reason"] == "tool_calls"
 
 
 def test_the_choice_none_hides_the_tools_and_calls_nothing(platform: Platform, key: str) -> None:
-    says(platform, CALL)
+    platform.says(CALL)
     (choice,) = ask(platform, key, tool_choice="none")["choices"]
     assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
-    assert "get_weather" not in prompt(platform)
+    assert "get_weather" not in platform.last_prompt()
 
 
 def test_each_choice_has_its_own_calls(platform: Platform, key: str) -> None:
@@ -203,7 +194,7 @@ def test_all_tokens_of_a_call_have_log_probabilities(platform: Platform, key: st
 def test_reasoning_is_a_field_of_its_own(
     platform: Platform, key: str, model: str, text: str, thoughts: str | None, content: str | None
 ) -> None:
-    says(platform, text)
+    platform.says(text)
     message = ask(platform, key, model=model, tools=None)["choices"][0]["message"]
     assert message.get("reasoning") == message.get("reasoning_content") == thoughts
     assert message["content"] == content
@@ -246,7 +237,7 @@ def test_tools_that_cannot_work_are_refused_with_the_model_and_the_remedy(
 def test_a_required_call_is_held_to_a_grammar_and_ends_as_in_openais_api(
     platform: Platform, key: str, choice: Any, reason: str
 ) -> None:
-    says(platform, CALL)
+    platform.says(CALL)
     (made,) = ask(platform, key, tool_choice=choice)["choices"]
     assert made["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
     assert made["finish_reason"] == reason
@@ -256,7 +247,7 @@ def test_a_required_call_is_held_to_a_grammar_and_ends_as_in_openais_api(
 
 
 def test_strict_tools_are_held_to_a_grammar_that_allows_text(platform: Platform, key: str) -> None:
-    says(platform, "Just text.")
+    platform.says("Just text.")
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     assert ask(platform, key, tools=[strict])["choices"][0]["message"]["content"] == "Just text."
     form = platform.engine.requests[-1].sampling.structured_output
@@ -266,16 +257,16 @@ def test_strict_tools_are_held_to_a_grammar_that_allows_text(platform: Platform,
 
 
 def test_json_may_follow_reasoning_or_be_replaced_by_a_call(platform: Platform, key: str) -> None:
-    says(platform, '<think>Hm.</think>{"a": 1}')
+    platform.says('<think>Hm.</think>{"a": 1}')
     form = {"type": "json_object"}
     message = ask(platform, key, response_format=form)["choices"][0]["message"]
     assert message["reasoning"] == "Hm." and message["content"] == '{"a": 1}'
-    says(platform, CALL)
+    platform.says(CALL)
     assert "tool_calls" in ask(platform, key, response_format=form)["choices"][0]["message"]
 
 
 def test_a_form_that_is_not_json_leaves_no_room_for_reasoning(platform: Platform, key: str) -> None:
-    says(platform, "aaa")
+    platform.says("aaa")
     message = ask(platform, key, model="r1", tools=None, guided_regex="a+")["choices"][0]["message"]
     assert message["content"] == "aaa" and "reasoning" not in message
 
@@ -292,7 +283,7 @@ def test_calls_that_a_template_does_not_show_are_refused(platform: Platform, key
 
 def test_a_model_whose_template_shows_one_call_makes_one(platform: Platform, key: str) -> None:
     call = '{"name": "get_weather", "parameters": {"city": "Köln"}}'
-    says(platform, f"{call}; {call}")
+    platform.says(f"{call}; {call}")
     message = ask(platform, key, model="llama")["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
     twice = message | {
@@ -332,7 +323,7 @@ def test_the_openai_package_streams_and_parses_calls_over_several_turns(platform
 def _converse(client: openai.OpenAI, platform: Platform) -> None:
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages: list[Any] = [{"role": "user", "content": "hi"}]
-    says(platform, f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
+    platform.says(f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
     with client.chat.completions.stream(model="qwen", messages=messages, tools=tools) as events:
         done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
         answer = events.get_final_completion().choices[0]
@@ -344,19 +335,19 @@ def _converse(client: openai.OpenAI, platform: Platform) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
         for call in answer.message.tool_calls
     ]
-    says(platform, "It is warm.")
+    platform.says("It is warm.")
     last = client.chat.completions.create(model="qwen", messages=messages, tools=tools).choices[0].message
     assert last.content == "It is warm." and last.tool_calls is None
     said = "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nLet me see." + f"\n{CALL}" * 2 + "<|im_end|>\n"
-    assert said + "<|im_start|>tool\n20 degrees<|im_end|>\n" * 2 in prompt(platform)
+    assert said + "<|im_start|>tool\n20 degrees<|im_end|>\n" * 2 in platform.last_prompt()
 
 
 def test_ids_of_other_servers_are_shortened_for_mistrals_templates(platform: Platform, key: str) -> None:
-    says(platform, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]')
+    platform.says('[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]')
     message = ask(platform, key, model="mistral")["choices"][0]["message"]
     call_id = message["tool_calls"][0]["id"]
     results = {"role": "tool", "tool_call_id": call_id, "content": "20"}
     ask(platform, key, model="mistral", messages=[*BODY["messages"], message, results])
-    calls = prompt(platform).partition("[TOOL_CALLS]")[2]
+    calls = platform.last_prompt().partition("[TOOL_CALLS]")[2]
     (made,) = json.loads(calls.partition("<eos>")[0])
     assert len(made["id"]) == 9 and f'"call_id": "{made["id"]}"' in calls

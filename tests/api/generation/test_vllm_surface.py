@@ -29,9 +29,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    """The shared server, with its scripted engine reset."""
-    shared.engine.answers, shared.engine.ready = [deltas_of(b"Hi!", FinishReason.STOP)], True
-    shared.engine.requests.clear()
+    shared.engine.reset(deltas_of(b"Hi!", FinishReason.STOP))
     return shared
 
 
