@@ -11,13 +11,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from slora.structured_output import OPTIONS_KEY
 from slora_api.chat.answer_reader import THINK_END, THINK_START, AnswerSyntax
 
 __all__ = ["ChatGrammar"]
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# The option of the grammar library that a schema may hold. It is no keyword of JSON Schema.
-_OPTIONS_KEY = "x-guidance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class ChatGrammar:
         lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(self.tools)))}")
         for index, (name, schema) in enumerate(self.tools):
             plain = {"type": "object"} | dict(_NO_PARAMETERS if schema is None else schema)
-            plain.pop(_OPTIONS_KEY, None)
+            plain.pop(OPTIONS_KEY, None)
             lines.append(f"call_{index}: {begin} {json.dumps(name)} {middle} arguments_{index} {end}")
             lines.append(f"arguments_{index}: %json {_escape(to_json(plain).decode())}")
         return lines
