@@ -344,5 +344,5 @@ class ResponsesRequest(TemplateFields, AnswerFields):
             raise make_refusal(
                 "`stream_options` is only allowed with `stream: true`.", param="stream_options"
             )
-        assert self.chat_messages, "the conversation is checked when it is made"
+        _ = self.chat_messages  # making them raises a refusal for a call without a result
         return self

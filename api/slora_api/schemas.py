@@ -9,7 +9,7 @@ This module does not depend on adapters, tokens or the engine.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -540,6 +540,8 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     include_reasoning: as in vLLM, with false the reasoning is left out of the answer.
     """
 
+    messages_field: ClassVar[str] = "messages"
+
     messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -579,10 +581,6 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     @property
     def chat_messages(self) -> Sequence[ChatMessage]:
         return self.messages
-
-    @property
-    def messages_field(self) -> str:
-        return "messages"
 
     @property
     def num_top_logprobs(self) -> int | None:
