@@ -141,9 +141,7 @@ def _check_bad_words(words: list[str]) -> list[str]:
     for word in words:
         check_length(word, MAX_BAD_WORD_CHARS)
         if not word.strip():
-            raise make_refusal(
-                "it has a word without letters; a word needs a character that is not white space"
-            )
+            raise make_refusal("it has a word without a character that is not white space; remove it")
     return words
 
 
@@ -226,8 +224,8 @@ class AnswerFields(BaseModel):
     prompt_lookup: false forbids drafts of tokens from the request's own text. They never change an answer.
     safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
-    allowed_token_ids: as in vLLM, the only tokens that the model may choose. Others, also stop tokens, never come.
-    bad_words: as in vLLM, texts that never occur in an answer: as the tokenizer writes them alone, or after a space.
+    allowed_token_ids: as in vLLM, the only tokens that are sampled. No other token is, not even a stop token.
+    bad_words: as in vLLM, texts that are never sampled, as tokenized alone and after a space.
     """
 
     model_config = STRICT
