@@ -452,7 +452,6 @@ def describe_error(error: BaseException, *, for_operator: bool = False) -> Error
     code: str | None = (
         getattr(error, "code", None) if isinstance(error, BadRequest | RequestRefused) else None
     )
-    message = str(error)
     if rule is _INTERNAL:
         message = "The server failed to handle this request; its log has the details under this request's id."
     elif isinstance(error, StoreUnavailable) and not for_operator:
@@ -463,6 +462,8 @@ def describe_error(error: BaseException, *, for_operator: bool = False) -> Error
         )
     elif isinstance(error, RequestValidationError):
         message, param, code = _explain_validation(error.errors())
+    else:
+        message = str(error)
     body: dict[str, Any] = {
         "message": mask_keys(message),
         "type": rule.kind,
