@@ -192,7 +192,9 @@ class RequestBounds:
             _check_nested(f"`{name}`", name, body.get(name), "json_schema", "function", "format")
         _check_each("A tool", "tools", body.get("tools"))
         for name in ("messages", "input"):
-            if isinstance(sent := body.get(name), list):
+            sent = body.get(name)
+            # The schema refuses a list at its first item that is no object. `input` may have 130,000 token ids.
+            if isinstance(sent, list) and sent and isinstance(sent[0], dict):
                 self._check_parts(name, [one for one in sent if isinstance(one, dict)])
 
     def check_chars(self, num_chars: int, param: str) -> None:
