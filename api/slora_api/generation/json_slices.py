@@ -18,6 +18,7 @@ __all__ = ["LongList", "Once", "Written", "encode_ascii", "slice_ascii", "write_
 
 # Events are pure ASCII, because some clients also end a line at U+2028 or U+0085.
 encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
+_dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 # Characters written without yielding to the event loop: 0.2 to 1 ms.
 _SLICE_CHARS = 1 << 14
@@ -94,10 +95,6 @@ def _slices(texts: Iterable[str]) -> Iterator[bytes]:
             held, num_chars = [], 0
     if held:
         yield "".join(held).encode()
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _write(value: Any, written: dict[LongList, list[str]], dump: Callable[[Any], str]) -> Iterator[str]:
