@@ -58,6 +58,9 @@ class TieredStore:
         return self.durable.exists(digest)
 
     def delete(self, digest: str) -> None:
+        """Deletes both copies. A copy to the warm tier that is in progress, in this or another process, can be opened
+        for a moment: it is deleted as soon as it is complete.
+        """
         self.durable.delete(digest)
         try:
             self.warm.delete(digest)
