@@ -3,14 +3,17 @@
 The input is read once from its start, and lines that have an answer already are skipped. Only the lines in flight are
 in memory. A line keeps its slot until its answer is durable.
 
-A line that the server cannot answer now, because it is busy, restarts or the tenant's quota is used up for the moment,
-is sent again later, until the batch expires.
+A line that the server cannot answer now, because it is busy, restarts, or the tenant is suspended or has used up its
+quota for the moment, is sent again later, until the batch expires. Meanwhile it holds no slot, so that the lines of
+other tenants go on. The number of such lines is bounded for each API key, because they stay in memory.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import TypeVar
 
 from starlette.types import ASGIApp
 
@@ -25,7 +28,7 @@ from slora_api.batches.batches import (
     LineAnswer,
 )
 from slora_api.batches.line_call import LineResponse, call_route
-from slora_api.errors import KeyRevoked
+from slora_api.errors import KeyRevoked, TenantSuspended
 from slora_api.fair_slots import FairSlots
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.running_requests import RunningRequests
@@ -38,15 +41,18 @@ logger = logging.getLogger(__name__)
 LEASE_S = 30.0
 _RENEW_S = 2.0
 _MAX_RETRY_S = 60.0
+_MIN_RETRY_S = 0.1
 _BUSY = (429, 503, 507)
 _EXPIRED = BatchProblem(
     "batch_expired", "This request could not be executed before the completion window expired."
 )
+_T = TypeVar("_T")
 
 
 class BatchRun:
-    """owner: the runner's id. slots: lines in flight in this process. count_line: called with `completed` or `failed`
-    for each answer.
+    """owner: the runner's id. slots: lines in flight in this process. delayed: the number of lines in this process that
+    were not answered when they were first sent, by API key. max_delayed: the number of them at which no further line
+    with the key is read. count_line: called with `completed` or `failed` for each answer.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class BatchRun:
         key_store: KeyStore,
         running: RunningRequests,
         slots: FairSlots,
+        delayed: Counter[str],
+        max_delayed: int,
         count_line: Callable[[str], None],
     ) -> None:
         self._batch = batch
@@ -67,6 +75,8 @@ class BatchRun:
         self._key_store = key_store
         self._running = running
         self._slots = slots
+        self._delayed = delayed
+        self._max_delayed = max_delayed
         self._count_line = count_line
         self._status = batch.status
         self._unwritten: list[LineAnswer] = []
@@ -122,12 +132,11 @@ class BatchRun:
                 line = await asyncio.to_thread(_next, lines)
                 if line is None:
                     break
-                admitted = asyncio.get_running_loop().create_future()
-                task = group.create_task(self._answer_in_slot(line, admitted))
-                while not (admitted.done() or self._must_stop()):
-                    await asyncio.wait([admitted], timeout=_RENEW_S)
-                if not admitted.done():
-                    task.cancel()
+                admitted = asyncio.Event()
+                group.create_task(self._answer_in_slots(line, admitted))
+                await admitted.wait()
+                while self._delayed[batch.key_id] >= self._max_delayed and not self._must_stop():
+                    await asyncio.sleep(_MIN_RETRY_S)
         if self._status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, []
         if not self._is_expired():
@@ -135,13 +144,39 @@ class BatchRun:
         await self._expire_rest()
         return BatchStatus.EXPIRED, []
 
-    async def _answer_in_slot(self, line: BatchLine, admitted: "asyncio.Future[None]") -> None:
-        """admitted: set when the line has its slot, and the next line may be read."""
-        async with self._slots.hold(self._batch.tenant):
-            admitted.set_result(None)
-            if (answer := await self._unless_stopped(line)) is not None:
-                await self._record(answer)
-                self._count_line("failed" if answer.is_error else "completed")
+    async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
+        """Has a line answered, unless the batch is cancelled or expires first. admitted: set when the line has had a
+        slot, and the next line may be read.
+        """
+        try:
+            wait_s = await self._answer_in_slot(line, admitted)
+            if wait_s is not None:
+                with self._counted_as_delayed():
+                    while wait_s is not None:
+                        await self._unless_stopped(asyncio.sleep(wait_s))
+                        wait_s = await self._answer_in_slot(line, admitted)
+        finally:
+            admitted.set()
+
+    async def _answer_in_slot(self, line: BatchLine, admitted: asyncio.Event) -> float | None:
+        """Sends a line once. Returns the seconds after which it is sent again, or None."""
+        async with AsyncExitStack() as stack:
+            await self._unless_stopped(stack.enter_async_context(self._slots.hold(self._batch.tenant)))
+            admitted.set()
+            attempt = await self._unless_stopped(self._answer(line))
+            if isinstance(attempt, LineAnswer):
+                await self._record(attempt)
+                self._count_line("failed" if attempt.is_error else "completed")
+                return None
+            return attempt
+
+    @contextmanager
+    def _counted_as_delayed(self) -> Iterator[None]:
+        self._delayed[self._batch.key_id] += 1
+        try:
+            yield
+        finally:
+            self._delayed[self._batch.key_id] -= 1
 
     async def _record(self, answer: LineAnswer) -> None:
         """Writes an answer. Answers that end while another one is written are written together."""
@@ -152,48 +187,46 @@ class BatchRun:
             some, self._unwritten = self._unwritten, []
             await asyncio.to_thread(self._batches.record, self._batch, self._owner, some)
 
-    async def _unless_stopped(self, line: BatchLine) -> LineAnswer | None:
-        """The answer; None if the batch is cancelled or expires first."""
-        work = asyncio.ensure_future(self._answer(line))
+    async def _unless_stopped(self, work: Awaitable[_T]) -> _T | None:
+        """The result of `work`; None if the batch is cancelled or expires first."""
+        task = asyncio.ensure_future(work)
         try:
-            while not work.done():
+            while not task.done():
                 if self._must_stop():
                     return None
-                await asyncio.wait([work], timeout=_RENEW_S)
-            return work.result()
+                await asyncio.wait([task], timeout=_RENEW_S)
+            return task.result()
         finally:
-            work.cancel()
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await work
+                await task
 
-    async def _answer(self, line: BatchLine) -> LineAnswer:
+    async def _answer(self, line: BatchLine) -> LineAnswer | float:
+        """The answer to a line, or the seconds after which the line is sent again."""
         line_id = f"{self._batch.batch_id}-{line.number}"
         if line.problem is not None:
             return LineAnswer(line.number, write_failure(line, line_id, line.problem), True)
-        while True:
-            response, wait_s = await self._call(line, line_id)
-            if wait_s is None:
-                body = bytes(response.body)
-                content = write_response(line, line_id, response.status, line_id, body)
-                return LineAnswer(line.number, content, response.status >= 400)
-            await asyncio.sleep(wait_s)
-
-    async def _call(self, line: BatchLine, line_id: str) -> tuple[LineResponse, float | None]:
-        """Returns the response, and the seconds after which the line is sent again; None if the response is final."""
-        batch = self._batch
         try:
-            key = await asyncio.to_thread(self._key_store.find_key, batch.key_id)
+            response = await self._call(line, line_id)
         except StoreUnavailable:
-            return LineResponse(), _RENEW_S
-        if key is None:
-            return LineResponse.of(KeyRevoked()), None
-        if key.status is not TenantStatus.ACTIVE:
-            return LineResponse(), _MAX_RETRY_S
-        response = await call_route(self._app, self._running, batch.endpoint, line.body, key, line_id)
+            return _RENEW_S
+        except TenantSuspended:
+            return _MAX_RETRY_S
         wait_s = response.headers.get("retry-after")
-        if response.status not in _BUSY or wait_s is None:
-            return response, None
-        return response, min(_MAX_RETRY_S, max(0.1, float(wait_s)))
+        if response.status in _BUSY and wait_s is not None:
+            return min(_MAX_RETRY_S, max(_MIN_RETRY_S, float(wait_s)))
+        content = write_response(line, line_id, response.status, line_id, bytes(response.body))
+        return LineAnswer(line.number, content, response.status >= 400)
+
+    async def _call(self, line: BatchLine, line_id: str) -> LineResponse:
+        """Raises StoreUnavailable or TenantSuspended."""
+        batch = self._batch
+        key = await asyncio.to_thread(self._key_store.find_key, batch.key_id)
+        if key is None:
+            return LineResponse.of(KeyRevoked())
+        if key.status is not TenantStatus.ACTIVE:
+            raise TenantSuspended(key.tenant)
+        return await call_route(self._app, self._running, batch.endpoint, line.body, key, line_id)
 
     async def _expire_rest(self) -> None:
         """Writes that the window has ended to the error file, for each line without an answer."""

@@ -6,15 +6,18 @@ takes over what a dead one leaves.
 
 import asyncio
 import logging
+import sys
 import uuid
+from collections import Counter
 from contextlib import suppress
+from functools import partial
 
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import StoreUnavailable
 from slora_api.batches.batch_run import LEASE_S, BatchRun
 from slora_api.batches.batches import Batches
-from slora_api.fair_slots import FairSlots
+from slora_api.fair_slots import FairSlots, reserved_slots
 from slora_api.generation.generation import Generator
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.running_requests import RunningRequests
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 # Batches in progress in one process. Each holds one line that waits for a slot.
 _MAX_RUNNING = 16
+# Of these, for tenants that have no batch in progress in this process.
+_NUM_RESERVED = reserved_slots(_MAX_RUNNING)
 _SWEEP_S = 60.0
 
 
@@ -47,8 +52,10 @@ class BatchRunner:
         self._generator = generator
         self._key_store = key_store
         self._running = running
-        # Several batches of one tenant wait for slots at once, one line each.
-        self._slots = FairSlots(num_lines, _MAX_RUNNING + num_lines, "lines of batches", num_reserved=0)
+        self._num_lines = num_lines
+        # It refuses no line, because each batch reads its next line only when the last one has had a slot.
+        self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches", num_reserved=0)
+        self._delayed: Counter[str] = Counter()
         self._poll_s = poll_s
         self._owner = uuid.uuid4().hex
         self._runs: dict[asyncio.Task[None], str] = {}
@@ -70,7 +77,9 @@ class BatchRunner:
             if self._generator.client.ready and len(self._runs) < _MAX_RUNNING:
                 with suppress(StoreUnavailable):
                     busy = set(self._runs.values())
-                    batch = await asyncio.to_thread(self._batches.claim, self._owner, LEASE_S, busy)
+                    is_reserved = len(self._runs) >= _MAX_RUNNING - _NUM_RESERVED
+                    claim = partial(self._batches.claim, self._owner, LEASE_S, busy, others_only=is_reserved)
+                    batch = await asyncio.to_thread(claim)
             if batch is None:
                 await asyncio.sleep(self._poll_s)
                 continue
@@ -82,6 +91,8 @@ class BatchRunner:
                 self._key_store,
                 self._running,
                 self._slots,
+                self._delayed,
+                self._num_lines,
                 self._generator.metrics.answered_line,
             )
             task = asyncio.create_task(work.run())

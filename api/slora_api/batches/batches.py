@@ -193,11 +193,18 @@ class Batches:
 
     # -- runners ----------------------------------------------------------------------------------------------------
 
-    def claim(self, owner: str, lease_s: float, busy_tenants: Collection[str]) -> Batch | None:
-        """Leases the oldest batch that no runner works on. Tenants without a batch in progress here go first."""
+    def claim(
+        self, owner: str, lease_s: float, busy_tenants: Collection[str], *, others_only: bool = False
+    ) -> Batch | None:
+        """Leases the oldest batch that no runner works on. Tenants without a batch in progress here go first.
+
+        others_only: lease no batch of `busy_tenants`.
+        """
         now = self.clock()
         is_free = and_(_b.status.in_(UNFINISHED), _b.lease_until < now)
         query = select(_b.batch_id).where(is_free).order_by(_b.tenant.in_(busy_tenants), _b.batch_id).limit(1)
+        if others_only:
+            query = query.where(_b.tenant.not_in(busy_tenants))
         if not (rows := self._database.read(query)):
             return None
         leased = update(schema.batches).where(_b.batch_id == rows[0].batch_id, is_free)

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from slora_api.errors import ApiError, describe_error
+from slora_api.errors import ApiError, TenantSuspended, describe_error
 from slora_api.generation.service_terms import BACKGROUND_ID
 from slora_api.tenants.key_record import KeyRecord
 from slora_api.tenants.running_requests import RunningRequests
@@ -37,7 +37,9 @@ class LineResponse:
 async def call_route(
     app: ASGIApp, running: RunningRequests, path: str, body: bytes, key: KeyRecord, line_id: str
 ) -> LineResponse:
-    """Cancelling the call aborts the request in the engine."""
+    """Cancelling the call aborts the request in the engine. Raises TenantSuspended, also if the tenant is suspended
+    during the call.
+    """
     response = LineResponse()
     scope: dict[str, Any] = {
         "type": "http",
@@ -74,7 +76,9 @@ async def call_route(
     try:
         with running.track(key.key_id, scope["state"]):
             await app(scope, receive, send)
-    except ApiError as error:  # the key was revoked, or its tenant was suspended
+    except TenantSuspended:
+        raise
+    except ApiError as error:  # the key was revoked
         return LineResponse.of(error)
     except Exception as error:  # a bug fails this line only and is logged
         logger.error("line %s failed", line_id, exc_info=error)

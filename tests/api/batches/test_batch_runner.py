@@ -106,6 +106,7 @@ def test_batches_of_tenants_that_have_none_in_progress_are_claimed_first(desk: D
     assert other.tenant == "acme"
     first = batches.claim("runner", 30, ())
     assert first is not None
+    assert batches.claim("runner", 30, {"acme"}, others_only=True) is None
     second = batches.claim("runner", 30, {"acme"})
     assert second is not None and second.batch_id != first.batch_id
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from slora.request import FinishReason
+from slora_api.batches import batch_run, batch_runner
 from tests.api.command import run_command
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -361,3 +362,47 @@ def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
     ended = wait_for(client, created.batch_id, "completed")
     (error,) = read_answers(client, ended.error_file_id)
     assert error["response"]["status_code"] == 401 and not platform.engine.requests
+
+
+def test_batches_that_wait_for_their_quota_hold_up_no_other_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a bug: lines that waited to be sent again kept all slots, and batches of one tenant all runs."""
+    monkeypatch.setattr(batch_runner, "_MAX_RUNNING", 2)
+    monkeypatch.setattr(batch_runner, "_NUM_RESERVED", 1)
+    engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
+    with running_platform(tmp_path, engine, runs_batches=True, batch_lines_in_flight=1) as platform:
+        waiting, other = sdk(platform, platform.key("acme")), sdk(platform, platform.key("rival"))
+        with platform.client(ADMIN_KEY) as admin:
+            admin.patch("/admin/tenants/acme/quota", json={"requests_per_minute": 2}).raise_for_status()
+        batches = [submit(waiting, [line_of("a"), line_of("b")]) for _ in range(2)]
+        poll(lambda: len(engine.requests) == 1)
+        ended = wait_for(other, submit(other, [line_of("c"), line_of("d")]).id, "completed")
+        assert ended.request_counts.completed == 2
+        for batch in batches:
+            waiting.batches.cancel(batch.id)
+            wait_for(waiting, batch.id, "cancelled")
+
+
+def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a bug: the lines that the engine was computing when the tenant was suspended failed with a 403."""
+    monkeypatch.setattr(batch_run, "_MAX_RETRY_S", 0.2)
+    engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
+    with running_platform(
+        tmp_path, engine, runs_batches=True, follows=True, batch_lines_in_flight=1
+    ) as platform:
+        suspended, other = sdk(platform, platform.key("acme")), sdk(platform, platform.key("rival"))
+        engine.hang, engine.answers = True, [deltas_of(b"hi")[:1]]
+        batch = submit(suspended, [line_of("a"), line_of("b")])
+        poll(lambda: len(engine.requests) == 1)
+        with platform.client(ADMIN_KEY) as admin:
+            admin.post("/admin/tenants/acme/suspend").raise_for_status()
+            poll(lambda: len(engine.aborted) == 1)
+            engine.hang, engine.answers = False, [deltas_of(b"hi", FinishReason.STOP)]
+            wait_for(other, submit(other, [line_of("c")]).id, "completed")
+            assert {request.tenant for request in engine.requests[1:]} == {"rival"}
+            admin.post("/admin/tenants/acme/resume").raise_for_status()
+        counts = wait_for(suspended, batch.id, "completed").request_counts
+        assert (counts.completed, counts.failed) == (2, 0)
