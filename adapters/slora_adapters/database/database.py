@@ -5,7 +5,8 @@ on a thread.
 
 SQLite has one writer at a time. On PostgreSQL, transactions take locks by name, so that the same rules hold there:
 
-- CHANGES for a transaction that publishes a change. No other such transaction runs at the same time, on any host.
+- CHANGES for a transaction that publishes a change or adds to the audit log. No other such transaction runs at the same
+  time, on any host.
 - `blob_lock(digest)` for a transaction that adds or removes a reference to a blob, or drops it.
 
 A transaction that needs both takes the lock of the blob first.
@@ -70,7 +71,8 @@ class Database:
 
     place: the path of a SQLite file, or a URL; see `parse_database_url`.
     reserve: the disk reserve on the disk of a SQLite file; None if there is no reserve.
-    on_change: called after each commit of a transaction that held the lock CHANGES, on its thread.
+    on_change: called on the thread of a transaction that held the lock CHANGES, after its commit, unless no cache holds
+        what it changed.
 
     Methods raise StoreUnavailable if the database does not answer, cannot be opened, read or written, or stays locked.
     They raise DiskFull if the disk of a SQLite file has no space. The constructor also raises StoreUnfit if the
@@ -127,10 +129,13 @@ class Database:
         return self._path
 
     @contextmanager
-    def transaction(self, *locks: str, even_if_full: bool = False) -> Iterator[Connection]:
+    def transaction(
+        self, *locks: str, even_if_full: bool = False, is_cached: bool = True
+    ) -> Iterator[Connection]:
         """Yields a connection in a transaction that holds the named locks. The transaction is committed at the end of
         the block, and rolled back if the block raises.
 
+        is_cached: whether caches may hold what the transaction changes.
         even_if_full: try the transaction even while the disk counts as full. Use it for changes that free space or are
         urgent. Raises DiskFull.
         """
@@ -148,7 +153,7 @@ class Database:
             except BaseException:
                 connection.rollback()
                 raise
-        if CHANGES in locks:
+        if CHANGES in locks and is_cached:
             self._on_change()
 
     def read(self, statement: Executable, parameters: Mapping[str, Any] | None = None) -> Sequence[Any]:

@@ -30,7 +30,7 @@ from sqlalchemy.engine import Connection
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
-from slora_api.batches.files import UNFINISHED, Files, new_id
+from slora_api.batches.files import UNFINISHED, Files, files_lock, new_id
 from slora_api.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
 
 __all__ = ["Batch", "BatchProblem", "BatchStatus", "Batches", "LeaseLost", "LineAnswer"]
@@ -147,7 +147,8 @@ class Batches:
             "lease_owner": "",
             "lease_until": 0.0,
         }
-        with self._database.transaction(f"batches {tenant}", CHANGES) as connection:
+        with self._database.transaction(files_lock(tenant), CHANGES, is_cached=False) as connection:
+            self.files.check_kept(connection, input_file_id)
             unfinished = select(func.count()).where(_b.tenant == tenant, _b.status.in_(UNFINISHED))
             count = connection.execute(unfinished).scalar_one()
             if count >= self._max_unfinished:
@@ -181,8 +182,8 @@ class Batches:
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFound, or KeyConflict if the batch has ended."""
-        found = self.find(tenant, batch_id)
-        with self._database.transaction(_lock(batch_id), CHANGES) as connection:
+        self.find(tenant, batch_id)
+        with self._database.transaction(_lock(batch_id), CHANGES, is_cached=False) as connection:
             found = _find(connection, batch_id)
             if found.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
                 _change(connection, found, BatchStatus.CANCELLING, self.clock())

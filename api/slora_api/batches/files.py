@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Select, delete, func, insert, select, update
+from sqlalchemy import Select, delete, func, insert, or_, select, update
+from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_api.errors import BadRequest, InUse, NotFound, QuotaExceeded
 
-__all__ = ["PURPOSES", "FileLimits", "Files", "StoredFile", "new_id"]
+__all__ = ["PURPOSES", "FileLimits", "Files", "StoredFile", "files_lock", "new_id"]
 
 PURPOSES = ("batch", "batch_output")
 _PART_BYTES = 32 << 10
@@ -59,7 +60,8 @@ def new_id(prefix: str, now: float) -> str:
     return f"{prefix}{round(now * 1000):012x}{secrets.token_hex(10)}"
 
 
-def _lock(tenant: str) -> str:
+def files_lock(tenant: str) -> str:
+    """The lock of a transaction that adds or deletes files of a tenant, or a batch that reads one."""
     return f"files {tenant}"
 
 
@@ -78,7 +80,7 @@ class Files:
         now, num_bytes = self._clock(), source.stat().st_size
         expires_at = None if expires_after_s is None else now + expires_after_s
         stored = StoredFile(new_id("file-", now), tenant, "batch", filename, num_bytes, now, expires_at)
-        with self._database.transaction(_lock(tenant)) as connection:
+        with self._database.transaction(files_lock(tenant)) as connection:
             count, used = connection.execute(
                 select(func.count(), func.sum(_f.num_bytes)).where(_f.tenant == tenant)
             ).one()
@@ -89,7 +91,7 @@ class Files:
             for rows in _read_parts(stored, source):
                 with self._database.transaction() as connection:
                     connection.execute(insert(schema.file_parts), rows)
-            with self._database.transaction(CHANGES) as connection:
+            with self._database.transaction(CHANGES, is_cached=False) as connection:
                 done = update(schema.files).where(_f.file_id == stored.file_id).values(is_complete=True)
                 if not connection.execute(done).rowcount:
                     raise NotFound.of_tenant(tenant)  # it was purged meanwhile
@@ -103,8 +105,17 @@ class Files:
         """Raises NotFound."""
         rows = self._database.read(_visible().where(_f.tenant == tenant, _f.file_id == file_id))
         if not rows:
-            raise NotFound(f"There is no file `{file_id[:128]}`.")
+            raise _not_found(file_id)
         return StoredFile(*rows[0])
+
+    def check_kept(self, connection: Connection, file_id: str) -> None:
+        """Raises NotFound for a file that is deleted or may be deleted at any time. The transaction of `connection`
+        holds `files_lock`.
+        """
+        query = _visible().where(_f.file_id == file_id)
+        row = connection.execute(query.where(or_(_f.expires_at.is_(None), _f.expires_at >= self._clock())))
+        if row.one_or_none() is None:
+            raise _not_found(file_id)
 
     def list(
         self, tenant: str, purpose: str | None, limit: int, after: str | None, *, newest_first: bool = True
@@ -120,7 +131,8 @@ class Files:
     def delete(self, tenant: str, file_id: str) -> None:
         """Raises NotFound, or InUse while a batch reads the file."""
         self.find(tenant, file_id)
-        with self._database.transaction(_lock(tenant), CHANGES, even_if_full=True) as connection:
+        locks = (files_lock(tenant), CHANGES)
+        with self._database.transaction(*locks, even_if_full=True, is_cached=False) as connection:
             users = select(_b.batch_id).where(
                 _b.tenant == tenant, _b.input_file_id == file_id, _b.status.in_(UNFINISHED)
             )
@@ -196,6 +208,10 @@ class FileInUse(InUse):
             f"The file `{file_id}` is the input of the batch `{batch_id}`, which is not finished. Cancel the batch "
             f"(POST /v1/batches/{batch_id}/cancel), or wait until it ends.",
         )
+
+
+def _not_found(file_id: str) -> NotFound:
+    return NotFound(f"There is no file `{file_id[:128]}`.")
 
 
 def check_purpose(purpose: str, accepted: tuple[str, ...] = ("batch",)) -> None:

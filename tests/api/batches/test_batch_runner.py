@@ -3,7 +3,7 @@
 import json
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
 from slora_api.batches.batch_line import count_lines, read_lines, split_lines
 from slora_api.batches.batches import Batch, Batches, BatchStatus, LeaseLost, LineAnswer
-from slora_api.batches.files import FileLimits, Files
+from slora_api.batches.files import FileLimits, Files, StoredFile
 from slora_api.errors import InUse, NotFound
 from slora_api.tenants.usage_ledger import BatchUsage, UsageFilter, UsageLedger
 from tests.api.platform import running_platform
@@ -131,6 +131,49 @@ def test_files_and_batches_are_renamed_and_purged_with_their_tenant(desk: Desk) 
     assert (counts["files"], counts["file_parts"], counts["batches"]) == (1, 2, 1)
     with pytest.raises(LeaseLost):
         batches.record(batch, "runner", [LineAnswer(2, b"two\n", is_error=False)])
+
+
+def test_a_file_that_is_deleted_or_expires_while_a_batch_is_created_is_not_its_input(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a bug: the batch ended as if the lines that were left were the whole file."""
+    batches = desk.open()
+    find = batches.files.find
+
+    def delete(file_id: str) -> None:
+        batches.files.delete("acme", file_id)
+
+    def expire(file_id: str) -> None:
+        desk.now += 3601
+
+    for lose in (delete, expire):
+        file_id = desk.store(batches, b"{}\n", expires_after_s=3600)
+
+        def find_and_lose(tenant: str, file_id: str, lose: Callable[[str], None] = lose) -> StoredFile:
+            monkeypatch.setattr(batches.files, "find", find)
+            found = find(tenant, file_id)
+            lose(file_id)
+            return found
+
+        monkeypatch.setattr(batches.files, "find", find_and_lose)
+        with pytest.raises(NotFound):
+            batches.create("acme", "key", PATH, file_id, None)
+    assert not batches.list("acme", 10, None)
+
+
+def test_files_and_batches_leave_the_caches_of_other_processes_valid(
+    database_place: str, tmp_path: Path
+) -> None:
+    """Born from a bug: each upload made the other API processes read keys and names from the database again."""
+    changes: list[str] = []
+    with closing(Database(database_place, on_change=lambda: changes.append("change"))) as database:
+        changes.clear()
+        desk = Desk(database, tmp_path)
+        batches = desk.open()
+        batch = desk.submit(batches, 1)
+        batches.cancel("acme", batch.batch_id)
+        batches.files.delete("acme", desk.store(batches, b"{}"))
+    assert not changes
 
 
 def test_an_expired_file_is_deleted_unless_a_batch_reads_it(desk: Desk) -> None:
