@@ -9,7 +9,6 @@ other tenants go on. The number of such lines is bounded for each API key, becau
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -30,13 +29,14 @@ from slora_api.batches.batches import (
 from slora_api.batches.line_call import LineResponse, call_route
 from slora_api.errors import KeyRevoked, TenantSuspended
 from slora_api.fair_slots import FairSlots
+from slora_api.rate_limited_log import get_rate_limited_logger
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_status import TenantStatus
 
 __all__ = ["LEASE_S", "BatchRun"]
 
-logger = logging.getLogger(__name__)
+logger = get_rate_limited_logger(__name__)
 
 LEASE_S = 30.0
 _RENEW_S = 2.0

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from slora_api.host_board import HostBoard, Tally
 from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.http.rate_limited_log import get_rate_limited_logger
+from slora_api.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["Connection", "Connections"]
 

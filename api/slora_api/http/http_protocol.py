@@ -28,7 +28,7 @@ from slora_api.errors import ErrorAnswer, HeadersTooLarge, RequestTooSlow, descr
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.min_rate_timeout import MinRateTimeout
-from slora_api.http.rate_limited_log import get_rate_limited_logger
+from slora_api.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["HttpProtocol", "encode_answer"]
 

@@ -1,6 +1,7 @@
 """Batches over HTTP with the openai client, on a scripted engine."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,6 +161,20 @@ def test_a_cancelled_batch_keeps_its_answers_and_aborts_its_lines(platform: Plat
     poll(lambda: len(platform.engine.aborted) == 3)
     with pytest.raises(openai.ConflictError, match="is cancelled, so it cannot be cancelled"):
         client.batches.cancel(batch.id)
+
+
+def test_a_tenant_cannot_fill_the_log_with_batches(
+    platform: Platform, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    client = sdk(platform, platform.key("acme"))
+    platform.engine.hang = True
+    platform.engine.answers = [deltas_of(b"hi")[:1]]
+    for _ in range(2):
+        batch = submit(client, [line_of("a")])
+        client.batches.cancel(batch.id)
+        wait_for(client, batch.id, "cancelled")
+    assert sum(record.name == batch_run.__name__ for record in caplog.records) <= 1
 
 
 def test_another_tenant_sees_neither_files_nor_batches(platform: Platform) -> None:

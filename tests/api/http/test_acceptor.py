@@ -20,7 +20,7 @@ from slora_api.http.acceptor import Acceptor
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.http_protocol import HttpProtocol
-from slora_api.http.rate_limited_log import RateLimitFilter
+from slora_api.rate_limited_log import RateLimitFilter
 from tests.api.live_server import live_server
 
 

@@ -12,7 +12,7 @@ _PERIOD_S = 60.0
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes a warning if none with the same format string has passed in the last minute. The next one that passes
+    """Passes a message if none with the same format string has passed in the last minute. The next one that passes
     states how many were suppressed. Errors always pass, because they are faults of the server itself.
     """
 
