@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from slora.engine.client import EngineClient
@@ -87,13 +87,9 @@ class Generator:
         prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in answers)
         answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
         async with meter.hold(prompt_tokens, answer_tokens, len(answers) * width, width_param) as spending:
-            # The runner of batches bounds its lines itself, and they leave all permits to interactive requests.
-            permits = (
-                nullcontext()
-                if request.is_background
-                else self.limiter.admit_generation(request.tenant, len(answers), width, width_param)
-            )
-            with permits:
+            with self._permits(
+                request.tenant, len(answers), width, width_param, is_background=request.is_background
+            ):
                 sent: list[OpenRequest] = []
                 streams = [self._stream(answer, sent, spending) for answer in answers]
                 num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
@@ -136,6 +132,7 @@ class Generator:
         """
         self.usage.check()
         started_at = time.perf_counter()
+        is_background = terms.background_id is not None
         sent: list[OpenRequest] = []
 
         async def compute(one: EmbeddedInput) -> None:
@@ -145,19 +142,24 @@ class Generator:
                     for delta in arrived:
                         assert delta.embedding is not None, "the only delta has the embedding"
                         one.embedding = encode(delta.embedding)
-            if not one.request.is_background:
+            if not is_background:
                 self.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
 
         async with meter.hold(num_tokens, 0, num_lanes, "input") as spending:
-            permits = (
-                nullcontext()
-                if terms.background_id is not None
-                else self.limiter.admit_generation(terms.tenant, num_lanes, param="input")
-            )
-            with permits:
+            with self._permits(terms.tenant, num_lanes, 1, "input", is_background=is_background):
                 inputs = await run_lanes(requests, num_lanes, compute)
                 await self.usage.wait(sent)
         return inputs
+
+    def _permits(
+        self, tenant: str, num_prompts: int, answers_each: int, param: str, *, is_background: bool
+    ) -> AbstractContextManager[None]:
+        """A permit for each answer. The runner of batches bounds its lines itself, and they leave all permits to
+        interactive requests.
+        """
+        if is_background:
+            return nullcontext()
+        return self.limiter.admit_generation(tenant, num_prompts, answers_each, param)
 
     async def _stream(
         self, answer: Answer, sent: list[OpenRequest], spending: Spending

@@ -300,10 +300,7 @@ class KeyStore:
         key_id = read_key_id(secret)
         found = None if key_id is None or self._is_in_journal(key_id) else self._find_key(key_id)
         matches = self._pepper.matches(secret, self._no_digest if found is None else found.digest)
-        if found is None or not matches:
-            return None
-        expires_at = found.record.expires_at
-        return found.record if expires_at is None or self._wall_clock() < expires_at else None
+        return found.record if found is not None and matches and self._is_unexpired(found.record) else None
 
     def is_lookup_local(self, secret: str) -> bool:
         """Returns whether `authenticate` answers within microseconds, so that an event loop may call it."""
@@ -328,8 +325,10 @@ class KeyStore:
         found = None if self._is_in_journal(key_id) else self._find_key(key_id)
         if found is None or not isinstance(found.record, KeyRecord):
             return None
-        expires_at = found.record.expires_at
-        return found.record if expires_at is None or self._wall_clock() < expires_at else None
+        return found.record if self._is_unexpired(found.record) else None
+
+    def _is_unexpired(self, record: Caller) -> bool:
+        return record.expires_at is None or self._wall_clock() < record.expires_at
 
     def is_key_local(self, key_id: str) -> bool:
         """Returns whether `find_refusal` answers within microseconds, so that an event loop may call it."""
