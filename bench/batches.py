@@ -25,6 +25,7 @@ import torch
 
 from bench.bars import Bar
 from bench.parts import Tables, run_parts
+from bench.request_log import percentile
 from bench.sse_client import SseClient
 from bench.structured import write_tokenizer
 from bench.table import Row
@@ -134,7 +135,7 @@ async def _chat(url: str, key: str, seconds: float, sample: Sample, seed: int) -
 
 
 def _rows(samples: dict[str, Sample]) -> Iterator[Row]:
-    p99s = {name: _percentile(sample.gaps_s, 0.99) for name, sample in samples.items()}
+    p99s = {name: percentile(sorted(sample.gaps_s), 99) for name, sample in samples.items()}
     for name, sample in samples.items():
         yield {
             "batch": name,
@@ -143,13 +144,9 @@ def _rows(samples: dict[str, Sample]) -> Iterator[Row]:
             "p99 ms between tokens": p99s[name] * 1e3,
             "ratio": p99s[name] / p99s[_WITHOUT],
             "p50 ms to first": statistics.median(sample.first_s) * 1e3,
-            "p99 ms to first": _percentile(sample.first_s, 0.99) * 1e3,
+            "p99 ms to first": percentile(sorted(sample.first_s), 99) * 1e3,
             "lines/s": sample.num_lines / sample.seconds if sample.seconds else None,
         }
-
-
-def _percentile(values: list[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 PARTS = {"interactive": interactive_tables}
