@@ -176,6 +176,7 @@ class AdapterFetching:
             "sequences wait, and no fetch is requested"
         )
         for sequence, missing in self._missing.items():
+            assert missing, "a sequence waits although its adapters are on the host"
             assert all(sequence in self._waiters[version] for version in missing)
             assert sequence not in self._retaining or missing <= self._requested, (
                 "a sequence holds copies and waits for an adapter that is not being fetched"

@@ -137,13 +137,14 @@ class Lifecycle:
         self._adapters.add_waiter(sequence, sequence.request.versions)
 
     def release_background_copies(self) -> None:
-        """Takes the adapters' copies in the host cache away from background sequences in the queue.
+        """Releases the copies in the host cache that background sequences in the queue keep.
 
-        Interactive sequences wait for the room. The background sequences wait for their adapters again.
+        Interactive sequences wait for the room. `Admission` lets a background sequence wait for its adapters again if
+        they are missing when it is next.
         """
-        for sequence in list(self.unfinished):
-            if sequence.is_background and sequence in self.queue and sequence.request.adapters:
-                self.wait_for_adapters(sequence)
+        for sequence in self.unfinished:
+            if sequence.is_background and sequence in self.queue:
+                self._adapters.release_copies(sequence)
 
     def restart_with_long_rope(self, sequence: Sequence) -> None:
         """Restarts a sequence that has become longer than `rope_switch` tokens.

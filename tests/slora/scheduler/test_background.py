@@ -21,6 +21,7 @@ from tests.support.queueing import make_sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench
 
 ADAPTER, OTHER = AdapterVersion("tenant", "digest"), AdapterVersion("tenant", "other")
+THIRD = AdapterVersion("tenant", "third")
 # A decode row costs so little that some fit beside interactive rows.
 CHEAP_ROWS = replace(COSTS, decode_s=1e-4, context_token_s=0.0)
 
@@ -248,6 +249,25 @@ def test_an_interactive_fetch_takes_the_host_cache_of_a_waiting_background_reque
     assert not bench.scheduler.find("urgent"), "its adapter was never fetched"
     ended = [one.request_id for one in bench.run_to_end(20) if one.delta and one.delta.finish_reason]
     assert ended == ["chat", "batch"]
+
+
+def test_a_background_request_that_gives_up_its_copies_starts_when_there_is_time_for_it() -> None:
+    """It waited forever if an interactive request in the queue kept a copy of the same adapter."""
+    bench = SchedulerBench({ADAPTER: 4, OTHER: 4, THIRD: 4}, num_pages=8, host_pages=16)
+    bench.add("chat", prompt=16, max_tokens=6)
+    bench.step()
+    bench.add("batch", adapter=ADAPTER, is_background=True)
+    bench.add("other batch", adapter=OTHER, is_background=True)
+    bench.add("queued", adapter=ADAPTER)
+    for _ in range(2):
+        bench.source.deliver()
+        bench.step()
+    assert bench.scheduler.num_awaiting_adapter == 0
+    bench.add("urgent", adapter=THIRD)
+    ended = [one.request_id for one in bench.run_to_end(20) if one.delta and one.delta.finish_reason]
+    assert sorted(ended[:3]) == ["chat", "queued", "urgent"]
+    assert sorted(ended[3:]) == ["batch", "other batch"]
+    assert bench.source.num_fetches[THIRD] == 1 and bench.source.num_pinned == 0
 
 
 def test_the_growth_is_measured_against_the_whole_interactive_step() -> None:
