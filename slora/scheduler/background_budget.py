@@ -5,7 +5,8 @@ so the time between two tokens of an interactive request hardly changes. Often n
 CPU, where each row takes time of its own. Background requests then wait for a step without interactive requests.
 
 A step without interactive requests takes at most `_MAX_IDLE_STEPS` times its fixed cost, because an interactive request
-that arrives during the step waits for its end. So at most a fifth of the time is spent on the fixed cost.
+that arrives during the step waits for its end. So at most a fifth of the time is spent on the fixed cost. Its first
+row is computed even if it takes longer, for example because of its mask. The request would otherwise never end.
 """
 
 from slora.cost_model import Costs, StepWork
@@ -30,20 +31,21 @@ class BackgroundBudget:
         if interactive is not None:
             self._seconds = MAX_GROWTH * costs.step_seconds(interactive)
         else:
-            idle_s = (_MAX_IDLE_STEPS - 1) * costs.step_s
-            self._seconds = max(idle_s, costs.prefill_s(_MIN_IDLE_TOKENS), costs.decode_s)
+            self._seconds = max((_MAX_IDLE_STEPS - 1) * costs.step_s, costs.prefill_s(_MIN_IDLE_TOKENS))
+        self._must_fit = interactive is None
 
     def fit(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of the sequence's next `num_tokens` tokens fit; 0 if none does."""
         num_tokens = min(num_tokens, self._num_tokens)
         if num_tokens > 0 and _decodes(sequence):
-            return int(self._row_s(sequence) <= self._seconds)
+            return int(self._must_fit or self._row_s(sequence) <= self._seconds)
         # A chunk of a prefill can have any length. The 1e-6 makes 0.03 s at 0.001 s per token 30 tokens, not 29.
         return max(0, min(num_tokens, int(self._costs.tokens(self._seconds) + 1e-6)))
 
     def spend(self, sequence: Sequence, num_tokens: int) -> None:
         """Counts tokens that the step computes. Called while the sequence is as it was at `fit`."""
         self._num_tokens -= num_tokens
+        self._must_fit = self._must_fit and not num_tokens
         if num_tokens and _decodes(sequence):
             self._seconds -= self._row_s(sequence)
         else:

@@ -270,6 +270,23 @@ def test_a_background_request_that_gives_up_its_copies_starts_when_there_is_time
     assert bench.source.num_fetches[THIRD] == 1 and bench.source.num_pinned == 0
 
 
+@pytest.mark.parametrize("slow", ["mask", "context"])
+def test_a_step_without_interactive_requests_computes_at_least_one_row(slow: str) -> None:
+    """A row that took longer than the whole budget was never computed, so its request never ended."""
+    sequence = make_sequence(TenantAccounts(10).find("a", is_background=True), prompt=9)
+    sequence.append(1)
+    sequence.num_computed = 9
+    if slow == "mask":
+        sequence.mask_s = 1.0
+    costs = replace(COSTS, context_token_s=1.0) if slow == "context" else COSTS
+    budget = BackgroundBudget(costs, 100, None)
+    assert budget.fit(sequence, 1) == 1
+    budget.spend(sequence, 1)
+    assert budget.fit(sequence, 1) == 0
+    work = StepWork(prefill_tokens=0, decode_rows=1, context_tokens=1, swapped_pages=0, loaded_bytes=0)
+    assert BackgroundBudget(costs, 100, work).fit(sequence, 1) == 0
+
+
 def test_the_growth_is_measured_against_the_whole_interactive_step() -> None:
     work = StepWork(prefill_tokens=100, decode_rows=0, context_tokens=0, swapped_pages=0, loaded_bytes=0)
     sequence = make_sequence(TenantAccounts(10).find("a", is_background=True), prompt=9)
