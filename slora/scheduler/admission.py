@@ -212,7 +212,7 @@ class Admission:
         self._lifecycle.start_running(sequence, needs.num_reserved_tokens, plan)
         if not self._adapters.are_ready(sequence.residents):
             return 0
-        self._adapters.budget.add_first_sequence()
+        self._adapters.budget.add_sequence(is_background=sequence.is_background)
         plan.add(sequence, needs.num_tokens)
         charge_prompt(sequence, needs.num_tokens)
         return needs.num_tokens

@@ -33,6 +33,7 @@ class LoadBudget:
         self._pool_pages = pool_pages
         self._fixed = fixed
         self._is_limited = False
+        self._is_shared = False
 
     def begin_step(self, num_decoding: int, num_waiting: int, *, is_shared: bool = False) -> None:
         """num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load.
@@ -42,6 +43,7 @@ class LoadBudget:
         self._is_limited = num_decoding > 0
         self.num_pages = self._limit(num_decoding, num_waiting) if self._is_limited else self._pool_pages
         self.num_background_pages = self.num_pages
+        self._is_shared = is_shared
         if is_shared:
             self.num_background_pages = min(self.num_pages, self._share(num_decoding, MAX_GROWTH))
 
@@ -49,11 +51,19 @@ class LoadBudget:
         self.num_pages -= num_pages
         self.num_background_pages -= num_pages
 
-    def add_first_sequence(self) -> None:
-        """Called when a sequence is added to the step. Limits the budget if no sequence was decoding before."""
+    def add_sequence(self, *, is_background: bool) -> None:
+        """Called when a sequence is admitted to the step.
+
+        Limits the budget if no sequence was decoding before, and what background requests get of it if no interactive
+        sequence was running before.
+        """
         if not self._is_limited:
             self._is_limited = True
             self.num_pages = min(self.num_pages, self._limit(num_decoding=1, num_waiting=1))
+            self.num_background_pages = min(self.num_background_pages, self.num_pages)
+        if not (is_background or self._is_shared):
+            self._is_shared = True
+            self.num_background_pages = min(self.num_background_pages, self._share(1, MAX_GROWTH))
 
     def _limit(self, num_decoding: int, num_waiting: int) -> int:
         """Adapter pages that one step may load; at least 1.

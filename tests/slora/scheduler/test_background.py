@@ -287,6 +287,16 @@ def test_a_step_without_interactive_requests_computes_at_least_one_row(slow: str
     assert BackgroundBudget(costs, 100, work).fit(sequence, 1) == 0
 
 
+def test_a_step_to_which_an_interactive_request_is_admitted_loads_little_for_background_requests() -> None:
+    budget = LoadBudget(COSTS, full_page_bytes=100, pool_pages=1000, fixed=None)  # 1e-5 s per page
+    budget.begin_step(num_decoding=0, num_waiting=0)
+    budget.add_sequence(is_background=True)
+    assert budget.num_background_pages == 110
+    budget.begin_step(num_decoding=0, num_waiting=0)
+    budget.add_sequence(is_background=False)
+    assert (budget.num_pages, budget.num_background_pages) == (110, int(1000 * 1.1 * MAX_GROWTH))
+
+
 def test_the_growth_is_measured_against_the_whole_interactive_step() -> None:
     work = StepWork(prefill_tokens=100, decode_rows=0, context_tokens=0, swapped_pages=0, loaded_bytes=0)
     sequence = make_sequence(TenantAccounts(10).find("a", is_background=True), prompt=9)
