@@ -23,6 +23,7 @@ Background sequences get drafts only in steps without interactive ones.
 """
 
 from collections.abc import Sequence as Items
+from itertools import takewhile
 
 from slora.cost_model import Costs
 from slora.pool.unified_paging import UnifiedPaging
@@ -121,8 +122,7 @@ class Drafting:
         """
         sequence, kept = chunk.sequence, [sampled[0]]
         for drafted, following in zip(chunk.drafts, sampled[1:], strict=True):
-            token_id = kept[-1].token_id
-            if token_id != drafted or token_id in sequence.stop_ids or following.token_id is None:
+            if kept[-1].token_id != drafted or following.token_id is None:
                 break
             kept.append(following)
         num_drafted, num_accepted = len(chunk.drafts), len(kept) - 1
@@ -177,21 +177,27 @@ class Drafting:
         if self._config.rope_switch is not None and not sequence.uses_long_rope:
             most = min(most, self._config.rope_switch - num_tokens)
         blocks = sequence.blocks
-        missing = blocks.pages_missing(num_tokens + most) if most > 0 else 0
-        if missing > self._paging.pool.num_free or sequence.tenant.pages_over_ceiling(missing):
+        if most > 0 and not self._has_room(sequence, num_tokens + most):
             most = min(most, blocks.num_pages * blocks.block_tokens - num_tokens)
         return most
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence can hold `num_tokens` tokens without an eviction and within its tenant's ceiling."""
+        missing = sequence.blocks.pages_missing(num_tokens)
+        is_over = sequence.tenant.pages_over_ceiling(missing) > 0
+        return not missing or (missing <= self._paging.pool.num_free and not is_over)
 
     def _add(self, plan: StepPlan, candidate: _Candidate) -> None:
         chunk = plan.chunks[candidate.number]
         sequence, state = chunk.sequence, chunk.sequence.draft_state
         assert state is not None, "a candidate has a state"
         drafts = copy_from(sequence.token_ids, candidate.position, candidate.num_tokens)
-        stop = next((place for place, token in enumerate(drafts) if token in sequence.stop_ids), len(drafts))
-        drafts = drafts[: stop + 1]
-        missing = sequence.blocks.pages_missing(len(sequence.token_ids) + len(drafts))
-        if missing > self._paging.pool.num_free:  # another draft of this step took the pages
+        # Nothing follows a stop token, so it is not drafted.
+        drafts = list(takewhile(lambda token: token not in sequence.stop_ids, drafts))
+        num_tokens = len(sequence.token_ids) + len(drafts)
+        if not drafts or not self._has_room(sequence, num_tokens):  # another draft may have taken the pages
             return
+        missing = sequence.blocks.pages_missing(num_tokens)
         sequence.blocks.allocate(missing, sequence.tenant, self._paging.kv)
         state.start(candidate.rank)
         plan.chunks[candidate.number] = chunk._replace(num_tokens=1 + len(drafts), drafts=tuple(drafts))

@@ -7,7 +7,8 @@ import pytest
 from slora.scheduler.drafting.acceptance import AcceptanceHistory
 from slora.scheduler.drafting.ngram_index import NgramIndex, copy_from
 from slora.scheduler.sequence import Sequence
-from tests.support.scheduler_bench import COSTS, SchedulerBench
+from slora.tenant_share import TenantShare
+from tests.support.scheduler_bench import COSTS, STOP_TOKEN, SchedulerBench
 
 
 def make_bench(choose: object = lambda sequence: 1, **options: object) -> SchedulerBench:
@@ -115,6 +116,32 @@ def test_drafts_only_take_what_the_step_has_left() -> None:
             drafted.append(num_drafted(bench))
         assert max(drafted) <= most and (max(drafted) > 0) == (most > 0)
         assert bench.scheduler.num_preemptions == 0
+
+
+def test_drafts_of_two_sequences_together_stay_below_the_ceiling_of_their_tenant() -> None:
+    """Each draft had a page of its own within the ceiling, but both together exceeded it."""
+    bench = make_bench()
+    share = TenantShare(max_share=0.06)
+    sequences = [bench.add(name, prompt=4, max_tokens=13, share=share) for name in "ab"]
+    tenant, held = sequences[0].tenant, []
+    while not all(sequence.is_finished for sequence in sequences):
+        bench.step()
+        held.append(tenant.num_pages)
+    assert tenant.max_pages == 6 == max(held) and bench.scheduler.drafting.num_draft_tokens > 0
+
+
+def test_a_stop_token_is_never_drafted_because_nothing_follows_it() -> None:
+    """It was charged as a rejected draft even where the model sampled it."""
+    answer = iter([5, 6, 7, STOP_TOKEN])
+    bench = make_bench(lambda sequence: next(answer))
+    sequence = bench.add("r", tokens=[5, 6, 7, STOP_TOKEN, 9, 8], max_tokens=20)
+    outputs = list(bench.run_to_end(9))
+    deltas = [output.delta for output in outputs if output.delta is not None]
+    assert [token for delta in deltas for token in delta.token_ids] == [5, 6, 7, STOP_TOKEN]
+    assert deltas[-1].finish_reason == "stop" and len(deltas) == 3
+    drafting = bench.scheduler.drafting
+    assert (drafting.num_draft_tokens, drafting.num_rejected_tokens) == (1, 0)
+    assert sequence.tenant.service == 6 + 2 * 4
 
 
 def test_rates_of_adapters_are_bounded_and_separate_for_each_tenant() -> None:
