@@ -87,10 +87,6 @@ class LearnedCosts:
     def decode_s(self) -> float:
         return self.current.decode_s
 
-    @property
-    def context_token_s(self) -> float:
-        return self.current.context_token_s
-
     def prefill_s(self, num_tokens: int) -> float:
         return self.current.prefill_s(num_tokens)
 

@@ -97,13 +97,8 @@ class Drafting:
         )
         if not (work.decode_rows and num_rows) or num_free <= 0:
             return
-        context_s = work.context_tokens * costs.context_token_s
-        step_s = (
-            costs.step_s
-            + costs.prefill_s(work.prefill_tokens)
-            + work.decode_rows * costs.decode_s
-            + context_s
-        )
+        # Without the copies, which do not come again in the steps that drafts save.
+        step_s = costs.step_seconds(work._replace(swapped_pages=0, loaded_bytes=0))
         token_s = step_s / num_rows  # what one sampled token is worth
         if token_s <= _MIN_GAIN * costs.decode_s:  # not even certain drafts would pay
             return
@@ -146,7 +141,7 @@ class Drafting:
                 continue
             if sequence.is_background and has_interactive:  # it may hardly lengthen the step
                 continue
-            row_s = self._costs.decode_s + (chunk.start + 2) * self._costs.context_token_s
+            row_s = self._costs.row_s(chunk.start + 2)
             most = self._most_tokens(sequence)
             if most <= 0 or token_s <= _MIN_GAIN * row_s:
                 continue
