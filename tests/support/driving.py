@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from slora.cost_model import CostModel
 from slora.engine.engine import Engine
@@ -16,6 +17,8 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import ModelKit
+from tests.support.peft_adapters import make_adapter
+from tests.support.tiny_models import make_model
 
 # Fixed instead of measured, so that the same requests always make the same steps. Copying a page takes as long as
 # computing two tokens. A step has time to load 1 MB of adapters.
@@ -65,6 +68,12 @@ def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource,
     limits = AdapterLimits(served_dtype=dtype, base_directory=kit.directory)
     source = DirectorySource(shape, dtype, limits, num_threads=0)
     return source, {kind: source.hold(read_once(path, shape, limits)) for kind, path in kit.adapters.items()}
+
+
+def add_overflowing_adapter(source: DirectorySource, model: str, directory: Path) -> AdapterVersion:
+    """Writes an adapter whose hidden states and logits are not finite, and adds it to the source."""
+    make_adapter(directory, make_model(model), std=1e30)
+    return source.add(directory)
 
 
 def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings: int | str) -> Engine:

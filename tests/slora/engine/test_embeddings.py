@@ -20,10 +20,10 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
-from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit, make_kit
-from tests.support.peft_adapters import EMBEDDING_KINDS, make_adapter
-from tests.support.tiny_models import MODELS, OTHER_MODELS, VOCAB_SIZE, make_model
+from tests.support.peft_adapters import EMBEDDING_KINDS
+from tests.support.tiny_models import MODELS, OTHER_MODELS, VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
 LAST, MEAN = Pooling(), Pooling(PoolingKind.MEAN)
@@ -284,8 +284,7 @@ def test_hidden_states_that_are_not_finite_fail_their_own_request_alone(
 ) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
-    make_adapter(tmp_path, make_model("llama"), std=1e30)
-    bursting = source.add(tmp_path)
+    bursting = add_overflowing_adapter(source, "llama", tmp_path)
     bad = [ask(f"bad {one.kind}", draw(20), bursting, one) for one in (LAST, MEAN, Pooling(dimensions=1))]
     good = ask("good", draw(20), versions["odd_rank"], MEAN)
     answers = drive(

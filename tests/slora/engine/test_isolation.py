@@ -22,11 +22,10 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import TileLimits
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
-from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
-from tests.support.peft_adapters import make_adapter
 from tests.support.poison import poison
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
 
@@ -92,8 +91,7 @@ def test_an_adapter_that_overflows_fails_its_own_requests_alone(
 ) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
-    make_adapter(tmp_path, make_model("llama"), std=1e30)
-    bursting = source.add(tmp_path)
+    bursting = add_overflowing_adapter(source, "llama", tmp_path)
     others = [ask("base", None), *(ask(kind, version) for kind, version in versions.items())]
     expected = drive(make_engine(kit, source, 500, kernels=kernels), [others])
     answers = drive(make_engine(kit, source, 500, kernels=kernels), [[ask("bursting", bursting), *others]])

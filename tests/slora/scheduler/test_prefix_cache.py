@@ -20,7 +20,7 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.peft_adapters import make_adapter
 from tests.support.poison import poison
@@ -443,8 +443,7 @@ def test_a_request_with_non_finite_logits_caches_no_blocks(kits: Kits, tmp_path:
     cached."""
     kit = kits(model)
     source, _ = make_source(kit)
-    make_adapter(tmp_path, make_model(model), std=1e30)
-    bursting = source.add(tmp_path)
+    bursting = add_overflowing_adapter(source, model, tmp_path)
     engine = make_engine(kit, source, 200, **CHUNKS)
     prompt = random_tokens("bursting", 100)
     for _ in range(2):
