@@ -15,9 +15,13 @@ The step fails at once if the scheduler:
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from slora.cost_model import CostModel
 from slora.kv_footprint import KVFootprint
+from slora.pooling import PoolingKind
 from slora.request import (
+    NOT_SAMPLED,
     EngineRequest,
     RequestUsage,
     StepOutput,
@@ -25,9 +29,10 @@ from slora.request import (
     compose_adapters,
     single_adapter,
 )
+from slora.sampling.prompt_pooling import find_pooled_rows
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
-from slora.scheduler.sequence import Sequence
+from slora.scheduler.sequence import PooledPrompt, Sequence
 from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
 from slora.tenant_share import TenantShare
@@ -135,7 +140,7 @@ class SchedulerBench:
         beams: the width of a beam search.
         tokens: the prompt's token ids, used instead of the length `prompt`.
         """
-        sampling = SamplingParams(max_tokens=max_tokens, n=n)
+        sampling = NOT_SAMPLED if fields.get("pooling") else SamplingParams(max_tokens=max_tokens, n=n)
         if beams is not None:
             sampling = beam_params(beams, n, max_tokens, 1.0, early_stopping=False)
         request = EngineRequest(
@@ -149,7 +154,8 @@ class SchedulerBench:
         )
         self.memory.tenants.set_share(tenant, share)
         owner = self.memory.tenants.find(tenant, is_background=request.is_background)
-        sequence = Sequence(request, owner, max_tokens or longest, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
+        max_tokens = sampling.max_tokens or longest
+        sequence = Sequence(request, owner, max_tokens, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
         self.scheduler.add(sequence, self.now)
         return sequence
 
@@ -318,6 +324,23 @@ class SchedulerBench:
         assert [self._kv.get(place) for place in places[seen:]] == contents[seen:], (
             "KV was lost or overwritten"
         )
+        if chunk.sequence.pooled is not None:
+            self._pool(chunk, chunk.sequence.pooled, contents)
+
+    def _pool(self, chunk: Chunk, pooled: PooledPrompt, contents: list[int]) -> None:
+        """Adds up the contents of the tokens in place of their hidden states."""
+        for rows in find_pooled_rows([chunk], np.zeros(1, np.int32)):
+            pooled.total = (pooled.total or 0) + sum(contents[chunk.start + row] for row in rows.tokens)
+            pooled.next_token += len(rows.tokens)
+        if pooled.next_token == chunk.sequence.num_prompt:
+            pooled.embedding = str(pooled.total).encode()
+
+    def embed_plainly(self, sequence: Sequence) -> bytes:
+        """The embedding of a prompt that was computed in one step."""
+        pooling = sequence.request.pooling
+        contents = self._contents(sequence, sequence.num_prompt, ())
+        is_mean = pooling is not None and pooling.kind is PoolingKind.MEAN
+        return str(sum(contents if is_mean else contents[-1:])).encode()
 
     def _contents(self, sequence: Sequence, end: int, drafts: tuple[int, ...]) -> list[int]:
         """One hash for each token of [0, end): everything that the token's KV depends on."""
@@ -347,7 +370,7 @@ class SchedulerBench:
         end = chunk.start + chunk.num_tokens
         num_tokens = len(sequence.token_ids) + len(chunk.drafts)
         assert end <= num_tokens <= sequence.num_prompt + sequence.max_tokens
-        assert chunk.samples == (end == num_tokens)
+        assert chunk.samples == (end == num_tokens and sequence.pooled is None)
         num_sampled = 1 if sequence.search is not None else sequence.num_choices
         if chunk.drafts:
             assert sequence.search is None and sequence.num_generated and num_sampled == 1 and not chunk.forks

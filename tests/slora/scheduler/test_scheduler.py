@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slora.engine_config import EVICTION_POLICIES
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.pool.residency import Resident
+from slora.pooling import Pooling, PoolingKind
 from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, WeightedAdapter
 from slora.scheduler.background_budget import MAX_GROWTH
 from slora.scheduler.sequence import Sequence
@@ -37,7 +38,8 @@ shares = st.sampled_from(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests with one or more choices or beams arrive and end in any order, in a pool short of pages.
+    """Requests with one or more choices or beams, or for embeddings, arrive and end in any order, in a pool short of
+    pages.
 
     Adapters arrive late or never, steps break, and the operator pins adapters. Some models have windows or two sets of
     rotary factors.
@@ -122,6 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         deadline_s=st.none() | st.sampled_from([0.01, 3.0]),
         is_background=st.booleans(),
+        pooling=st.sampled_from([None, None, Pooling(), Pooling(PoolingKind.MEAN)]),
     )
     def add(
         self,
@@ -132,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
         n: int,
         beams: int | None,
+        pooling: Pooling | None,
         **fields: Any,
     ) -> None:
         """Prompts have few different tokens, so that many share a beginning. Adapters of one tenant are composed."""
@@ -143,11 +147,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         fields |= {"tokens": [1] * prompt + [last_token], "tenant": tenant, "share": self.shares[tenant]}
         most = self.bench.config.max_num_seqs if beams is None else min(beams, self.bench.config.max_num_seqs)
         n, beams = min(n, most), None if beams is None else most
+        if pooling is not None:
+            n, beams = 1, None
         self.count += 1
         request_id = str(self.count)
         try:
             sequence = self.bench.add(
-                request_id, max_tokens=max_tokens, adapters=adapters, n=n, beams=beams, **fields
+                request_id,
+                max_tokens=max_tokens,
+                adapters=adapters,
+                n=n,
+                beams=beams,
+                pooling=pooling,
+                **fields,
             )
         except ContextTooLong:
             assert not self.bench.scheduler.find(request_id)
@@ -261,6 +273,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert index in self.unfinished[request_id], "a choice that is over spoke again"
         if self.requests[request_id].search is not None:
             self._take_hypothesis(request_id, output.delta)
+            return
+        if self.requests[request_id].pooled is not None:
+            assert output.delta.embedding == self.bench.embed_plainly(self.requests[request_id])
+            assert output.delta.finish_reason == FinishReason.STOP and not output.delta.token_ids
+            self._finish(request_id, index)
             return
         num_told = self.num_told.get((request_id, index), 0)
         new = output.delta.token_ids
