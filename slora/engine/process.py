@@ -58,7 +58,7 @@ from slora.engine.worker import (
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import RequestUsage, StepOutput
+from slora.request import RequestUsage, StepOutput, TokenDelta
 from slora.runner.runner import resolve_device
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.heartbeat import Heartbeat
@@ -206,7 +206,8 @@ class EngineServer:
         ended comes first.
 
         A choice that arrives whole, as in beam search, gets a frame of its own, and so does an embedding. All choices
-        of a beam search together could exceed the limit of one frame, and so could all embeddings of a step.
+        of a beam search together could exceed the limit of one frame, and so could all embeddings of a step. All other
+        outputs of a step together have at most `max_num_seqs` tokens, accepted drafts included.
         """
         self._deliver_usage(ended)
         rows: dict[int, list[Any]] = {}
@@ -216,8 +217,7 @@ class EngineServer:
             if peer is None:
                 continue
             row = [request_id, *encode_output(output)[1:]]
-            delta = output.delta
-            if delta is not None and (len(delta.token_ids) > 1 or delta.embedding is not None):
+            if output.delta is not None and _is_whole(output.delta):
                 peer.send({"op": "outputs", "outputs": [row]})
             else:
                 rows.setdefault(peer.number, []).append(row)
@@ -298,6 +298,12 @@ class EngineServer:
         self._worker.post(
             GetStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
         )
+
+
+def _is_whole(delta: TokenDelta) -> bool:
+    """Whether this is an embedding, or a choice that may have arrived whole."""
+    is_choice = delta.finish_reason is not None and len(delta.token_ids) > 1
+    return is_choice or delta.embedding is not None
 
 
 def _split_id(engine_id: str) -> tuple[int, str]:

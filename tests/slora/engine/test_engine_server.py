@@ -171,3 +171,22 @@ def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
             writer.close()
 
     asyncio.run(main())
+
+
+def test_accepted_drafts_of_a_step_share_a_frame() -> None:
+    """A frame for each of them would soon exceed the number of frames after which a slow API process is dropped."""
+
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            reader, writer = await asyncio.open_unix_connection(path)
+            for name in ("a", "b"):
+                writer.write(encode(encode_add(ask(name))))
+            await wait_until(lambda: len(worker.posted) == 2)
+            server.deliver([StepOutput(f"1:{name}", TokenDelta((7, 8))) for name in ("a", "b")], [])
+            await read_message(reader), await read_message(reader)
+            tokens = await read_message(reader)
+            assert [(row[0], row[1]) for row in tokens["outputs"]] == [("a", [7, 8]), ("b", [7, 8])]
+            writer.close()
+
+    asyncio.run(main())
