@@ -140,6 +140,12 @@ class EngineConfig:
         Whole(0, MAX_DRAFT_TOKENS),
         metavar="N",
     )
+    metrics_tenants: int = setting(
+        20,
+        "most tenants with a label of their own in the metrics; the metrics count all others as 'other'",
+        Whole(0, 1000),
+        metavar="N",
+    )
     max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
     max_composed_adapters: int = setting(
         4, "most adapters that one request may add up", Whole(1, MAX_COMPOSED_ADAPTERS), metavar="N"

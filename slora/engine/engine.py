@@ -265,6 +265,8 @@ class Engine:
             draft_tokens=scheduler.drafting.num_draft_tokens,
             accepted_draft_tokens=scheduler.drafting.num_accepted_tokens,
             steps=self._num_steps,
+            pages=memory.count_pages(),
+            tenant_pages=memory.count_tenant_pages(self._config.metrics_tenants),
             load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
             costs=self._costs,
             usage=scheduler.total_usage,

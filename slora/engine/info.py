@@ -3,10 +3,12 @@
 The API reads both, so this module does not import torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slora.cost_model import CostModel
 from slora.engine.load_paces import LoadPaces
+from slora.pool.page_counts import PageCounts
 from slora.request import RequestUsage
 from slora_kernels.layout import ModelShape
 
@@ -57,6 +59,8 @@ class EngineStats:
         many of these became part of an answer.
     deadline_misses: requests that ended because their first token could not meet the deadline.
     pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
+    pages: the pages that are not free, by what they hold.
+    tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
     load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
     usage: the sum of the usage of all requests that have ended.
     """
@@ -91,6 +95,8 @@ class EngineStats:
     draft_tokens: int
     accepted_draft_tokens: int
     steps: int
+    pages: PageCounts
+    tenant_pages: Mapping[str, PageCounts]
     load_paces: LoadPaces
     costs: CostModel
     usage: RequestUsage

@@ -25,6 +25,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
+from slora.pool.page_counts import PageCounts
 from slora.pooling import Pooling
 from slora.request import (
     EngineRequest,
@@ -41,7 +42,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 Message = dict[str, Any]
 
@@ -159,6 +160,8 @@ def encode_stats(stats: EngineStats, number: int) -> Message:
 def decode_stats(message: Message) -> EngineStats:
     stats = dict(message["stats"])
     stats["running_adapters"] = tuple(stats["running_adapters"])
+    stats["pages"] = PageCounts(**stats["pages"])
+    stats["tenant_pages"] = {name: PageCounts(**counts) for name, counts in stats["tenant_pages"].items()}
     stats["load_paces"] = LoadPaces(**stats["load_paces"])
     stats["costs"] = CostModel(**stats["costs"])
     stats["usage"] = RequestUsage(**stats["usage"])

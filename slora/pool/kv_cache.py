@@ -95,7 +95,7 @@ class KVCache:
         public_owner: TenantAccount | None = None,
     ) -> None:
         self._block_tokens = block_tokens
-        self._public_owner = public_owner
+        self.public_owner = public_owner
         self.enabled = enabled
         self.num_evictions = 0
         self._pool = pool
@@ -279,9 +279,9 @@ class KVCache:
 
         The block is ranked now, even if the idle blocks that follow it delay its eviction for a long time.
         """
-        if self._public_owner is not None and not block.adapters:
-            self._pool.transfer(block.page, self._public_owner)
-            block.tenant = self._public_owner
+        if self.public_owner is not None and not block.adapters:
+            self._pool.transfer(block.page, self.public_owner)
+            block.tenant = self.public_owner
         block.rank = self._evictor.rank(block)
         if block.key not in self._num_idle_children:
             self._add_candidate(block)

@@ -3,12 +3,14 @@
 Only page numbers are managed here; the bytes are in `DeviceMemory`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from slora.cost_model import Costs
 from slora.pool.eviction_policy import make_policy
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
+from slora.pool.page_counts import PageCounts
 from slora.pool.page_pool import PagePool
 from slora.pool.residency import Residency
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
@@ -46,11 +48,46 @@ class UnifiedPaging:
             num_pages, tenant, ignore_pins=ignore_pins
         )
 
+    def count_pages(self) -> PageCounts:
+        """Counts the pages of the whole pool that are not free."""
+        used = sum(len(resident.pages) for resident in self.residency if resident.num_users)
+        idle = sum(len(resident.pages) for resident in self.residency if not resident.num_users)
+        return PageCounts(self.pool.num_held - used, self.pool.num_cached - idle, used, idle)
+
+    def count_tenant_pages(self, most: int) -> dict[str, PageCounts]:
+        """The pages of the `most` tenants that own the most pages, largest first. Tenants without pages are left out.
+
+        With a public prefix cache, no tenant owns the cached prefixes of the base model, nor the pages of them that
+        sequences use again.
+        """
+        counts: defaultdict[str, PageCounts] = defaultdict(PageCounts)
+        for account in self.tenants:
+            if account.num_pages:
+                held = account.num_pages - account.num_cached
+                counts[account.name] += PageCounts(kv=held, prefixes=account.num_cached)
+        largest = sorted(counts, key=lambda name: (-counts[name].total, name))[:most]
+        tenants = {name: counts[name] for name in largest}
+        for resident in self.residency:
+            name, num_pages = resident.tenant.name, len(resident.pages)
+            if name in tenants and resident.num_users:
+                tenants[name] += PageCounts(kv=-num_pages, adapters=num_pages)
+            elif name in tenants:
+                tenants[name] += PageCounts(prefixes=-num_pages, idle_adapters=num_pages)
+        return tenants
+
     def check_invariants(self, kv_pages: Iterable[int]) -> None:
         """Proves that no page is lost and that every reference has an owner.
 
         kv_pages: every reference of a running sequence; a page with two references appears twice.
         """
-        cached = [*self.residency.cached_pages(), *self.kv.cached_pages()]
-        self.pool.check_invariants([*kv_pages, *self.residency.held_pages()], cached)
+        held_kv, held = list(kv_pages), list(self.residency.held_pages())
+        prefixes, idle = list(self.kv.cached_pages()), list(self.residency.cached_pages())
+        self.pool.check_invariants([*held_kv, *held], [*idle, *prefixes])
         self.kv.check_invariants()
+        counts = PageCounts(len(set(held_kv)), len(prefixes), len(held), len(idle))
+        assert self.count_pages() == counts, f"{self.count_pages()} differ from {counts}"
+        owned = sum(self.count_tenant_pages(len(list(self.tenants))).values(), PageCounts())
+        public = self.kv.public_owner
+        if public is not None:
+            owned += PageCounts(kv=public.num_pages - public.num_cached, prefixes=public.num_cached)
+        assert owned == counts, f"the pages of the tenants are {owned}, not {counts}"

@@ -15,6 +15,7 @@ from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
+from slora.pool.page_counts import PageCounts
 from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta, TokenLogprobs
 from slora.tenant_share import TenantShare
 from slora.text.tokenizer import Tokenizer
@@ -196,6 +197,7 @@ class ScriptedEngine:
         return EngineStats(
             1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20,
             15, 9,
+            PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
             LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from slora.engine.info import EngineInfo, EngineStats
+from slora.pool.page_counts import PageCounts
 from slora.request import FinishReason
 
 __all__ = ["Metrics", "allocate_files", "share_metrics"]
@@ -28,6 +29,9 @@ __all__ = ["Metrics", "allocate_files", "share_metrics"]
 # Space for some thousand series. It is allocated at the start, because a write to a memory-mapped file on a full disk
 # would kill the process.
 _FILE_BYTES = 1 << 20
+
+# The label of all tenants that have no label of their own. A tenant with this name is counted there, too.
+_OTHER = "other"
 
 # Histogram buckets in seconds: from one decode step to the longest answers, densest where users notice a delay.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -236,6 +240,23 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
     for state in ("free", "held", "cached"):
         pages.add_metric([state], getattr(stats, f"pages_{state}"))
     yield pages
+    owners = GaugeMetricFamily(
+        "slora_pages_by_owner", "Pages of the pool by what they hold.", labels=["owner"]
+    )
+    owners.add_metric(["free"], stats.pages_free)
+    for owner, count in asdict(stats.pages).items():
+        owners.add_metric([owner], count)
+    yield owners
+    tenants = GaugeMetricFamily(
+        "slora_tenant_pages",
+        "Pages of the pool by tenant and by what they hold. Pages of further tenants, and those that no tenant "
+        "owns, count as other.",
+        labels=["tenant", "owner"],
+    )
+    for tenant, counts in _with_other(stats).items():
+        for owner, count in asdict(counts).items():
+            tenants.add_metric([tenant, owner], count)
+    yield tenants
     yield GaugeMetricFamily("slora_adapter_pages", "Pages that hold adapters.", stats.adapter_pages)
     yield GaugeMetricFamily("slora_resident_adapters", "Adapters in the pool.", stats.resident_adapters)
     yield GaugeMetricFamily("slora_pinned_adapters", "Adapters that are pinned.", stats.pinned_adapters)
@@ -289,3 +310,8 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
     for name, seconds in asdict(stats.costs).items():
         costs.add_metric([name.removesuffix("_s")], seconds)
     yield costs
+
+
+def _with_other(stats: EngineStats) -> dict[str, PageCounts]:
+    tenants = {name: counts for name, counts in stats.tenant_pages.items() if name != _OTHER}
+    return {**tenants, _OTHER: stats.pages - sum(tenants.values(), PageCounts())}

@@ -27,6 +27,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
+from slora.pool.page_counts import PageCounts
 from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
@@ -101,6 +102,8 @@ def test_numbers_arrive_by_name() -> None:
         9,
         ("t/a", "t/b"),
         *range(10, 30),
+        PageCounts(1, 2, 3, 4),
+        {"t": PageCounts(1, 2)},
         LoadPaces(1e-10, {"file": 2e-10}),
         COSTS,
         RequestUsage(1, 2, 3, 4, 5.5),
