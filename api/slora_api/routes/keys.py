@@ -15,7 +15,7 @@ from slora_api.tenants.authentication import Operator
 from slora_api.tenants.key_record import Caller, KeyRecord
 from slora_api.tenants.scopes import TENANT_SCOPES, Scope, parse_scopes
 
-__all__ = ["router"]
+__all__ = ["KeyObject", "key_json", "router"]
 
 router = APIRouter(prefix="/admin", tags=["operator"])
 
@@ -53,7 +53,7 @@ class RevokedKey(TypedDict):
     revoked: bool
 
 
-def _key_json(key: Caller) -> KeyObject:
+def key_json(key: Caller) -> KeyObject:
     return {
         "object": "api_key",
         "key_id": key.key_id,
@@ -88,24 +88,24 @@ def create_key(
     record, key = services.key_store.create_key(
         tenant, wanted.adapter, name=wanted.name, scopes=scopes, models=models, expires_at=wanted.expires_at
     )
-    return {**_key_json(record), "key": key.secret}
+    return {**key_json(record), "key": key.secret}
 
 
 @router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
 def list_keys(tenant: str, _operator: Operator, services: Wired) -> ListObject[KeyObject]:
-    return {"object": "list", "data": [_key_json(key) for key in services.key_store.list_keys(tenant)]}
+    return {"object": "list", "data": [key_json(key) for key in services.key_store.list_keys(tenant)]}
 
 
 @router.post("/keys", status_code=status.HTTP_201_CREATED, responses=errors(DiskFull))
 def create_operator_key(body: NewOperatorKeyRequest, _operator: Operator, services: Wired) -> NewKey:
     record, key = services.key_store.create_operator_key(body.name, body.expires_at)
-    return {**_key_json(record), "key": key.secret}
+    return {**key_json(record), "key": key.secret}
 
 
 @router.get("/keys")
 def list_operator_keys(_operator: Operator, services: Wired) -> ListObject[KeyObject]:
     """Lists the operators' keys without the bootstrap key."""
-    return {"object": "list", "data": [_key_json(key) for key in services.key_store.list_operator_keys()]}
+    return {"object": "list", "data": [key_json(key) for key in services.key_store.list_operator_keys()]}
 
 
 @router.post(
@@ -119,7 +119,7 @@ def rotate_key(
     """Creates a key with the same permissions and limits. The old key expires at the end of the overlap."""
     wanted = body or RotateKeyRequest()
     record, key = services.key_store.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
-    return {**_key_json(record), "key": key.secret}
+    return {**key_json(record), "key": key.secret}
 
 
 @router.delete("/keys/{key_id}", responses=errors(NotFound, KeyConflict))

@@ -115,7 +115,7 @@ class OpenApiDocument:
             schemas.pop(name, None)
         schemas["ErrorObject"] = TypeAdapter(ErrorObject).json_schema(ref_template=_SCHEMAS + "{model}")
         for route in self._routes:
-            for method in route.methods or ():
+            for method in (route.methods or ()) if route.include_in_schema else ():
                 _complete(document["paths"][route.path_format][method.lower()], route)
         _hoist_definitions(document, schemas)
         _describe_fields(document)
@@ -144,7 +144,7 @@ def _complete(operation: _Json, route: APIRoute) -> None:
         del answers["422"]
     kinds = list(_ANY_ROUTE)
     if scopes := required_scopes(route):
-        operation["security"] = [{"api_key": sorted(scopes)}]
+        operation["security"] = [{"api_key": sorted(scope for scope in scopes if scope is not None)}]
         kinds += _WITH_KEY
     has_body = "requestBody" in operation
     if has_body or "parameters" in operation:

@@ -23,12 +23,12 @@ from slora_api.routes import (
     audit,
     batches,
     completions,
-    docs,
     embeddings,
     files,
     health,
     keys,
     limits,
+    me,
     models,
     openapi,
     quotas,
@@ -37,6 +37,7 @@ from slora_api.routes import (
     usage,
     vllm_adapters,
 )
+from slora_api.routes.pages import console, docs
 from slora_api.routes.services import Services
 from slora_api.tenants.admin_key import AdminKey
 from slora_api.tenants.authentication import AuthenticationMiddleware, check_routes, is_operator
@@ -53,6 +54,7 @@ _MODULES = (
         tokens,
         models,
         limits,
+        me,
         adapters,
         vllm_adapters,
         usage,
@@ -62,7 +64,7 @@ _MODULES = (
         audit,
     ),
     *(files, batches),
-    *(health, openapi, docs),
+    *(health, openapi, docs, console),
 )
 ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
 # Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.

@@ -122,8 +122,10 @@ async def _publish(path: Path, publisher: Publisher) -> None:
             return
 
 
-def describe_demo(url: str, tenants: Iterable[DemoTenant]) -> str:
-    """Returns the text that a new user reads: the API keys, and a command line to paste for each."""
+def describe_demo(url: str, tenants: Sequence[DemoTenant]) -> str:
+    """Returns the text that a new user reads: the API keys, a command line to paste for each, and the address that
+    opens the console as the last tenant. A browser sends the fragment of an address, which has the key, to no server.
+    """
     lines = ["", "The same prompt and the same base model with the adapter of each key:"]
     body = {"model": "default", "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
     for tenant in tenants:
@@ -134,4 +136,6 @@ def describe_demo(url: str, tenants: Iterable[DemoTenant]) -> str:
             f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {tenant.key}' "
             f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
         ]
+    shown = tenants[-1]
+    lines += ["", f"The console, signed in as tenant {shown.name}: {url}/console#key={shown.key}"]
     return "\n".join(lines)

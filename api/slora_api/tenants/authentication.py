@@ -1,5 +1,5 @@
 """Identifies the caller of each request, and checks the scope that the route needs. Every path needs a key, except
-those in PUBLIC_PATHS.
+those that `is_public` names.
 
 The middleware identifies the caller. A route's signature names the scope that it needs, with one of the parameter types
 below. The two checks are independent, so a route without a scope would still be closed to callers without a key. Such a
@@ -39,20 +39,25 @@ __all__ = [
     "PUBLIC_PATHS",
     "AdapterReader",
     "AdapterWriter",
+    "AnyKey",
     "AuthenticationMiddleware",
     "InferenceKey",
     "Operator",
     "UsageReader",
     "check_routes",
     "is_operator",
+    "is_public",
     "required_scopes",
 ]
 
 logger = logging.getLogger(__name__)
 
 # Load balancers and container engines call the first four without a key. They reveal only whether the server is up and
-# ready. The version and the document of the API are the same for every server of a release.
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs"})
+# ready. The version, the document of the API and the files of the console are the same for every server of a release.
+PUBLIC_PATHS = frozenset(
+    {"/", "/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs", "/console"}
+)
+_PUBLIC_FOLDER = "/console/"
 
 # Keys that are looked up concurrently, and those of one client address that may wait. A lookup takes a millisecond.
 _LOOK_UP_SLOTS = 4
@@ -80,7 +85,7 @@ class AuthenticationMiddleware:
         self._admin_key = admin_key
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in PUBLIC_PATHS:
+        if not is_public(scope["path"]):
             try:
                 header = Headers(scope=scope).get("authorization", "")
                 caller = await self._identify(header, _address(scope))
@@ -143,14 +148,16 @@ def _actor(caller: Caller, scope: AsgiScope) -> Actor:
 
 
 class RequiredScope:
-    """The dependency of a route that returns the caller's key if it has `scope`, and raises Forbidden otherwise."""
+    """The dependency of a route that returns the caller's key if it has `scope`, and raises Forbidden otherwise. With
+    None every valid key may call the route.
+    """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope | None) -> None:
         self.scope = scope
 
     async def __call__(self, request: Request) -> Caller:
         caller: Caller = request.state.caller
-        if self.scope in caller.scopes:
+        if self.scope is None or self.scope in caller.scopes:
             if isinstance(caller, KeyRecord) and caller.status is not TenantStatus.ACTIVE:
                 raise TenantSuspended(caller.tenant)
             return caller
@@ -169,12 +176,20 @@ AdapterReader = Annotated[KeyRecord, Depends(RequiredScope(Scope.ADAPTERS_READ))
 AdapterWriter = Annotated[KeyRecord, Depends(RequiredScope(Scope.ADAPTERS_WRITE))]
 UsageReader = Annotated[KeyRecord, Depends(RequiredScope(Scope.USAGE_READ))]
 Operator = Annotated[OperatorKey, Depends(RequiredScope(Scope.ADMIN))]
+AnyKey = Annotated[Caller, Depends(RequiredScope(None))]
 
 
-def required_scopes(route: APIRoute) -> set[Scope]:
-    """Returns the scopes that a caller of the route needs."""
+def is_public(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in PUBLIC_PATHS or path.startswith(_PUBLIC_FOLDER)
 
-    def walk(dependant: Dependant) -> Iterable[Scope]:
+
+def required_scopes(route: APIRoute) -> set[Scope | None]:
+    """Returns the scopes that a caller of the route needs. None stands for the scope of a route that every valid key
+    may call.
+    """
+
+    def walk(dependant: Dependant) -> Iterable[Scope | None]:
         if isinstance(dependant.call, RequiredScope):
             yield dependant.call.scope
         for dependency in dependant.dependencies:
@@ -186,10 +201,10 @@ def required_scopes(route: APIRoute) -> set[Scope]:
 def check_routes(routes: Iterable[APIRoute]) -> None:
     """Raises ValueError for a route that does not name exactly one scope, unless it is public."""
     for route in routes:
-        if len(scopes := required_scopes(route)) != (route.path not in PUBLIC_PATHS):
+        if len(scopes := required_scopes(route)) != (not is_public(route.path)):
             raise ValueError(
-                f"route {route.path} needs the scopes {sorted(scopes)}: name exactly one in its signature, such as "
-                "`key: InferenceKey`, or add the path to PUBLIC_PATHS"
+                f"route {route.path} needs the scopes {sorted(map(str, scopes))}: name exactly one in its signature, "
+                "such as `key: InferenceKey`, or add the path to PUBLIC_PATHS"
             )
 
 

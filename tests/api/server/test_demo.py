@@ -17,7 +17,13 @@ import pytest
 from demo.tasks import ADAPTERS, TASKS, unseen_sentences
 from slora.models.model_spec_reader import read_model_spec
 from slora.text.tokenizer import Tokenizer
-from slora_api.server.demo import DemoTenant, find_demo_adapters, find_demo_directory, set_up_demo
+from slora_api.server.demo import (
+    DemoTenant,
+    describe_demo,
+    find_demo_adapters,
+    find_demo_directory,
+    set_up_demo,
+)
 from tests.adapters.hand_made import make_members, write_directory
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
@@ -104,6 +110,12 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
     assert json.loads(keys_path.read_text()) == {tenant.name: tenant.key for tenant in first}
     assert stat.S_IMODE(keys_path.stat().st_mode) == 0o600
     assert start() == first
+
+
+def test_the_last_line_opens_the_console_with_a_key() -> None:
+    tenants = [DemoTenant("base", None, "slora_a"), DemoTenant("loud", "loud", "slora_b")]
+    last = describe_demo("http://127.0.0.1:1", tenants).splitlines()[-1]
+    assert last.endswith("tenant loud: http://127.0.0.1:1/console#key=slora_b")
 
 
 def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(server: Served) -> None:

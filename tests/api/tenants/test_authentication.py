@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 
 from slora_api.server.app import make_router
 from slora_api.tenants.api_key import make_key
-from slora_api.tenants.authentication import PUBLIC_PATHS, check_routes, required_scopes
+from slora_api.tenants.authentication import PUBLIC_PATHS, check_routes, is_public, required_scopes
 from slora_api.tenants.scopes import TENANT_SCOPES, Scope
 from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -28,8 +28,10 @@ def walk_routes(platform: Platform) -> list[APIRoute]:
     return found
 
 
-def needs(platform: Platform) -> list[tuple[str, str, Scope]]:
-    """Method, path and scope of every route that needs one, with a value for each path parameter."""
+def needs(platform: Platform) -> list[tuple[str, str, Scope | None]]:
+    """Method, path and scope of every route that needs a key, with a value for each path parameter. The scope is None
+    if every valid key will do.
+    """
     return [
         (method, route.path.replace("{", "").replace(":path}", "").replace("}", ""), scope)
         for route in walk_routes(platform)
@@ -52,11 +54,12 @@ def ask(platform: Platform, method: str, path: str, headers: dict[str, str]) -> 
 def test_every_route_but_the_public_ones_is_closed_without_a_key(platform: Platform) -> None:
     for method, path in routes(platform):
         answer = ask(platform, method, path, {})
-        assert (answer.status_code != 401) == (path in PUBLIC_PATHS), (method, path)
+        assert (answer.status_code != 401) == is_public(path), (method, path)
 
 
-def test_the_public_paths_are_those_of_health_checks_and_the_document_of_the_api() -> None:
+def test_the_public_paths_are_those_of_health_checks_the_document_of_the_api_and_the_console() -> None:
     assert set(PUBLIC_PATHS) == {
+        "/",
         "/healthz",
         "/readyz",
         "/health",
@@ -64,13 +67,16 @@ def test_the_public_paths_are_those_of_health_checks_and_the_document_of_the_api
         "/version",
         "/openapi.json",
         "/docs",
+        "/console",
     }
+    assert is_public("/console/app.js")
 
 
 def test_a_route_that_does_not_exist_is_closed_too(platform: Platform) -> None:
     for path in (
-        "/",
         "/docs/",
+        "/consoles",
+        "//console/app.js",
         "/v1/nothing",
         "/healthz/",
         "//healthz",
@@ -88,8 +94,10 @@ def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> Non
 
     operator = bearer(key_store.create_operator_key("walker")[1].secret)
     for method, path, needed in needs(platform):
-        others = [key_with(*TENANT_SCOPES - {needed})]
-        if needed is Scope.ADMIN:
+        others = [] if needed is None else [key_with(*TENANT_SCOPES - {needed})]
+        if needed is None:
+            holders = [operator, bearer(ADMIN_KEY), *(key_with(scope) for scope in TENANT_SCOPES)]
+        elif needed is Scope.ADMIN:
             holders = [operator, bearer(ADMIN_KEY)]
         else:
             holders = [key_with(needed)]
@@ -135,7 +143,8 @@ def test_missing_malformed_unknown_expired_and_revoked_keys_get_the_same_answer(
     expired = key_store.create_key("closed", expires_at=int(time.time()) + 3600)[1].secret
     monkeypatch.setattr(key_store, "_wall_clock", lambda: time.time() + 7200)
     key_store.revoke_key(valid.split("_")[1])
-    unknown = platform.key("closed")[:-1] + "0"
+    other = platform.key("closed")
+    unknown = other[:-1] + ("1" if other.endswith("0") else "0")
     headers = [
         {},
         {"Authorization": "Bearer"},

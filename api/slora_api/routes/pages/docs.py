@@ -45,7 +45,7 @@ def show_docs(request: Request) -> HTMLResponse:
 def _render(document: dict[str, Any]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {"prose": _mark_code, "json": json.dumps}
-    source = importlib.resources.files("slora_api.routes").joinpath("docs_page.html").read_text()
+    source = importlib.resources.files("slora_api.routes.pages").joinpath("docs_page.html").read_text()
     operations = [
         {**operation, "method": method.upper(), "path": path, "tag": operation["tags"][0]}
         for path, methods in document["paths"].items()

@@ -1,0 +1,70 @@
+// Parts that the views share.
+
+import { html, useCallback, useEffect, useState } from "./vendor/preact.js";
+
+// A region of a view with a heading. `actions` stands beside the heading.
+export const Panel = ({ title, actions, children, wide }) => html`
+  <section class=${wide ? "panel wide" : "panel"}>
+    <header><h2>${title}</h2>${actions}</header>
+    ${children}
+  </section>`;
+
+// A message. kind: "info", "good", "warning" or "error"; warnings and errors are read out at once.
+export const Notice = ({ kind = "info", children }) => html`
+  <p class="notice ${kind}" role=${kind === "error" || kind === "warning" ? "alert" : "status"}>${children}</p>`;
+
+// One number with its name.
+export const Figure = ({ name, value, unit, title }) => html`
+  <div class="figure" title=${title}><dt>${name}</dt><dd>${value}${unit && html`<small> ${unit}</small>`}</dd></div>`;
+
+// A table. columns: [{name, cell: row => content, isNumber}]. `rowKey(row)` identifies a row.
+export const Table = ({ caption, columns, rows, rowKey, empty = "There is nothing to show." }) => html`
+  <div class="table" tabindex="0" role="region" aria-label=${caption}>
+    <table>
+      <caption class="hidden">${caption}</caption>
+      <thead><tr>${columns.map(({ name, isNumber }) => html`
+        <th scope="col" class=${isNumber ? "number" : ""}>${name}</th>`)}</tr></thead>
+      <tbody>
+        ${rows.map((row) => html`<tr key=${rowKey(row)}>${columns.map(({ cell, isNumber }) => html`
+          <td class=${isNumber ? "number" : ""}>${cell(row)}</td>`)}</tr>`)}
+        ${rows.length === 0 && html`<tr><td colspan=${columns.length} class="empty">${empty}</td></tr>`}
+      </tbody>
+    </table>
+  </div>`;
+
+// Loads a value with `load(signal)` when the view opens, and again after `reload()`. Returns {value, error, reload}.
+export function useLoad(load, inputs = []) {
+  const [state, setState] = useState({ value: null, error: null });
+  const [round, setRound] = useState(0);
+  useEffect(() => {
+    const stop = new AbortController();
+    load(stop.signal).then(
+      (value) => stop.signal.aborted || setState({ value, error: null }),
+      (error) => stop.signal.aborted || setState(({ value }) => ({ value, error })),
+    );
+    return () => stop.abort();
+  }, [...inputs, round]);
+  return { ...state, reload: useCallback(() => setRound((last) => last + 1), []) };
+}
+
+const whole = new Intl.NumberFormat("en");
+const rounded = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+
+export const formatCount = (value) => whole.format(value);
+export const formatNumber = (value) => (Math.abs(value) >= 1000 ? whole.format(Math.round(value)) : rounded.format(value));
+export const formatShare = (value) => `${rounded.format(value * 100)} %`;
+
+export function formatBytes(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = bytes > 0 ? Math.min(Math.floor(Math.log2(bytes) / 10), units.length - 1) : 0;
+  return `${rounded.format(bytes / 1024 ** power)} ${units[power]}`;
+}
+
+export function formatSeconds(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  return seconds < 1 ? `${rounded.format(seconds * 1000)} ms` : `${rounded.format(seconds)} s`;
+}
+
+// A Unix time in seconds, in the time zone of the browser.
+export const formatTime = (seconds) =>
+  seconds === null ? "–" : new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });

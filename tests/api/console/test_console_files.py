@@ -1,0 +1,78 @@
+"""What the server sends to a browser that opens the console."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine
+
+_FILES = Path(str(files("slora_api"))) / "console"
+_MAX_BYTES = 300_000
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
+        yield running
+
+
+def get(platform: Platform, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(platform.url + path, headers=headers, verify=False)
+
+
+def test_the_root_sends_browsers_to_the_console_and_tells_others_what_the_server_is(
+    platform: Platform,
+) -> None:
+    browser = get(platform, "/", Accept="text/html,application/xhtml+xml")
+    assert (browser.status_code, browser.headers["location"]) == (307, "console")
+    other = get(platform, "/", Accept="*/*")
+    assert other.status_code == 200 and other.headers["content-type"].startswith("text/plain")
+    assert f"{platform.url}/console" in other.text and f"{platform.url}/docs" in other.text
+
+
+def test_the_page_runs_only_scripts_of_its_own_server(platform: Platform) -> None:
+    page = get(platform, "/console")
+    policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
+    assert set(policy.values()) == {"'none'", "'self'"}
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert "set-cookie" not in page.headers
+
+
+def test_each_file_has_its_type_and_is_sent_again_only_if_it_changed(platform: Platform) -> None:
+    script = get(platform, "/console/app.js")
+    assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+    assert get(platform, "/console/app.js", **{"If-None-Match": script.headers["etag"]}).status_code == 304
+    assert get(platform, "/console/").headers["location"] == "../console"
+
+
+@pytest.mark.parametrize(
+    "path", ["nothing.js", "vendor", "vendor/LICENSE.htm", "%2e%2e/errors.py", "views/%2e%2e/app.js"]
+)
+def test_no_other_file_of_the_package_can_be_read(platform: Platform, path: str) -> None:
+    assert get(platform, f"/console/{path}").status_code == 404
+
+
+def test_the_console_is_small_and_needs_no_other_server() -> None:
+    texts = [path for path in _FILES.rglob("*") if path.suffix in (".html", ".css", ".js", ".svg")]
+    assert sum(path.stat().st_size for path in texts) <= _MAX_BYTES
+    own = [path.read_text() for path in texts if path.parent.name != "vendor"]
+    assert not any("https://" in text or "//cdn" in text for text in own)
+    assert not any("innerHTML" in text or "insertAdjacentHTML" in text for text in own)
+
+
+def test_each_vendored_library_is_the_pinned_one_and_has_its_license() -> None:
+    vendor = _FILES / "vendor"
+    pinned = json.loads((vendor / "versions.json").read_text())
+    scripts = {path.name for path in vendor.iterdir() if path.suffix in (".js", ".css")}
+    assert scripts == pinned.keys()
+    for name, facts in pinned.items():
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == facts["sha256"], name
+        assert (vendor / f"LICENSE.{facts['package']}").is_file()

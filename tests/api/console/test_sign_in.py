@@ -1,0 +1,108 @@
+"""Signing in to the console and out of it, in a real browser."""
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.api.console.browser import ConsolePage, Theme, open_page
+from tests.api.served import ADMIN_KEY, Served
+
+_UNAUTHORIZED = "status of 401"
+
+
+def make_key(server: Served, tenant: str, **body: object) -> dict[str, str]:
+    """Creates a tenant and a key. Returns the key's object."""
+    with server.client(ADMIN_KEY) as admin:
+        admin.post("/admin/tenants", json={"name": tenant})
+        made: dict[str, str] = (
+            admin.post(f"/admin/tenants/{tenant}/keys", json=body).raise_for_status().json()
+        )
+    return made
+
+
+def test_a_wrong_key_is_refused_with_a_message_and_the_right_one_signs_in(
+    server: Served, console: ConsolePage
+) -> None:
+    console.allow(_UNAUTHORIZED)
+    key = make_key(server, "console-keys")["key"]
+    console.open()
+    console.page.get_by_label("API key or admin key").fill("sk-wrong")
+    console.page.keyboard.press("Enter")
+    expect(console.page.locator(".notice")).to_contain_text("The server does not accept this key.")
+    console.check_accessibility()
+    console.page.keyboard.type(key)  # the field has the focus, and its content is selected
+    console.page.keyboard.press("Enter")
+    expect(console.page.locator(".who")).to_contain_text("console-keys")
+    console.check_accessibility()
+    assert console.page.context.cookies() == []
+    assert not any(key in request.url for request in console.requests)
+
+
+def test_a_link_with_a_key_signs_in_and_the_key_leaves_the_address(
+    server: Served, console: ConsolePage
+) -> None:
+    key = make_key(server, "console-link")["key"]
+    console.open(f"#key={key}")
+    expect(console.page.locator(".who")).to_contain_text("console-link")
+    assert key not in console.page.url
+    console.page.reload()  # the tab keeps the key
+    expect(console.page.locator(".who")).to_contain_text("console-link")
+    console.page.get_by_role("button", name="Sign out").click()
+    console.page.get_by_label("API key or admin key").wait_for()
+    assert console.page.evaluate("sessionStorage.length + localStorage.length") == 0
+
+
+def test_a_revoked_key_is_signed_out_with_the_reason(server: Served, console: ConsolePage) -> None:
+    console.allow(_UNAUTHORIZED)
+    made = make_key(server, "console-revoked")
+    console.page.clock.install()
+    console.sign_in(made["key"])
+    with server.client(ADMIN_KEY) as admin:
+        admin.delete(f"/admin/keys/{made['key_id']}").raise_for_status()
+    console.page.clock.fast_forward(60_000)
+    expect(console.page.locator(".notice")).to_contain_text("It was revoked or has expired.")
+    assert console.page.evaluate("sessionStorage.length") == 0
+
+
+def test_a_key_sees_the_views_of_its_scopes_and_names_are_shown_as_text(
+    server: Served, console: ConsolePage
+) -> None:
+    attempt = "<img src=x onerror=\"document.title='owned'\">"
+    made = make_key(server, "console-scopes", scopes=["inference"], name=attempt)
+    console.sign_in(made["key"])
+    expect(console.page.locator("main")).to_contain_text(attempt)
+    assert console.page.locator("main img").count() == 0
+    assert console.page.title() == "Key · slora console"
+    assert "Tenants" not in console.views()
+
+
+def test_an_operators_key_signs_in(server: Served, console: ConsolePage) -> None:
+    console.sign_in(ADMIN_KEY)
+    expect(console.page.locator(".who")).to_contain_text("operator")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_sign_in_fits_both_themes_and_widths(
+    browser: Browser, server: Served, theme: Theme, width: int
+) -> None:
+    key = make_key(server, "console-widths")["key"]
+    with open_page(browser, server.url, theme=theme, width=width) as console:
+        console.open()
+        console.check_accessibility()
+        console.check_width()
+        console.sign_in(key)
+        console.check_accessibility()
+        console.check_width()
+
+
+def test_every_valid_key_may_ask_what_it_is(server: Served) -> None:
+    made = make_key(server, "console-me", scopes=["usage:read"])
+    with server.client(made["key"]) as client:
+        me = client.get("/v1/me").raise_for_status().json()
+    assert (me["tenant"], me["scopes"], me["key_id"]) == ("console-me", ["usage:read"], made["key_id"])
+    assert made["key"] not in str(me)
+    with server.client(ADMIN_KEY) as admin:
+        assert admin.get("/v1/me").json()["scopes"] == ["admin"]
+    assert httpx.get(server.url + "/v1/me", verify=False).status_code == 401
