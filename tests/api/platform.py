@@ -6,12 +6,13 @@ each upload.
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 
 from slora.engine_config import EngineConfig
 from slora.request import FinishReason
@@ -86,6 +87,11 @@ FIELDS = {
 }
 
 
+def make_sdk_client(url: str, key: str) -> openai.OpenAI:
+    """The caller closes it. Otherwise a later test fails when the garbage collector finds its open socket."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
@@ -108,6 +114,7 @@ class Platform:
     engine: ScriptedEngine
     services: Services
     directory: Path
+    sdk_clients: ExitStack = field(default_factory=ExitStack)
 
     def says(self, text: str, reason: FinishReason = FinishReason.STOP) -> None:
         """Makes the text the answer to every request."""
@@ -121,6 +128,10 @@ class Platform:
     def client(self, key: str) -> httpx.Client:
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=30, verify=False)
+
+    def sdk(self, key: str) -> openai.OpenAI:
+        """A client of the openai package, closed at the end of the platform."""
+        return self.sdk_clients.enter_context(make_sdk_client(self.url, key))
 
     def key(self, tenant: str, adapter: str | None = None) -> str:
         """Creates a key, and the tenant if it does not exist."""
@@ -255,7 +266,9 @@ def running_platform(
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.
         httpx.get(url + "/healthz", verify=False).raise_for_status()
-        yield Platform(url, engine, services, directory)
+        platform = Platform(url, engine, services, directory)
+        with platform.sdk_clients:
+            yield platform
     usage_journal.close()
     database.close()
     journal.close()

@@ -8,17 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
+import openai
 import psutil
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.api.platform import bearer
+from tests.api.platform import bearer, make_sdk_client
 from tests.support.child_processes import find_children
 from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import make_model, write_model
@@ -78,6 +79,7 @@ class Served:
     process: subprocess.Popen[str]
     data_dir: Path
     lines: list[str] = field(default_factory=list)
+    sdk_clients: ExitStack = field(default_factory=ExitStack)
 
     @property
     def url(self) -> str:
@@ -102,6 +104,10 @@ class Served:
     def client(self, key: str) -> httpx.Client:
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, verify=False)
+
+    def sdk(self, key: str) -> openai.OpenAI:
+        """A client of the openai package, closed when the server is stopped."""
+        return self.sdk_clients.enter_context(make_sdk_client(self.url, key))
 
     def make_key(self, tenant: str, adapter: str | None = None, *, admin_key: str = ADMIN_KEY) -> str:
         """Creates a key through the admin routes, and the tenant if it does not exist."""
@@ -185,7 +191,8 @@ def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> I
     reader = threading.Thread(target=_read_lines, args=(process, served.lines))
     reader.start()
     try:
-        yield served
+        with served.sdk_clients:
+            yield served
     finally:
         if process.poll() is None:
             process.terminate()

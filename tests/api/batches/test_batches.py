@@ -36,10 +36,6 @@ def write_lines(lines: list[Any]) -> bytes:
     return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
 
 
-def sdk(platform: Platform, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{platform.url}/v1", api_key=key, max_retries=0)
-
-
 def submit(client: openai.OpenAI, lines: list[Any]) -> Any:
     file = client.files.create(file=("input.jsonl", write_lines(lines)), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
@@ -61,7 +57,7 @@ def read_answers(client: openai.OpenAI, file_id: str | None) -> list[dict[str, A
 
 
 def test_the_openai_client_runs_a_batch_whose_broken_line_fails_alone(platform: Platform) -> None:
-    client = sdk(platform, platform.key("acme"))
+    client = platform.sdk(platform.key("acme"))
     broken = line_of("broken")
     broken["body"]["temperature"] = "warm"
     lines = [line_of("first"), broken, line_of("stream"), line_of("last")]
@@ -112,7 +108,7 @@ def check_usage(platform: Platform, key: str) -> None:
 
 
 def test_each_broken_line_fails_alone_with_its_number(platform: Platform) -> None:
-    client = sdk(platform, platform.key("acme"))
+    client = platform.sdk(platform.key("acme"))
     lines = [
         line_of("a"),
         b"no json",
@@ -147,7 +143,7 @@ def test_each_broken_line_fails_alone_with_its_number(platform: Platform) -> Non
 
 
 def test_a_cancelled_batch_keeps_its_answers_and_aborts_its_lines(platform: Platform) -> None:
-    client = sdk(platform, platform.key("acme"))
+    client = platform.sdk(platform.key("acme"))
     platform.engine.hang = True
     platform.engine.answers = [deltas_of(b"hi")[:1]]
     batch = submit(client, [line_of(str(number)) for number in range(3)])
@@ -167,7 +163,7 @@ def test_a_tenant_cannot_fill_the_log_with_batches(
     platform: Platform, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    client = sdk(platform, platform.key("acme"))
+    client = platform.sdk(platform.key("acme"))
     platform.engine.hang = True
     platform.engine.answers = [deltas_of(b"hi")[:1]]
     for _ in range(2):
@@ -178,7 +174,7 @@ def test_a_tenant_cannot_fill_the_log_with_batches(
 
 
 def test_another_tenant_sees_neither_files_nor_batches(platform: Platform) -> None:
-    owner, other = sdk(platform, platform.key("acme")), sdk(platform, platform.key("rival"))
+    owner, other = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
     batch = wait_for(owner, submit(owner, [line_of("a")]).id, "completed")
     for call in (
         lambda: other.files.retrieve(batch.input_file_id),
@@ -319,7 +315,7 @@ def test_the_command_line_submits_a_batch_and_prints_its_answers(platform: Platf
 def test_a_batch_may_use_any_endpoint_of_its_list(
     platform: Platform, path: str, body: dict[str, Any], field: str
 ) -> None:
-    client = sdk(platform, platform.key("acme"))
+    client = platform.sdk(platform.key("acme"))
     line = line_of("a", url=path, body={"model": "base", **body})
     file = client.files.create(file=("input.jsonl", write_lines([line])), purpose="batch")
     endpoint: Any = path
@@ -337,7 +333,7 @@ def test_a_line_leaves_half_of_a_quota_to_interactive_requests_and_is_sent_again
     with platform.client(ADMIN_KEY) as admin:
         quota = {"requests_per_minute": 2, "concurrent_answers": 1}
         admin.patch("/admin/tenants/acme/quota", json=quota).raise_for_status()
-    client = sdk(platform, key)
+    client = platform.sdk(key)
     batch = submit(client, [line_of("first"), line_of("second")])
     poll(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)  # type: ignore[union-attr]
     with platform.client(key) as http:
@@ -352,7 +348,7 @@ def test_a_line_leaves_half_of_a_quota_to_interactive_requests_and_is_sent_again
 
 
 def test_a_batch_that_expires_names_the_lines_without_an_answer(platform: Platform) -> None:
-    client = sdk(platform, platform.key("acme"))
+    client = platform.sdk(platform.key("acme"))
     file = client.files.create(
         file=("input.jsonl", write_lines([line_of("a"), line_of("b")])), purpose="batch"
     )
@@ -370,7 +366,7 @@ def test_a_batch_that_expires_names_the_lines_without_an_answer(platform: Platfo
 
 
 def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
-    client, revoked = sdk(platform, platform.key("acme")), platform.key("acme")
+    client, revoked = platform.sdk(platform.key("acme")), platform.key("acme")
     file = client.files.create(file=("input.jsonl", write_lines([line_of("a")])), purpose="batch")
     platform.services.key_store.revoke_key(revoked.split("_")[1])
     created = platform.services.batches.create("acme", revoked.split("_")[1], PATH, file.id, None)
@@ -387,7 +383,7 @@ def test_batches_that_wait_for_their_quota_hold_up_no_other_tenant(
     monkeypatch.setattr(batch_runner, "_NUM_RESERVED", 1)
     engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
     with running_platform(tmp_path, engine, runs_batches=True, batch_lines_in_flight=1) as platform:
-        waiting, other = sdk(platform, platform.key("acme")), sdk(platform, platform.key("rival"))
+        waiting, other = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
         with platform.client(ADMIN_KEY) as admin:
             admin.patch("/admin/tenants/acme/quota", json={"requests_per_minute": 2}).raise_for_status()
         batches = [submit(waiting, [line_of("a"), line_of("b")]) for _ in range(2)]
@@ -408,7 +404,7 @@ def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
     with running_platform(
         tmp_path, engine, runs_batches=True, follows=True, batch_lines_in_flight=1
     ) as platform:
-        suspended, other = sdk(platform, platform.key("acme")), sdk(platform, platform.key("rival"))
+        suspended, other = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
         engine.hang, engine.answers = True, [deltas_of(b"hi")[:1]]
         batch = submit(suspended, [line_of("a"), line_of("b")])
         poll(lambda: len(engine.requests) == 1)

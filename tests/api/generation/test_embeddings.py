@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, StepFailed
@@ -363,7 +362,7 @@ def test_the_openai_package_reads_all_formats(
     platform: Platform, key: str, encoding_format: str | None
 ) -> None:
     """Without a format, the package asks for base64 and decodes it."""
-    client = openai.OpenAI(base_url=platform.url + "/v1", api_key=key)
+    client = platform.sdk(key)
     fields: dict[str, Any] = {} if encoding_format is None else {"encoding_format": encoding_format}
     answer = client.embeddings.create(model="base", input=["hello", "you"], dimensions=4, **fields)
     assert answer.usage.total_tokens == 8 and [one.index for one in answer.data] == [0, 1]

@@ -31,7 +31,7 @@ def say(text: str) -> ChatCompletionMessageParam:
 
 
 def test_an_answer_of_a_client_is_appended_to_its_conversation(platform: Platform, key: str) -> None:
-    client = openai.OpenAI(base_url=platform.url + "/v1", api_key=key)
+    client = platform.sdk(key)
     messages: list[ChatCompletionMessageParam | ChatCompletionMessage] = [say("hello")]
     messages.append(client.chat.completions.create(model="base", messages=messages).choices[0].message)
     client.chat.completions.create(model="base", messages=[*messages, say("again")])

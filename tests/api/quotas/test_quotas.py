@@ -129,9 +129,9 @@ def test_a_request_that_can_never_fit_is_not_retried(platform: Platform) -> None
     assert "retry-after" not in refused.headers
     message = refused.json()["error"]["message"]
     assert "needs up to 10 tokens" in message and "limit of your tenant is 9 (tokens_per_minute)" in message
-    client = openai.OpenAI(base_url=platform.url + "/v1", api_key=key)
+    retrying = platform.sdk(key).with_options(max_retries=2)
     with pytest.raises(openai.RateLimitError):
-        client.completions.create(model="base", prompt="hello", max_tokens=5)
+        retrying.completions.create(model="base", prompt="hello", max_tokens=5)
     assert platform.engine.requests == []
 
 

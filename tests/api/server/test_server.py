@@ -32,10 +32,6 @@ def upload(server: Served, key: str, name: str, directory: Path) -> httpx.Respon
             file.close()
 
 
-def connect(server: Served, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=60)
-
-
 @pytest.fixture(scope="module")
 def key(server: Served, kit: Kit) -> str:
     """The key of a tenant with both adapters. Its default adapter is `small`."""
@@ -47,7 +43,7 @@ def key(server: Served, kit: Kit) -> str:
 
 @pytest.fixture(scope="module")
 def client(server: Served, key: str) -> openai.OpenAI:
-    return connect(server, key)
+    return server.sdk(key)
 
 
 def greedy(client: openai.OpenAI, model: str, prompt: str, max_tokens: int = 24) -> str:
@@ -204,13 +200,13 @@ def test_errors_are_the_clients_own_classes(server: Served, client: openai.OpenA
         client.completions.create(model="base", prompt="x", max_tokens=-1)
     assert negative.value.param == "max_tokens"
     with pytest.raises(openai.AuthenticationError):
-        connect(server, "slora_wrong").models.list()
+        server.sdk("slora_wrong").models.list()
     with pytest.raises(openai.PermissionDeniedError):
-        connect(server, ADMIN_KEY).models.list()
+        server.sdk(ADMIN_KEY).models.list()
 
 
 def test_a_tenant_sees_nothing_of_another(server: Served, key: str) -> None:
-    stranger = connect(server, server.make_key("stranger"))
+    stranger = server.sdk(server.make_key("stranger"))
     assert [model.id for model in stranger.models.list()] == ["base"]
     with pytest.raises(openai.NotFoundError) as theirs:
         greedy(stranger, "wide", "x")
@@ -222,7 +218,7 @@ def test_a_tenant_sees_nothing_of_another(server: Served, key: str) -> None:
 def test_the_next_version_of_an_adapter_changes_the_next_answer(server: Served, kit: Kit) -> None:
     key = server.make_key("changing", "voice")
     assert upload(server, key, "voice", kit.small).status_code == 201
-    client = connect(server, key)
+    client = server.sdk(key)
     before = greedy(client, "default", "hello")
     with server.client(key) as http:
         files = {"config": (kit.wide / "adapter_config.json").read_bytes(),
@@ -286,7 +282,7 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
 
     limits = ("--temperature", "0", "--max-tokens", "10")
     said = command(server, "complete", "hello", "--raw", *limits, **tenant)
-    client = connect(server, key)
+    client = server.sdk(key)
     plain = client.completions.create(model="voice", prompt="hello", temperature=0, max_tokens=10)
     assert said.stdout == plain.choices[0].text + "\n"
     chatted = command(server, "complete", "hi", "--temperature", "0", "--max-tokens", "9", **tenant)

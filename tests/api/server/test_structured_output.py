@@ -20,7 +20,7 @@ class Point(BaseModel):
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=server.make_key("structured"), max_retries=0)
+    return server.sdk(server.make_key("structured"))
 
 
 def test_parse_returns_a_pydantic_model(client: openai.OpenAI) -> None:

@@ -159,7 +159,7 @@ def test_the_openai_client_raises_an_error_when_its_key_is_revoked(
 ) -> None:
     first, second = servers
     key = first.key("sdk")
-    client = openai.OpenAI(base_url=second.url + "/v1", api_key=key, max_retries=0)
+    client = second.sdk(key)
     with pytest.raises(openai.APIError, match="was revoked"):
         for number, _ in enumerate(client.completions.create(**PROMPT, stream=True, max_tokens=50)):  # type: ignore
             if number == 0:
