@@ -94,6 +94,7 @@ class RequestBounds:
     inputs: texts to embed.
     embedding_bytes: bytes of all embeddings in the answer.
     adapters: adapters that one request may add up.
+    fanout_models: models that one call of /v1/fanout may ask.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer: for each token its own and the most probable ones.
     echo_chars: characters of echoed prompts, counted once for each choice.
@@ -113,6 +114,7 @@ class RequestBounds:
     messages: int
     content_parts: int
     adapters: int
+    fanout_models: int
     name_chars: int
     stop_strings: int
     stop_chars: int
@@ -151,6 +153,7 @@ class RequestBounds:
             messages=_MAX_MESSAGES,
             content_parts=_MAX_CONTENT_PARTS,
             adapters=info.max_composed_adapters,
+            fanout_models=settings.max_fanout_models,
             name_chars=MAX_NAME_CHARS,
             stop_strings=MAX_STOP_STRINGS,
             stop_chars=MAX_STOP_CHARS,
@@ -178,12 +181,8 @@ class RequestBounds:
         self._check_inputs(body.get("input"))
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
-        adapters = body.get("adapters")
-        _check_count(
-            "adapters", adapters, "adapters", self.adapters, "Name fewer, or upload their sum as one adapter."
-        )
-        for entry in adapters if isinstance(adapters, list) else ():
-            _check_nested("An entry of `adapters`", "adapters", entry)
+        self._check_adapters(body)
+        self._check_models(body.get("models"))
         for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
@@ -244,6 +243,27 @@ class RequestBounds:
                 f"repeats at most {self.echo_chars}. Send fewer prompts, or a smaller `n`.",
                 "echo",
             )
+
+    def _check_adapters(self, body: Mapping[str, Any]) -> None:
+        adapters = body.get("adapters")
+        _check_count(
+            "adapters", adapters, "adapters", self.adapters, "Name fewer, or upload their sum as one adapter."
+        )
+        for entry in adapters if isinstance(adapters, list) else ():
+            _check_nested("An entry of `adapters`", "adapters", entry)
+
+    def _check_models(self, models: Any) -> None:
+        _check_count(
+            "models",
+            models,
+            "models",
+            self.fanout_models,
+            "Ask the others in another call, or have the operator raise --max-fanout-models.",
+        )
+        for model in models if isinstance(models, list) else ():
+            if isinstance(model, dict):
+                _check_fields("An entry of `models`", "models", model)
+                self._check_adapters(model)
 
     def _check_prompts(self, prompt: Any) -> None:
         if not isinstance(prompt, list) or not prompt:

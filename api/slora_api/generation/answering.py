@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 
-from fastapi import Request, Response
+from fastapi import Request
 
 from slora.text.answer import Answer, Completion, CompletionDelta
 from slora_api.fair_slots import FairSlots
@@ -20,12 +20,15 @@ from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import AnswerFields
 
-__all__ = ["answer_request"]
+__all__ = ["AnswerResponse", "answer_request", "take_first"]
 
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
 # Bytes of events that are written at once. The last event may exceed it.
 _EVENT_BYTES = 1 << 16
+
+# An answer as one body, or as a stream of events.
+AnswerResponse = PartedResponse | EventStream
 
 _Deltas = AsyncGenerator[list[CompletionDelta], None]
 _Events = AsyncGenerator[bytes, None]
@@ -43,7 +46,7 @@ async def answer_request(
     echoes: Sequence[str] = (),
     headers: dict[str, str],
     writing: FairSlots,
-) -> Response:
+) -> AnswerResponse:
     """Computes `answers`, one for each prompt, and sends them.
 
     usage: grows with the answers.
@@ -59,7 +62,7 @@ async def answer_request(
     if echoes:
         deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
     events = _events(deltas, shape, usage)
-    first = await unless_disconnected(request.receive, _first(events))
+    first = await unless_disconnected(request.receive, take_first(events))
     return EventStream(first, events, shape.failure, headers)
 
 
@@ -91,7 +94,7 @@ async def _complete(
     return completions
 
 
-async def _first(events: _Events) -> bytes:
+async def take_first(events: _Events) -> bytes:
     """Returns the first events, and closes the stream if that fails."""
     try:
         return await anext(events)

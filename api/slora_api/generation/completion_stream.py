@@ -10,12 +10,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from slora.engine.client import EngineClient
 from slora.request import TokenDelta
 from slora.text.answer import Answer, CompletionDelta, stream_answer
 
 __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
+
+_T = TypeVar("_T")
 
 # Lists of deltas per stream that may wait for a slow reader. While this many wait, no further one is taken from the
 # engine.
@@ -80,14 +83,11 @@ class _Ended:
     error: Exception | None = None
 
 
-_Queue = asyncio.Queue[list[CompletionDelta] | _Ended]
-
-
-async def _pump(stream: AsyncGenerator[list[CompletionDelta], None], queue: _Queue) -> None:
+async def _pump(stream: AsyncGenerator[list[_T], None], queue: asyncio.Queue[list[_T] | _Ended]) -> None:
     try:
         async with aclosing(stream):
-            async for deltas in stream:
-                await queue.put(deltas)
+            async for some in stream:
+                await queue.put(some)
     except Exception as error:  # the reader of the queue raises it
         await queue.put(_Ended(error))
     else:
@@ -95,10 +95,10 @@ async def _pump(stream: AsyncGenerator[list[CompletionDelta], None], queue: _Que
 
 
 async def merge_streams(
-    streams: Sequence[AsyncGenerator[list[CompletionDelta], None]],
-) -> AsyncGenerator[list[CompletionDelta], None]:
+    streams: Sequence[AsyncGenerator[list[_T], None]],
+) -> AsyncGenerator[list[_T], None]:
     """Merges several streams in order of arrival. If one stream fails, all end with its error."""
-    queue: _Queue = asyncio.Queue(maxsize=_QUEUE_LISTS * len(streams))
+    queue: asyncio.Queue[list[_T] | _Ended] = asyncio.Queue(maxsize=_QUEUE_LISTS * len(streams))
     pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(pumps)
     try:

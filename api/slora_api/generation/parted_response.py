@@ -15,11 +15,11 @@ class PartedResponse(Response):
 
     def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(headers={**headers, "content-length": str(sum(map(len, parts)))})
-        self._parts = parts
+        self.parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        for position, part in enumerate(self._parts):
-            more = position < len(self._parts) - 1
+        for position, part in enumerate(self.parts):
+            more = position < len(self.parts) - 1
             await send({"type": "http.response.body", "body": part, "more_body": more})

@@ -92,34 +92,44 @@ class EventStream(Response):
         self._events = events
         self._failure = failure
 
+    async def parts(self, request_id: str) -> AsyncGenerator[bytes, None]:
+        """Yields the events. If computing them fails, the last event is the error. request_id: named in the log."""
+        yield self._first
+        try:
+            async for events in self._events:
+                yield events
+        except Exception as error:
+            # The response has started, so no exception handler could still report the error to the client.
+            if not isinstance(error, SloraError):
+                logger.error("request %s failed while streaming", request_id, exc_info=error)
+            for part in self._failure(describe_error(error)):
+                yield part
+
+    async def aclose(self) -> None:
+        """Aborts the computation."""
+        await self._events.aclose()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        async with aclosing(self._events):
+        async with aclosing(self), aclosing(self.parts(scope["state"]["request_id"])) as parts:
             await send(start)
+            end: Iterable[bytes] = ()
             try:
-                await unless_disconnected(receive, self._send_events(send))
-                end: Iterable[bytes] = ()
+                await unless_disconnected(receive, _send_parts(parts, send))
             except ClientGone:
                 return
             except asyncio.CancelledError:
                 # The key was revoked, or uvicorn cancels the remaining requests because the drain time is over. The
                 # client gets an event that says so.
                 end = self._failure(describe_error(scope["state"].get(ENDED_BY) or Stopping()))
-            except Exception as error:
-                # The response has started, so no exception handler could still report the error to the client.
-                if not isinstance(error, SloraError):
-                    logger.error(
-                        "request %s failed while streaming", scope["state"]["request_id"], exc_info=error
-                    )
-                end = self._failure(describe_error(error))
             for part in end:
                 await send(_body(part))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_events(self, send: Send) -> None:
-        await send(_body(self._first))
-        async for events in self._events:
-            await send(_body(events))
+
+async def _send_parts(parts: AsyncGenerator[bytes, None], send: Send) -> None:
+    async for part in parts:
+        await send(_body(part))
 
 
 def _body(content: bytes) -> Message:

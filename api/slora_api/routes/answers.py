@@ -1,7 +1,7 @@
 """What the routes that compute answers share: their errors, the look-up of the model, and the steps to an answer."""
 
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
@@ -17,7 +17,7 @@ from slora_adapters.errors import AdapterCorrupt
 from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.errors import ModelNotFound
 from slora_api.generation.answer_format import AnswerFormat, Usage
-from slora_api.generation.answering import answer_request
+from slora_api.generation.answering import AnswerResponse, answer_request
 from slora_api.generation.prompts import Prompt, PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
@@ -46,6 +46,8 @@ ANSWER_ERRORS = errors(
 # Identifies the user of a request without the field `user`. If an alias splits requests, a user stays with one version.
 _SESSION_HEADER = "x-session-id"
 
+_Response = TypeVar("_Response", bound=Response)
+
 # The prompts of a request, and the form of its answer.
 Prepared = tuple[list[Prompt], AnswerFormat]
 
@@ -55,8 +57,8 @@ async def answer_with(
     body: AnswerFields | EmbeddingRequest,
     key: KeyRecord,
     services: Services,
-    answer: Callable[[ServedModel], Awaitable[Response]],
-) -> Response:
+    answer: Callable[[ServedModel], Awaitable[_Response]],
+) -> _Response:
     """Finds the model and answers. Retries once with a new lookup if the engine reports that the adapter does not
     exist.
     """
@@ -88,11 +90,11 @@ async def answer_prompts(
     meter: RequestMeter,
     services: Services,
     prepare: Callable[[PromptMaker, ServedModel], Coroutine[Any, Any, Prepared]],
-) -> Response:
+) -> AnswerResponse:
     """Finds the model, makes the prompts, and answers them. prepare: may be called twice, see `answer_with`."""
     terms, generator = ServiceTerms.of(key, body, request), services.generator
 
-    async def answer(model: ServedModel) -> Response:
+    async def answer(model: ServedModel) -> AnswerResponse:
         maker = prompt_maker(terms, meter, services, model)
         prompts, shape = await unless_disconnected(request.receive, prepare(maker, model))
         syntax = None if prompts[0].sampling.use_beam_search else prompts[0].syntax

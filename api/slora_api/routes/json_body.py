@@ -17,7 +17,7 @@ from slora_api.errors import BadRequest
 from slora_api.request_bounds import JsonBounds, RequestBounds
 from slora_api.routes.json_structure import JsonStructure
 
-__all__ = ["read_json"]
+__all__ = ["read_json", "read_object", "validate_object"]
 
 _Schema = TypeVar("_Schema", bound=BaseModel)
 
@@ -29,6 +29,11 @@ async def read_json(
     request: Request, schema: type[_Schema], bounds: RequestBounds, json_bounds: JsonBounds
 ) -> _Schema:
     """Reads and validates the body. Raises BadRequest or RequestValidationError."""
+    return await validate_object(schema, await read_object(request, bounds, json_bounds))
+
+
+async def read_object(request: Request, bounds: RequestBounds, json_bounds: JsonBounds) -> dict[str, Any]:
+    """Reads the body, a JSON object, and counts its items. Raises BadRequest or RequestValidationError."""
     raw = await _read_bytes(request, JsonStructure(json_bounds))
     if not raw:
         raise _invalid("missing", "Field required")
@@ -40,6 +45,11 @@ async def read_json(
     if not isinstance(body, dict):
         raise _invalid("model_attributes_type", "Input should be an object")
     bounds.check_counts(body)
+    return body
+
+
+async def validate_object(schema: type[_Schema], body: dict[str, Any]) -> _Schema:
+    """Raises RequestValidationError."""
     try:
         validated = schema.model_validate(body)
     except ValidationError as error:

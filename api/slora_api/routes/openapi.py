@@ -66,14 +66,14 @@ def errors(*kinds: type[Exception]) -> _Responses:
     return answers
 
 
-def json_body(model: type[BaseModel]) -> _Json:
-    """Returns the `openapi_extra` of a route that parses its JSON body itself."""
-    return _body("application/json", model)
+def json_body(*models: type[BaseModel]) -> _Json:
+    """Returns the `openapi_extra` of a route that parses its JSON body itself. models: the kinds of bodies."""
+    return _body("application/json", models)
 
 
 def form_body(model: type[BaseModel]) -> _Json:
     """Returns the `openapi_extra` of a route that receives files."""
-    return _body("multipart/form-data", model)
+    return _body("multipart/form-data", [model])
 
 
 _CHUNKS = (
@@ -178,12 +178,18 @@ def _first_sentence(kind: type) -> str:
     return text.partition(". ")[0].removesuffix(".") + "."
 
 
-def _body(media_type: str, model: type[BaseModel]) -> _Json:
+def _body(media_type: str, models: Sequence[type[BaseModel]]) -> _Json:
+    schemas = [_body_schema(model) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+
+
+def _body_schema(model: type[BaseModel]) -> _Json:
     schema = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
     bases = [base for base in model.__mro__[1:] if issubclass(base, BaseModel) and base is not BaseModel]
     inherited = [part for base in bases for part in _split(base.__doc__)[1:]]
     schema["description"] = "\n\n".join([*_split(model.__doc__), *inherited])
-    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+    return schema
 
 
 def _hoist_definitions(node: Any, schemas: _Json) -> None:

@@ -24,6 +24,7 @@ from slora_api.routes import (
     batches,
     completions,
     embeddings,
+    fanout,
     files,
     health,
     keys,
@@ -50,6 +51,7 @@ _MODULES = (
     *(
         completions,
         responses,
+        fanout,
         embeddings,
         tokens,
         models,

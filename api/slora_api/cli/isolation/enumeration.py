@@ -29,6 +29,7 @@ _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/completions", {"model": "NAME", "prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/chat/completions", {"model": "NAME", "messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/responses", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/fanout", {"models": ["NAME"], "prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/embeddings", {"model": "NAME", "input": "a"}),
 )
 # Fields of an uploaded version that differ between any two uploads.
@@ -75,10 +76,15 @@ def compare_uploads(prober: AuditedTenant, known: RandomAdapter, fresh: RandomAd
 def _look_up(
     prober: AuditedTenant, method: str, path: str, body: dict[str, Any] | None, name: str
 ) -> tuple[int, str, tuple[str, ...]]:
-    """Returns the status, the body with a placeholder for the name, and the names of the headers."""
+    """Returns the status, the body with a placeholder for the name, and the names of the headers. In a fan-out, the
+    status is that of the only answer.
+    """
     sent = None if body is None else json.loads(json.dumps(body).replace("NAME", name))
-    answer = prober.server.send(method, path.replace("NAME", name), prober.key, json=sent)
-    return answer.status_code, answer.text.replace(name, "NAME"), tuple(sorted(answer.headers))
+    # The same id for all, because a fan-out repeats it.
+    headers = {"x-request-id": _PROBE}
+    answer = prober.server.send(method, path.replace("NAME", name), prober.key, headers, json=sent)
+    status = answer.json()["answers"][0]["status_code"] if path == "/v1/fanout" else answer.status_code
+    return status, answer.text.replace(name, "NAME"), tuple(sorted(answer.headers))
 
 
 def _show(answer: tuple[int, str, tuple[str, ...]]) -> str:
