@@ -10,14 +10,17 @@ import httpx
 
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
 
-__all__ = ["complete"]
+__all__ = ["complete", "prompt_fields"]
 
 DEFAULT_MAX_TOKENS = 256
 
 
-def _body(arguments: argparse.Namespace) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": arguments.model, "stream": True}
-    body["max_tokens"] = DEFAULT_MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
+def prompt_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of a request for the prompt. Raises CommandFailed for flags that contradict each other."""
+    if arguments.system and arguments.raw:
+        raise CommandFailed("--system needs chat messages; omit --raw")
+    limit = DEFAULT_MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
+    body: dict[str, Any] = {"max_tokens": limit}
     for name in ("temperature", "seed"):
         if getattr(arguments, name) is not None:
             body[name] = getattr(arguments, name)
@@ -49,9 +52,8 @@ def _text(chunk: dict[str, Any]) -> str:
 @explained
 def complete(arguments: argparse.Namespace) -> None:
     path = "/v1/completions" if arguments.raw else "/v1/chat/completions"
-    if arguments.system and arguments.raw:
-        raise CommandFailed("--system needs chat messages; omit --raw")
-    with tenant_client() as client, client.stream("POST", path, json=_body(arguments)) as response:
+    body = {"model": arguments.model, "stream": True, **prompt_fields(arguments)}
+    with tenant_client() as client, client.stream("POST", path, json=body) as response:
         if not response.is_success:
             response.read()
             check(response)

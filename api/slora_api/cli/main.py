@@ -59,6 +59,7 @@ _HANDLERS = {
     "usage": ("slora_api.cli.usage", "show"),
     "audit isolation": ("slora_api.cli.audit_isolation", "audit"),
     "complete": ("slora_api.cli.complete", "complete"),
+    "compare": ("slora_api.cli.compare", "compare"),
     "health": ("slora_api.cli.health", "health"),
 }
 
@@ -79,7 +80,7 @@ _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
   SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, admin-key, usage, audit and adapter pin
-  SLORA_API_KEY    a tenant's key, for the commands adapter, usage and complete
+  SLORA_API_KEY    a tenant's key, for the commands adapter, usage, complete and compare
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub
 
 try it:
@@ -516,10 +517,30 @@ def _add_usage(commands: _Commands) -> None:
 
 def _add_complete(commands: _Commands) -> None:
     parser = commands.add("complete", "send a chat message and print the answer as it streams")
-    parser.add_argument("prompt")
     parser.add_argument(
         "--model", default="default", help="name of an adapter or of the base model, or default"
     )
+    _add_prompt(parser)
+
+
+def _add_compare(commands: _Commands) -> None:
+    parser = commands.add(
+        "compare", "send a chat message to several models and print their answers side by side", has_json=True
+    )
+    # argparse would put the prompt last, where `--models` takes it as a name.
+    parser.usage = "slora compare PROMPT --models MODEL [MODEL ...] [options]"
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        required=True,
+        metavar="MODEL",
+        help="names of adapters or of the base model, or default",
+    )
+    _add_prompt(parser)
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt")
     parser.add_argument(
         "--raw", action="store_true", help="complete the prompt as it is, without a chat template"
     )
@@ -586,6 +607,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_batches(commands)
     _add_usage(commands)
     _add_complete(commands)
+    _add_compare(commands)
     _add_health(commands)
     return parser
 

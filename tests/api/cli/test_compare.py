@@ -1,0 +1,77 @@
+"""`slora compare` prints the answers of several models side by side."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.adapters.hand_made import make_members
+from tests.api.command import Ended, run_command
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    engine = ScriptedEngine(
+        [deltas_of(b"one two three four five six seven eight\n\nnine")], max_model_len=1024
+    )
+    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
+        running.upload(running.key("acme"), "brief", make_members()).raise_for_status()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def key(platform: Platform) -> str:
+    return platform.key("acme")
+
+
+def compare(platform: Platform, key: str, *arguments: str, columns: int = 65) -> Ended:
+    return run_command(
+        "compare", "hello", *arguments, SLORA_URL=platform.url, SLORA_API_KEY=key, COLUMNS=str(columns)
+    )
+
+
+def test_answers_stand_side_by_side_with_the_version_that_answered(platform: Platform, key: str) -> None:
+    ended = compare(platform, key, "--models", "base", "brief")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [
+        "base                            | brief@1",
+        "-" * 31 + " | " + "-" * 31,
+        "one two three four five six     | one two three four five six",
+        "seven eight                     | seven eight",
+        "                                |",
+        "nine                            | nine",
+    ]
+
+
+def test_answers_stand_one_below_the_other_in_a_narrow_terminal(platform: Platform, key: str) -> None:
+    ended = compare(platform, key, "--models", "base", "brief", columns=60)
+    text = "one two three four five six seven eight\n\nnine"
+    assert ended.stdout == f"base\n----\n{text}\n\nbrief@1\n-------\n{text}\n"
+
+
+def test_a_model_that_fails_shows_its_error_and_the_command_fails(platform: Platform, key: str) -> None:
+    ended = compare(platform, key, "--models", "base", "nothing", columns=40)
+    assert ended.returncode == 1 and ended.stderr == "slora: 1 of 2 answers failed\n"
+    assert "one two" in ended.stdout and "\nerror 404: " in ended.stdout
+
+
+def test_a_call_that_is_refused_shows_the_servers_message(platform: Platform, key: str) -> None:
+    ended = compare(platform, key, "--models", *["base"] * 17)
+    assert ended.returncode == 1 and "at most 16" in ended.stderr and not ended.stdout
+
+
+def test_the_prompt_and_the_flags_reach_each_model(platform: Platform, key: str) -> None:
+    flags = ["--system", "Be brief.", "--max-tokens", "3", "--temperature", "0", "--seed", "5"]
+    ended = compare(platform, key, "--models", "base", "brief", "--json", *flags)
+    found = json.loads(ended.stdout)
+    assert [answer["model"] for answer in found["answers"]] == ["base", "brief"]
+    assert platform.last_prompt() == "[system]Be brief.[user]hello"
+    for request in platform.engine.requests[-2:]:
+        sampling = request.sampling
+        assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (3, 0, 5)
+    assert compare(platform, key, "--models", "base", "--raw").returncode == 0
+    assert platform.last_prompt() == "hello"
+    refused = compare(platform, key, "--models", "base", "--raw", "--system", "x")
+    assert refused.returncode == 1 and "omit --raw" in refused.stderr
