@@ -23,7 +23,7 @@ from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS as SCRIPTED_EOS
 from tests.api.scripted_engine import ScriptedEngine
 from tests.api.served import CHARACTERS, EOS, Served, wait_for
-from tests.api.server.test_server import connect, ids, upload
+from tests.api.server.test_server import ids, upload
 from tests.support.oracle import LOGPROB_TOLERANCE, Oracle
 
 HELLO = "[user]hello"  # as rendered by the chat template
@@ -41,7 +41,7 @@ def key(server: Served, kit: Kit) -> str:
 
 @pytest.fixture(scope="module")
 def client(server: Served, key: str) -> openai.OpenAI:
-    return connect(server, key)
+    return server.sdk(key)
 
 
 @pytest.fixture(scope="module")

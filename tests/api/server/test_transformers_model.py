@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.served import serving, write_adapter, write_base
-from tests.api.server.test_server import connect, greedy_tokens, ids, upload
+from tests.api.server.test_server import greedy_tokens, ids, upload
 from tests.support.oracle import Oracle
 
 
@@ -19,7 +19,7 @@ def test_adapters_of_a_transformers_model_are_pushed_and_answer_as_peft_does(tmp
         key = server.make_key("acme", "own")
         answer = upload(server, key, "own", adapter)
         assert answer.status_code == 201, answer.text
-        with connect(server, key) as client:
+        with server.sdk(key) as client:
             for model, judged in (("base", None), ("default", "own")):
                 tokens = greedy_tokens(client, model, "hello")
                 assert oracle.judge(ids("hello"), tokens, judged).equal
