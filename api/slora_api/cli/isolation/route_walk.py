@@ -18,8 +18,10 @@ __all__ = ["walk_routes", "walk_suspended"]
 
 _PROBE = "routes"
 _ADMIN = "admin"
-# Rules of this program's own, in case the server's are wrong: routes without a key, and routes for operators only.
+# Rules of this program's own, in case the server's are wrong: routes without a key, routes for every valid key, and
+# routes for operators only.
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
+_ANY_KEY = ("/v1/me",)
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
 # Paths that servers of language models have left open, and spellings that have got past their checks.
 _HIDDEN = (
@@ -61,11 +63,13 @@ def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Findin
     yield refused("with a revoked key", 401, tenant.revoked_key, anything)
     yield refused("operators' routes with a tenant's key", 403, tenant.key, lambda one: _ADMIN in one.scopes)
     yield refused(
-        "tenants' routes with the admin key", 403, server.admin_key, lambda one: _ADMIN not in one.scopes
+        "tenants' routes with the admin key", 403, server.admin_key, lambda one: bool(one.scopes - {_ADMIN})
     )
     for scope in sorted({scope for one in closed for scope in one.scopes} - {_ADMIN}):
         key = tenant.make_key([scope])
-        yield refused(f"with the scope {scope} alone", 403, key, lambda one, own=scope: own not in one.scopes)  # type: ignore[misc]
+        yield refused(
+            f"with the scope {scope} alone", 403, key, lambda one, own=scope: bool(one.scopes - {own})
+        )  # type: ignore[misc]
     yield _hidden_paths(server)
     # Without this, a server that refuses everything would pass.
     opened = server.send("GET", "/v1/models", tenant.key).status_code
@@ -92,7 +96,8 @@ def _undeclared(operations: list[_Operation]) -> Finding:
     wrong = [
         f"{one.method} {one.path}"
         for one in operations
-        if (not one.scopes) != one.is_public or (_ADMIN in one.scopes) != bool(_OPERATORS.fullmatch(one.path))
+        if (not one.scopes) != (one.is_public or one.path in _ANY_KEY)
+        or (_ADMIN in one.scopes) != bool(_OPERATORS.fullmatch(one.path))
     ]
     return Finding(
         _PROBE, "declared scopes", "a scope on each of the routes that need a key",
