@@ -177,8 +177,9 @@ class RequestBounds:
         Values of the wrong type are left to the schema.
         """
         _check_fields("The body", None, body)
-        self._check_prompts(body.get("prompt"))
-        self._check_inputs(body.get("input"))
+        truncates = body.get("truncate_prompt_tokens") is not None
+        self._check_prompts(body.get("prompt"), truncates=truncates)
+        self._check_inputs(body.get("input"), truncates=truncates)
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
         self._check_adapters(body)
@@ -265,22 +266,23 @@ class RequestBounds:
                 _check_fields("An entry of `models`", "models", model)
                 self._check_adapters(model)
 
-    def _check_prompts(self, prompt: Any) -> None:
+    def _check_prompts(self, prompt: Any, *, truncates: bool) -> None:
         if not isinstance(prompt, list) or not prompt:
             return
         if isinstance(prompt[0], str | list):
             _check_count("prompt", prompt, "prompts", self.prompts, "Send the others in separate requests.")
-        else:
+        elif not truncates:
             find_answer_room(len(prompt), self.max_model_len)
 
-    def _check_inputs(self, given: Any) -> None:
+    def _check_inputs(self, given: Any, *, truncates: bool) -> None:
         """Checks texts or token ids to embed, or the items of a conversation."""
         if not isinstance(given, list) or not given:
             return
         if isinstance(given[0], str | list):
             _check_count("input", given, "inputs", self.inputs, "Send the others in separate requests.")
         elif isinstance(given[0], int):
-            check_embedded_tokens(len(given), self.max_model_len)
+            if not truncates:
+                check_embedded_tokens(len(given), self.max_model_len)
         else:
             _check_count("input", given, "items", self.messages, "Leave out the oldest items.")
 

@@ -46,6 +46,7 @@ from slora_api.tool_schemas import (
     check_tool_messages,
     find_forced_tools,
 )
+from slora_api.truncation_fields import TruncationFields
 from slora_api.unsupported import Unsupported
 
 __all__ = [
@@ -271,7 +272,7 @@ class AnswerFields(BaseModel):
     repetition_detection: Annotated[Any, Unsupported()] = None
     thinking_token_budget: Annotated[Any, Unsupported(-1)] = None
     watermarking: Annotated[Any, Unsupported(False)] = None
-    truncate_prompt_tokens: Annotated[Any, Unsupported(instead="Shorten the prompt.")] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported(instead="Leave out the oldest messages.")] = None
     truncation_side: Annotated[Any, Unsupported("left", "right")] = None
     session_id: Annotated[Any, Unsupported(instead="Send the header X-Session-Id.")] = None
     return_token_offsets: Annotated[Any, Unsupported(False)] = None
@@ -328,7 +329,7 @@ class GenerationFields(AnswerFields, OutputFields):
 _Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(TruncationFields, GenerationFields):
     """POST /v1/completions.
 
     add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
@@ -347,7 +348,7 @@ class CompletionRequest(GenerationFields):
         return _list_prompts(self.prompt)
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(TruncationFields):
     """POST /v1/embeddings.
 
     adapters: as in completions.
@@ -361,7 +362,8 @@ class EmbeddingRequest(BaseModel):
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
     """
 
-    model_config = STRICT
+    default_side = "right"
+
     model: Name
     adapters: list[AdapterWeight] | None = None
     input: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
@@ -377,8 +379,6 @@ class EmbeddingRequest(BaseModel):
     embed_dtype: Annotated[Any, Unsupported("float32")] = None
     endianness: Annotated[Any, Unsupported("native", "little")] = None
     padding: Annotated[Any, Unsupported("do_not_pad")] = None
-    truncate_prompt_tokens: Annotated[Any, Unsupported(instead="Shorten the input.")] = None
-    truncation_side: Annotated[Any, Unsupported("left", "right")] = None
     mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
     request_id: Annotated[Any, Unsupported(instead="The answer has no id.")] = None
     cache_salt: Annotated[Any, Unsupported(instead="Each tenant has a prefix cache of its own.")] = None

@@ -188,11 +188,11 @@ class LogprobsFormat:
         return {"content": make_list(lambda: map(self.content_token, tokens)), "refusal": None}
 
     def prompt(self, completion: Completion) -> Json:
-        """The field `prompt_logprobs`: for each token of the prompt an object that maps token ids to logprobs. Empty if
-        the client did not ask for the field.
+        """The field `prompt_logprobs`: for each token of the prompt an object that maps token ids to logprobs. As in
+        vLLM, it is null if the client did not ask for it.
         """
         if self._num_prompt_top is None or completion.prompt_logprobs is None:
-            return {}
+            return {"prompt_logprobs": None}
         tokens = completion.prompt_token_ids, completion.prompt_logprobs
         return {"prompt_logprobs": LongList(lambda: map(self._prompt_token, *tokens))}
 

@@ -64,7 +64,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_logprobs: PromptLogprobs | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -160,7 +160,7 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageObject
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: NotRequired[list[int]]
     service_tier: NotRequired[ServiceTier]
 

@@ -173,13 +173,16 @@ class PromptMaker:
         draft = self._draft(body, form, body.logprobs, body.prompt_logprobs, len(given))
         await self.grammars.check(self.terms.tenant, form)
         for item in given:
-            if isinstance(item, list):
+            if isinstance(item, list) and not body.truncates:
                 find_answer_room(len(item), self.info.max_model_len)
         if body.echo:
             self.tokenizer.bounds.check_echo(
                 draft.num_choices * sum(len(item) for item in given if isinstance(item, str))
             )
-        token_ids = await self._token_ids(given, body.add_special_tokens, "prompt")
+        room = max(1, self.info.max_model_len - (body.max_tokens or 1))
+        token_ids = await self._token_ids(body, given, room, "prompt")
+        if body.truncates:
+            given = token_ids
         num_tokens = sum(map(len, token_ids))
         self.tokenizer.bounds.check_prompt_tokens(num_tokens)
         size = AnswerSize(
@@ -210,9 +213,9 @@ class PromptMaker:
         bounds.check_embeddings(len(given), dimensions, is_base64=body.is_base64)
         self.limiter.check_generation(self.terms.tenant, 1)
         for item in given:
-            if isinstance(item, list):
+            if isinstance(item, list) and not body.truncates:
                 check_embedded_tokens(len(item), self.info.max_model_len)
-        inputs = await self._token_ids(given, body.add_special_tokens, "input")
+        inputs = await self._token_ids(body, given, self.info.max_model_len, "input")
         for token_ids in inputs:
             check_embedded_tokens(len(token_ids), self.info.max_model_len)
         bounds.check_prompt_tokens(sum(map(len, inputs)), "input")
@@ -320,16 +323,24 @@ class PromptMaker:
         return room if quota is None else min(room, quota)
 
     async def _token_ids(
-        self, given: Sequence[str | list[int]], add_special_tokens: bool | None, param: str
+        self,
+        body: CompletionRequest | EmbeddingRequest,
+        given: Sequence[str | list[int]],
+        room: int,
+        param: str,
     ) -> list[list[int]]:
-        """Returns checked token ids of each prompt. A request has either texts or token ids.
+        """Returns checked token ids of each prompt, truncated if the request asks for it. A request has either texts or
+        token ids.
 
-        param: the field that holds them.
+        room: the most tokens that a prompt may have. param: the field that holds the prompts.
         """
         texts = [item for item in given if isinstance(item, str)]
         ids = [item for item in given if isinstance(item, list)]
         if texts:
-            ids = await self.tokenizer.encode_texts(texts, add_special_tokens=add_special_tokens, param=param)
+            ids = await self.tokenizer.encode_texts(
+                texts, add_special_tokens=body.add_special_tokens, param=param
+            )
+        ids = [body.truncate(token_ids, room) for token_ids in ids]
         num_checked = 0
         for token_ids in ids:
             check_token_ids(token_ids, self.info.vocab_size, param)

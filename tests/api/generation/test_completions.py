@@ -91,7 +91,15 @@ def test_a_completion_has_openais_shape(platform: Platform, key: str) -> None:
     assert body == {
         "object": "text_completion",
         "model": "base",
-        "choices": [{"index": 0, "text": "Hi!", "logprobs": None, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "Hi!",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "prompt_logprobs": None,
+            }
+        ],
         "usage": usage(5, 4),
     }
     assert answer.headers["x-request-id"].startswith("req_") and "openai-processing-ms" in answer.headers
@@ -108,6 +116,7 @@ def test_a_chat_completion_has_openais_shape_and_went_through_the_template(
         "model": "base",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
         "usage": usage(11, 3),
+        "prompt_logprobs": None,
     }
     assert bytes(platform.engine.requests[0].prompt_token_ids) == b"[user]hello"
 

@@ -162,7 +162,6 @@ BAD = [
     ({"normalize": 1}, "normalize", "boolean"),
     ({"normalize": True, "use_activation": False}, "normalize", "contradict each other"),
     ({"embed_dtype": "float16"}, "embed_dtype", "not supported"),
-    ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens", "Shorten the input."),
     ({"priority": 5000}, "priority", "from -1000 to 1000"),
     ({"prompt": "a"}, "prompt", "prompt"),
     ({"max_tokens": 3}, "max_tokens", "max_tokens"),
