@@ -9,7 +9,7 @@ from typing import Any
 
 from slora.engine import process
 from slora.engine.engine import Engine
-from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.request import EndedRequest, EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 
 __all__ = ["NULL_TOKEN", "NullEngine"]
 
@@ -27,7 +27,7 @@ class NullEngine(Engine):
         super().__init__(*arguments, **options)
         self._left: dict[str, int] = {}
         self._asked: dict[str, EngineRequest] = {}
-        self._ended: list[tuple[str, RequestUsage]] = []
+        self._ended: list[EndedRequest] = []
 
     @property
     def has_work(self) -> bool:
@@ -51,7 +51,7 @@ class NullEngine(Engine):
                 self._end(request_id)
         return outputs
 
-    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
+    def pop_usage(self) -> list[EndedRequest]:
         ended, self._ended = self._ended, []
         return ended
 
@@ -61,7 +61,7 @@ class NullEngine(Engine):
         used = (
             RequestUsage(len(request.prompt_token_ids), 0, generated) if self.tells_usage else RequestUsage()
         )
-        self._ended.append((request_id, used))
+        self._ended.append(EndedRequest(request_id, used))
 
 
 if __name__ == "__main__":

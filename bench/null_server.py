@@ -47,7 +47,7 @@ class NullClient(RemoteEngine):
         for left in reversed(range(request.sampling.max_tokens)):
             await asyncio.sleep(0)
             if not left:
-                self._on_usage(request.request_id, RequestUsage())
+                self._on_usage(request.request_id, RequestUsage(), None)
             yield [TokenDelta((NULL_TOKEN,), None if left else FinishReason.LENGTH)]
 
     def acknowledge_usage(self, request_id: str) -> None:

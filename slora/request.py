@@ -117,6 +117,49 @@ class RequestUsage:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """When one request passed the stages of the engine, in seconds of `time.monotonic()`, which on Linux is one clock
+    for all processes of a host. A stage that the request did not reach is None.
+
+    fetch_s: time that it waited, before it was first admitted, until its adapters were on the host.
+    is_cold: whether it waited for an adapter, to come to the host or to be loaded into the pool.
+    admitted_at: it joined the batch. computed_at: the step began that computed its first tokens; all of its adapters
+        were loaded by then. first_token_at: None also for an embedding and for a beam search.
+    num_preemptions: preemptions of all of its sequences.
+    """
+
+    arrived_at: float
+    fetch_s: float
+    is_cold: bool
+    admitted_at: float | None
+    computed_at: float | None
+    first_token_at: float | None
+    ended_at: float
+    num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float:
+        """Time until it was admitted or ended, without the time that its adapters took to come to the host."""
+        admitted_at = self.ended_at if self.admitted_at is None else self.admitted_at
+        return max(0.0, admitted_at - self.arrived_at - self.fetch_s)
+
+    @property
+    def load_s(self) -> float:
+        """Time in the batch until its adapters were loaded into the pool."""
+        if self.admitted_at is None:
+            return 0.0
+        return (self.ended_at if self.computed_at is None else self.computed_at) - self.admitted_at
+
+
+class EndedRequest(NamedTuple):
+    """timing: None for a request that was refused."""
+
+    request_id: str
+    usage: RequestUsage
+    timing: RequestTiming | None = None
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

@@ -24,6 +24,7 @@ class SchedulerConfig:
     load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
     prompt_lookup_tokens: the most tokens that a step drafts for a sequence; 0: none.
+    metrics_tenants: as in `EngineConfig`.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
     """
 
@@ -37,6 +38,7 @@ class SchedulerConfig:
     load_pages: int | None = None
     swap_pages: int = 0
     prompt_lookup_tokens: int = 0
+    metrics_tenants: int = 0
     prefix_cache: str = _DEFAULTS["prefix_cache"]
     preemption: str = _DEFAULTS["preemption"]
     scheduling: str = _DEFAULTS["scheduling"]

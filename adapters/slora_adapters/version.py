@@ -16,3 +16,8 @@ class AdapterVersion:
 
     tenant: str
     digest: str
+
+    @property
+    def label(self) -> str:
+        """Tenant and shortened digest, as metrics and log lines show them."""
+        return f"{self.tenant}/{self.digest[:12]}"

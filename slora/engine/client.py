@@ -29,7 +29,7 @@ from slora.engine.messages import (
 from slora.engine.open_streams import OpenStreams
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable, SloraError
-from slora.request import EngineRequest, RequestUsage, TokenDelta
+from slora.request import EngineRequest, RequestTiming, RequestUsage, TokenDelta
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
@@ -41,8 +41,9 @@ _MAX_FRAME_BUFFER = 1 << 20
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
 
 
-# Receives the id of a request that has ended and its usage. None: the engine died before it reported the usage.
-UsageListener = Callable[[str, RequestUsage | None], None]
+# Receives the id of a request that has ended, its usage and its timing. None: the engine died before it reported the
+# usage. The timing of a refused request is None, too.
+UsageListener = Callable[[str, RequestUsage | None, RequestTiming | None], None]
 
 
 class EngineClient(Protocol):
@@ -120,7 +121,7 @@ class RemoteEngine:
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
         self._versions: set[AdapterVersion] = set()
-        self._on_usage: UsageListener = lambda request_id, usage: None
+        self._on_usage: UsageListener = lambda request_id, usage, timing: None
         # The requests whose usage the engine has not reported yet. A dict keeps their order.
         self._unreported: dict[str, None] = {}
         self._recorded: list[str] = []
@@ -235,10 +236,12 @@ class RemoteEngine:
         if self._writer is not None:
             write_message(self._writer, {"op": "recorded", "ids": recorded})
 
-    def _report_usage(self, request_id: str, usage: RequestUsage | None) -> None:
+    def _report_usage(
+        self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None = None
+    ) -> None:
         if request_id in self._unreported:
             del self._unreported[request_id]
-            self._on_usage(request_id, usage)
+            self._on_usage(request_id, usage, timing)
 
     async def _send(self, message: Message) -> None:
         await _drain(self._write(message))
@@ -256,8 +259,8 @@ class RemoteEngine:
                 for row in message["outputs"]:
                     self._streams.put(decode_output(row))
             case "usage":
-                for request_id, usage in decode_usage(message):
-                    self._report_usage(request_id, usage)
+                for ended in decode_usage(message):
+                    self._report_usage(*ended)
             case "stats":
                 self._resolve_reply(message, decode_stats(message))
             case "purged":

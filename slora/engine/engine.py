@@ -11,6 +11,7 @@ from collections.abc import Callable
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel, StepTimes
 from slora.device.huge_pages import prefault
+from slora.engine.histogram import Histogram
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
@@ -21,7 +22,7 @@ from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
-from slora.request import EngineRequest, RequestUsage, StepOutput
+from slora.request import EndedRequest, EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.runner import Runner
@@ -42,6 +43,13 @@ _TRANSFER_FAILED = (
     "the engine repeatedly failed to copy the pages that this request needs into the pool; send the "
     "request again"
 )
+
+# The buckets of vLLM's histograms of inter-token latencies and of the tokens of a step.
+_LATENCIES_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _PURGED = "the operator has purged the tenant of this request"
 
@@ -91,6 +99,7 @@ class Engine:
             load_pages=config.load_pages(self._runner.full_page_bytes),
             swap_pages=self._runner.num_swap_pages,
             prompt_lookup_tokens=config.prompt_lookup_tokens,
+            metrics_tenants=config.metrics_tenants,
             prefix_cache=config.prefix_cache,
             preemption=config.preemption,
             scheduling=config.scheduling,
@@ -105,6 +114,8 @@ class Engine:
         self._scheduler = Scheduler(scheduler, source, self._learned or self._costs, self._grammars)
         self._was_timed = True
         self._tenants = self._scheduler.paging.tenants
+        self._step_seconds, self._token_gaps = Histogram(_LATENCIES_S), Histogram(_LATENCIES_S)
+        self._step_tokens = Histogram(_STEP_TOKENS)
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
         self.info = EngineInfo(
             model_name=config.served_name,
@@ -208,16 +219,23 @@ class Engine:
             self._scheduler.advance_clock(time.monotonic())
             return self._scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
         self._scheduler.advance_clock(time.monotonic())
+        seconds = time.perf_counter() - started_s
         if not (result.culprits or result.given_up):
-            self._learn(plan, time.perf_counter() - started_s)
+            self._learn(plan, seconds)
         ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
         ended += self._scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
-        self._num_steps += bool(plan.chunks)
+        if plan.chunks:
+            self._num_steps += 1
+            self._step_seconds.count(seconds)
+            self._step_tokens.count(plan.num_tokens)
         self._generated_tokens += sum(not one.is_deferred for one in result.sampled)
-        return ended + self._scheduler.postprocess(plan, result.sampled)
+        ended += self._scheduler.postprocess(plan, result.sampled)
+        for gap_s, count in self._scheduler.token_gaps:
+            self._token_gaps.count(gap_s, count)
+        return ended
 
-    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
-        """The requests that ended since the last call, each with what it used. Refused requests are not among them."""
+    def pop_usage(self) -> list[EndedRequest]:
+        """The requests that ended since the last call. Refused requests are not among them."""
         return self._scheduler.pop_usage()
 
     def check_invariants(self) -> None:
@@ -231,9 +249,7 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, memory = self._scheduler, self._scheduler.paging
         residents = list(memory.residency)
-        running = tuple(
-            sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users)
-        )
+        running = tuple(sorted(resident.version.label for resident in residents if resident.num_users))
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -265,6 +281,16 @@ class Engine:
             draft_tokens=scheduler.drafting.num_draft_tokens,
             accepted_draft_tokens=scheduler.drafting.num_accepted_tokens,
             steps=self._num_steps,
+            not_finite=scheduler.num_not_finite,
+            loads_by_cause=dict(scheduler.adapters.loads),
+            evictions_by_cause=dict(memory.residency.evictions),
+            preemptions_by_kind=scheduler.preemptions_by_kind,
+            fetches_by_outcome=dict(scheduler.adapters.fetches),
+            step_seconds=self._step_seconds.read(),
+            step_tokens=self._step_tokens.read(),
+            token_gaps=self._token_gaps.read(),
+            tenants=scheduler.served.tenants,
+            adapters=scheduler.served.adapters,
             pages=memory.count_pages(),
             tenant_pages=memory.count_tenant_pages(self._config.metrics_tenants),
             load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slora.cost_model import CostModel
+from slora.engine.histogram import HistogramCounts
 from slora.engine.load_paces import LoadPaces
 from slora.pool.page_counts import PageCounts
 from slora.request import RequestUsage
+from slora.scheduler.served_counts import ServedCounts
 from slora_kernels.layout import ModelShape
 
 
@@ -59,6 +61,12 @@ class EngineStats:
         many of these became part of an answer.
     deadline_misses: requests that ended because their first token could not meet the deadline.
     pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
+    not_finite: requests that ended because their logits or hidden states were not finite.
+    loads_by_cause, evictions_by_cause, preemptions_by_kind, fetches_by_outcome: see `AdapterLoading.loads`,
+        `Residency.evictions`, `Scheduler.preemptions_by_kind` and `AdapterFetching.outcomes`.
+    step_seconds, step_tokens: times and numbers of computed tokens of the steps that computed something.
+    token_gaps: seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
+    tenants, adapters: what ended requests have used, see `ServedRequests`.
     pages: the pages that are not free, by what they hold.
     tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
     load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
@@ -95,6 +103,16 @@ class EngineStats:
     draft_tokens: int
     accepted_draft_tokens: int
     steps: int
+    not_finite: int
+    loads_by_cause: Mapping[str, int]
+    evictions_by_cause: Mapping[str, int]
+    preemptions_by_kind: Mapping[str, int]
+    fetches_by_outcome: Mapping[str, int]
+    step_seconds: HistogramCounts
+    step_tokens: HistogramCounts
+    token_gaps: HistogramCounts
+    tenants: Mapping[str, ServedCounts]
+    adapters: Mapping[str, ServedCounts]
     pages: PageCounts
     tenant_pages: Mapping[str, PageCounts]
     load_paces: LoadPaces

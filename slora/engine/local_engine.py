@@ -23,7 +23,6 @@ from slora.engine.worker import (
     Abort,
     Add,
     Command,
-    EndedRequest,
     EngineWorker,
     GetStats,
     Prewarm,
@@ -34,7 +33,7 @@ from slora.engine.worker import (
     Wake,
 )
 from slora.errors import EngineUnavailable
-from slora.request import EngineRequest, StepOutput, TokenDelta
+from slora.request import EndedRequest, EngineRequest, StepOutput, TokenDelta
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, astuple, fields
 from typing import Any
 
 from slora.cost_model import CostModel
+from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
@@ -28,8 +29,10 @@ from slora.errors import (
 from slora.pool.page_counts import PageCounts
 from slora.pooling import Pooling
 from slora.request import (
+    EndedRequest,
     EngineRequest,
     FinishReason,
+    RequestTiming,
     RequestUsage,
     StepOutput,
     TokenDelta,
@@ -37,6 +40,7 @@ from slora.request import (
     WeightedAdapter,
 )
 from slora.sampling_params import SamplingParams
+from slora.scheduler.served_counts import ServedCounts
 from slora.structured_output import OutputKind, StructuredOutput
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -160,6 +164,11 @@ def encode_stats(stats: EngineStats, number: int) -> Message:
 def decode_stats(message: Message) -> EngineStats:
     stats = dict(message["stats"])
     stats["running_adapters"] = tuple(stats["running_adapters"])
+    for name in ("step_seconds", "step_tokens", "token_gaps"):
+        bounds, counts, total = stats[name].values()
+        stats[name] = HistogramCounts(tuple(bounds), tuple(counts), total)
+    for name in ("tenants", "adapters"):
+        stats[name] = {one: ServedCounts(**counts) for one, counts in stats[name].items()}
     stats["pages"] = PageCounts(**stats["pages"])
     stats["tenant_pages"] = {name: PageCounts(**counts) for name, counts in stats["tenant_pages"].items()}
     stats["load_paces"] = LoadPaces(**stats["load_paces"])
@@ -168,12 +177,19 @@ def decode_stats(message: Message) -> EngineStats:
     return EngineStats(**stats)
 
 
-def encode_usage(ended: Iterable[tuple[str, RequestUsage]]) -> Message:
-    return {"op": "usage", "ended": [[request_id, *astuple(usage)] for request_id, usage in ended]}
+def encode_usage(ended: Iterable[EndedRequest]) -> Message:
+    rows = [
+        (request_id, astuple(usage), None if timing is None else astuple(timing))
+        for request_id, usage, timing in ended
+    ]
+    return {"op": "usage", "ended": rows}
 
 
-def decode_usage(message: Message) -> list[tuple[str, RequestUsage]]:
-    return [(request_id, RequestUsage(*numbers)) for request_id, *numbers in message["ended"]]
+def decode_usage(message: Message) -> list[EndedRequest]:
+    return [
+        EndedRequest(request_id, RequestUsage(*usage), None if timing is None else RequestTiming(*timing))
+        for request_id, usage, timing in message["ended"]
+    ]
 
 
 def encode_output(output: StepOutput) -> list[Any]:

@@ -45,7 +45,6 @@ from slora.engine.usage_relay import UsageRelay
 from slora.engine.worker import (
     Abort,
     Add,
-    EndedRequest,
     EngineWorker,
     GetStats,
     Prewarm,
@@ -58,7 +57,7 @@ from slora.engine.worker import (
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import RequestUsage, StepOutput, TokenDelta
+from slora.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
 from slora.runner.runner import resolve_device
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.heartbeat import Heartbeat
@@ -226,12 +225,12 @@ class EngineServer:
 
     def _deliver_usage(self, ended: list[EndedRequest]) -> None:
         ended_by_peer: dict[int, list[EndedRequest]] = {}
-        for engine_id, usage in ended:
-            number, request_id = _split_id(engine_id)
-            ended_by_peer.setdefault(number, []).append((request_id, usage))
+        for one in ended:
+            number, request_id = _split_id(one.request_id)
+            ended_by_peer.setdefault(number, []).append(one._replace(request_id=request_id))
         for number, batch in ended_by_peer.items():
-            for request_id, usage in batch:
-                self._relays[number].end(request_id, usage)
+            for one in batch:
+                self._relays[number].end(one.request_id, one.usage)
             if number in self._peers:
                 self._peers[number].send(encode_usage(batch))
             else:
@@ -271,7 +270,7 @@ class EngineServer:
         try:
             request = decode_add({**message, "id": engine_id})
         except RequestRefused as error:
-            peer.send(encode_usage([(message["id"], RequestUsage())]))
+            peer.send(encode_usage([EndedRequest(message["id"], RequestUsage())]))
             self.deliver([StepOutput(engine_id, error=error)], [])
             return
         peer.relay.add(message["id"], request)

@@ -14,7 +14,7 @@ from slora.engine.engine import Engine
 from slora.engine.info import EngineStats, TenantPurge
 from slora.engine.pin import Pin
 from slora.errors import RequestRefused
-from slora.request import EngineRequest, RequestUsage, StepOutput
+from slora.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
 from slora.tenant_share import TenantShare
 from slora_adapters.heartbeat import Progress
 from slora_adapters.version import AdapterVersion
@@ -24,9 +24,6 @@ _log = logging.getLogger(__name__)
 # Seconds of idle time before the engine checks that no page was lost. The check walks every page, so it must not delay
 # a request that closely follows another.
 _IDLE_BEFORE_CHECK_S = 1.0
-
-# The id of a request and what it used.
-EndedRequest = tuple[str, RequestUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ class EngineWorker:
                     engine.add(request)
                 except RequestRefused as error:
                     refused = StepOutput(request.request_id, error=error)
-                    self._deliver([refused], [(request.request_id, RequestUsage())])
+                    self._deliver([refused], [EndedRequest(request.request_id, RequestUsage())])
             case Abort(request_id, index):
                 engine.abort(request_id, index)
             case RemoveAdapter(version):

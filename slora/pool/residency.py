@@ -15,7 +15,7 @@ one.
 This module does not depend on torch or on bytes. The runner writes pages and tables as the step plan says.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from functools import partial
 
@@ -114,11 +114,12 @@ class Residency:
 
     `evictor` evicts idle adapters to free pages. `ensure_free_slot` evicts them to free a slot.
 
+    evictions: number of evictions by cause: `pages`, `slot` or `removed` (deleted, or its load was abandoned).
     num_pinned: number of pinned adapters, idle or in use. num_pinned_pages: number of their pages.
     """
 
     def __init__(self, pool: PagePool, evictor: Evictor, tenants: TenantAccounts, num_slots: int) -> None:
-        self.num_evictions = 0
+        self.evictions = Counter(pages=0, slot=0, removed=0)
         self.num_pinned = self.num_pinned_pages = 0
         self._pool = pool
         self._evictor = evictor
@@ -134,6 +135,10 @@ class Residency:
 
     def __len__(self) -> int:
         return len(self._residents)
+
+    @property
+    def num_evictions(self) -> int:
+        return self.evictions.total()
 
     def find(self, version: AdapterVersion) -> Resident | None:
         return self._residents.get(version)
@@ -170,7 +175,7 @@ class Residency:
         open_to_all = [resident for resident in idle if _may_evict(requester, resident)]
         lowest = min(open_to_all or idle, key=lambda resident: resident.rank)
         self._evictor.record_eviction(lowest)
-        self._evict(lowest, requester)
+        self._evict(lowest, requester, "slot")
         return True
 
     def allocate(
@@ -303,7 +308,7 @@ class Residency:
         resident.is_loading = False
         self.release(resident)
 
-    def _evict(self, resident: Resident, requester: TenantAccount | None) -> None:
+    def _evict(self, resident: Resident, requester: TenantAccount | None, cause: str = "pages") -> None:
         """Evicts an idle adapter.
 
         requester: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned.
@@ -322,7 +327,7 @@ class Residency:
         del self._residents[resident.version]
         self._pool.evict(resident.pages)
         self._free_slots.append(resident.slot)
-        self.num_evictions += 1
+        self.evictions[cause if requester is not None else "removed"] += 1
 
     def _record_displaced(self, version: AdapterVersion) -> None:
         self._displaced[version] = None

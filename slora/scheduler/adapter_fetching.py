@@ -11,7 +11,7 @@ This module depends on the adapter source and on sequences, but not on the pool 
 """
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from slora.scheduler.sequence import Sequence
@@ -25,10 +25,13 @@ class AdapterFetching:
     """Invariant: while a sequence waits for an adapter, at least one adapter is being fetched or held.
 
     A waiting sequence is pending until its fetches are requested.
+
+    outcomes: number of ended fetches by outcome: `fetched`, or the code of the failure.
     """
 
     def __init__(self, source: AdapterSource) -> None:
         self.pace = FetchPace()
+        self.outcomes: Counter[str] = Counter(fetched=0, not_found=0, unavailable=0, corrupt=0)
         self._source = source
         self._missing: dict[Sequence, set[AdapterVersion]] = {}
         self._waiters: dict[AdapterVersion, list[Sequence]] = {}
@@ -100,6 +103,7 @@ class AdapterFetching:
         """
         for fetch in self._source.poll():
             self._requested.discard(fetch.version)
+            self.outcomes["fetched" if isinstance(fetch, Fetched) else fetch.code] += 1
             if isinstance(fetch, Fetched):
                 num_bytes = fetch.packed.layout.num_bytes
                 self.pace.count(num_bytes, fetch.seconds)

@@ -9,6 +9,7 @@ for it outside the queue (`AdapterFetching`).
 This module depends on waiting sequences and adapter sizes, but not on the batch or on KV.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from slora.cost_model import Costs
@@ -31,6 +32,7 @@ class AdapterLoading:
     held.
 
     budget: how many pages the step that is being planned may still load.
+    loads: number of started loads by cause: `request`, `pin` or `prewarm`.
     load_pages: the most pages that a step with decoding sequences loads; None: `LoadBudget` derives it from `costs`.
     """
 
@@ -42,13 +44,22 @@ class AdapterLoading:
         full_page_bytes: int,
         load_pages: int | None = None,
     ) -> None:
-        self.num_loads = 0
+        self.loads = Counter(request=0, pin=0, prewarm=0)
         self.budget = LoadBudget(costs, full_page_bytes, paging.pool.num_pages, load_pages)
         self._costs = costs
         self._residency = paging.residency
         self._host = AdapterFetching(source)
         self._page_bytes = full_page_bytes
         self._loading: dict[Resident, _Load] = {}
+
+    @property
+    def num_loads(self) -> int:
+        return self.loads.total()
+
+    @property
+    def fetches(self) -> Counter[str]:
+        """Number of ended fetches by outcome, see `AdapterFetching`."""
+        return self._host.outcomes
 
     @property
     def num_waiting(self) -> int:
@@ -148,18 +159,19 @@ class AdapterLoading:
         before and was evicted for another tenant that exceeded its share.
         """
         self._residency.ensure_free_slot(sequence.tenant)
+        sequence.times.is_cold |= sequence.times.computed_at is None
         is_charged = not self._residency.was_displaced(version)
-        resident = self.start_load(version, sequence.tenant)
+        resident = self.start_load(version, sequence.tenant, "request")
         self._loading[resident].is_background = sequence.is_background
         if is_charged:
             charge_load(sequence, resident.num_bytes, self._costs)
         self.plan_slices(plan)
         return resident
 
-    def start_load(self, version: AdapterVersion, owner: TenantAccount) -> Resident:
+    def start_load(self, version: AdapterVersion, owner: TenantAccount, cause: str) -> Resident:
         """Starts a load: takes the copy in the host cache and allocates a slot, and pages that `owner` owns.
 
-        owner: an account of the adapter's tenant. The caller has made room for both.
+        owner: an account of the adapter's tenant. cause: a key of `loads`. The caller has made room for both.
         """
         packed = self._host.take_copy(version)
         num_bytes = packed.layout.num_bytes
@@ -172,7 +184,7 @@ class AdapterLoading:
             self._host.pace.fetch_s(num_bytes),
         )
         self._loading[resident] = _Load(packed)
-        self.num_loads += 1
+        self.loads[cause] += 1
         return resident
 
     def plan_slices(self, plan: StepPlan) -> None:

@@ -211,7 +211,10 @@ class Admission:
             self._prefixes.count_hits(sequence)
         self._lifecycle.start_running(sequence, needs.num_reserved_tokens, plan)
         if not self._adapters.are_ready(sequence.residents):
+            sequence.times.is_cold |= sequence.times.computed_at is None
             return 0
+        if sequence.times.computed_at is None:
+            sequence.times.computed_at = self._paging.pool.now
         self._adapters.budget.add_sequence(is_background=sequence.is_background)
         plan.add(sequence, needs.num_tokens)
         charge_prompt(sequence, needs.num_tokens)

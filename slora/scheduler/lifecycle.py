@@ -13,12 +13,12 @@ resources, in any state. This module makes no decisions: `Admission` decides whi
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from slora.errors import AdapterFetchFailed, ContextTooLong
 from slora.grammar.grammar_source import GrammarSource
 from slora.pool.unified_paging import UnifiedPaging
-from slora.request import RequestUsage, StepOutput
+from slora.request import EndedRequest, RequestUsage, StepOutput
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.grammar_waiting import GrammarWaiting
@@ -27,6 +27,7 @@ from slora.scheduler.queues.fifo_queue import FifoQueue
 from slora.scheduler.queues.waiting_queue import WaitingQueue
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler.unfinished_requests import UnfinishedRequests
@@ -57,7 +58,8 @@ class Lifecycle:
         self.batch = RunningBatch(config.max_num_seqs)
         self.unfinished = UnfinishedRequests()
         self.total_usage = RequestUsage()
-        self._ended: list[tuple[str, RequestUsage]] = []
+        self.served = ServedRequests(config.metrics_tenants)
+        self._ended: list[EndedRequest] = []
         self._footprint = config.footprint
         self._rope_switch = config.rope_switch
         self._paging = paging
@@ -95,13 +97,13 @@ class Lifecycle:
                 if isinstance(fetch, FetchFailed):
                     yield self.fail(sequence, AdapterFetchFailed(fetch.message, fetch.code))
                 elif not self._adapters.find_missing(sequence):
-                    self._adapters.remove_waiter(sequence)
+                    self._stop_waiting(sequence)
                     error = self._try_enqueue(sequence)
                     if error is not None:
                         yield self.fail(sequence, error)
                 elif self._adapters.has_fetched_all(sequence):
                     # An adapter that was in the pool has been evicted meanwhile.
-                    self._adapters.remove_waiter(sequence)
+                    self._stop_waiting(sequence)
                     self._wait_for_all(sequence)
 
     def start_running(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
@@ -110,6 +112,8 @@ class Lifecycle:
         Swapped KV is copied back. The caller has made room.
         """
         self.dequeue(sequence)
+        if sequence.times.admitted_at is None:
+            sequence.times.admitted_at = self._paging.pool.now
         if sequence.swapped is not None:
             self._swapping.swap_in(sequence, plan)
         missing = sequence.blocks.pages_missing(num_tokens)
@@ -134,7 +138,15 @@ class Lifecycle:
         The host keeps them until the sequence is admitted. So an eviction from the pool can't delay it again.
         """
         self._adapters.release_copies(sequence)
-        self._adapters.add_waiter(sequence, sequence.request.versions)
+        self._wait(sequence, sequence.request.versions)
+
+    def _wait(self, sequence: Sequence, missing: Iterable[AdapterVersion]) -> None:
+        sequence.times.begin_fetch(self._paging.pool.now)
+        self._adapters.add_waiter(sequence, missing)
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        sequence.times.end_fetch(self._paging.pool.now)
+        self._adapters.remove_waiter(sequence)
 
     def release_background_copies(self) -> None:
         """Releases the copies in the host cache that background sequences in the queue keep.
@@ -269,7 +281,7 @@ class Lifecycle:
         """
         missing = self._adapters.find_missing(sequence)
         if missing:
-            self._adapters.add_waiter(sequence, missing)
+            self._wait(sequence, missing)
             return
         self._limit_to_pool(sequence)
         self.queue.push(sequence)
@@ -333,7 +345,7 @@ class Lifecycle:
         elif sequence in self.queue:
             self.dequeue(sequence)
         else:
-            self._adapters.remove_waiter(sequence)
+            self._stop_waiting(sequence)
         self._adapters.release_copies(sequence)
         self._swapping.discard(sequence)
         sequence.usage.page_seconds += sequence.blocks.page_seconds
@@ -342,8 +354,8 @@ class Lifecycle:
         for version in sequence.request.versions:
             self._remove_deleted(version)
 
-    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
-        """The requests that ended since the last call, with what they used."""
+    def pop_usage(self) -> list[EndedRequest]:
+        """The requests that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -357,7 +369,9 @@ class Lifecycle:
             adapter_bytes=counter.adapter_bytes,
             page_seconds=round(counter.page_seconds * _PAGE_SECOND) / _PAGE_SECOND,
         )
-        self._ended.append((last.request.request_id, usage))
+        timing = last.times.end(self._paging.pool.now)
+        self.served.add(last.request, usage, timing)
+        self._ended.append(EndedRequest(last.request.request_id, usage, timing))
         self.total_usage += usage
 
     def _add_to_batch(self, sequence: Sequence) -> None:

@@ -229,6 +229,6 @@ class Pins:
         has_pages = self._evictor.make_room(num_pages, tenant, protected)
         has_slot = self._residency.ensure_free_slot(tenant, protected)
         assert has_pages and has_slot, f"there was room for {version}"
-        resident = self._adapters.start_load(version, tenant)
+        resident = self._adapters.start_load(version, tenant, "pin")
         self._residency.pin(resident)
         return resident

@@ -1,5 +1,7 @@
 """Preemption: makes pages free. It evicts idle items first, then it preempts running sequences."""
 
+from collections import Counter
+
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
@@ -13,10 +15,12 @@ _LOOK_AHEAD = 8
 
 
 class Preemption:
-    """Evicts and preempts on behalf of the step being planned. `begin_step` resets its list of the next sequences."""
+    """counts: see `Scheduler.preemptions_by_kind`.
+
+    Evicts and preempts on behalf of the step being planned. `begin_step` resets its list of the next sequences."""
 
     def __init__(self, paging: UnifiedPaging, lifecycle: Lifecycle, swapping: Swapping) -> None:
-        self.num_preemptions = 0
+        self.counts = Counter(swap=0, recompute=0, background=0)
         self._paging = paging
         self._lifecycle = lifecycle
         self._queue, self._batch = lifecycle.queue, lifecycle.batch
@@ -89,12 +93,13 @@ class Preemption:
         A background sequence is never swapped out, because the copies would delay the interactive requests that it
         makes room for. If it can't be queued again, its request ends.
         """
-        self.num_preemptions += 1
         # The last token of a beam is recomputed, because its proposal must be made again.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         if plan.remove(sequence) and not sequence.is_background:
             self.free_behind_window(sequence)
             self._swapping.swap_out(sequence, plan)
+        kind = "recompute" if sequence.swapped is None else "swap"
+        self.counts["background" if sequence.is_background else kind] += 1
         error = self._lifecycle.requeue(sequence)
         if error is not None:
             # The whole request ends and its pages become free, so its other choices are removed from this step, too.

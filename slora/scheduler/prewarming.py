@@ -92,7 +92,7 @@ class Prewarming:
                 self._adapters.find(fetch.version) is None
                 and self._adapters.num_pages(fetch.version) is not None
             ):
-                self._adapters.start_load(fetch.version, tenant)
+                self._adapters.start_load(fetch.version, tenant, "prewarm")
 
     def _fits_in_free_pages(self, num_pages: int) -> bool:
         num_free = self._paging.pool.num_free - self._batch.num_pages_needed_soon

@@ -33,6 +33,7 @@ If every layer has a sliding window, a sequence frees the blocks that no later t
 Plain Python without tensors or sockets. The plans are deterministic given the inputs, which include the time.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -42,7 +43,7 @@ from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.grammar.grammar_source import GrammarSource
 from slora.pool.swap_space import SwapSpace
 from slora.pool.unified_paging import UnifiedPaging
-from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.background_budget import BackgroundBudget
@@ -56,6 +57,7 @@ from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.prewarming import Prewarming
 from slora.scheduler.sequence import AdapterSlot, Sequence
+from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler_config import SchedulerConfig
@@ -93,6 +95,7 @@ class Scheduler:
     ) -> None:
         """grammars: None means that no request has a structured form."""
         self.num_deadlines_missed = 0
+        self.num_not_finite = 0
         self.paging = UnifiedPaging(config, costs)
         self.adapters = AdapterLoading(self.paging, source, costs, config.full_page_bytes, config.load_pages)
         self.prefixes = PrefixCache(self.paging, is_public=config.prefix_cache == "public")
@@ -100,6 +103,8 @@ class Scheduler:
         self._config = config
         self._costs = costs
         self._was_idle = True  # the last step had nothing to do
+        # Of the sequences that got tokens in the last step: the times of their tokens before.
+        self._last_tokens: Counter[float] = Counter()
         self._stale_rows: list[Sequence] = []  # their sampling table rows are outdated since `undo_step`
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
@@ -127,7 +132,12 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self._preemption.num_preemptions
+        return sum(self._preemption.counts.values())
+
+    @property
+    def preemptions_by_kind(self) -> dict[str, int]:
+        """`swap`, `recompute` and `background` (of background sequences, which are always recomputed)."""
+        return dict(self._preemption.counts)
 
     @property
     def has_work(self) -> bool:
@@ -155,6 +165,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, now: float = 0.0) -> None:
         """Raises ContextTooLong if the sequence could not run even alone in the pool."""
+        sequence.times.arrived_at = now
         self._lifecycle.add(sequence)
         deadline_s = sequence.request.deadline_s
         if deadline_s is not None:
@@ -197,9 +208,21 @@ class Scheduler:
         """Advances the clock that measures page-seconds. now: seconds on the clock of `schedule`."""
         self.paging.pool.now = max(self.paging.pool.now, now)
 
-    def pop_usage(self) -> list[tuple[str, RequestUsage]]:
-        """The requests that ended since the last call, with what they used."""
+    def pop_usage(self) -> list[EndedRequest]:
+        """The requests that ended since the last call."""
         return self._lifecycle.pop_usage()
+
+    @property
+    def token_gaps(self) -> list[tuple[float, int]]:
+        """Seconds between the tokens of the last step and the tokens before them, and the number of sequences with each
+        gap.
+        """
+        now = self.paging.pool.now
+        return [(now - last_at, count) for last_at, count in self._last_tokens.items()]
+
+    @property
+    def served(self) -> ServedRequests:
+        return self._lifecycle.served
 
     @property
     def total_usage(self) -> RequestUsage:
@@ -239,6 +262,7 @@ class Scheduler:
 
         sampled: one entry for each entry of each chunk's `sampled_sequences`, in order.
         """
+        self._last_tokens.clear()
         self.adapters.finish_step(plan)
         self.pins.finish_step(plan)
         self.swapping.finish_step()
@@ -388,6 +412,8 @@ class Scheduler:
         if not self._allocate_pages(sequence, num_tokens, plan):
             return False
         plan.add(sequence, num_tokens)
+        if sequence.times.computed_at is None:
+            sequence.times.computed_at = self.paging.pool.now
         charge_prompt(sequence, num_tokens)
         return True
 
@@ -460,6 +486,7 @@ class Scheduler:
 
     def _fail_not_finite(self, sequence: Sequence, what: str) -> StepOutput:
         """Ends a request whose logits or hidden states were not finite."""
+        self.num_not_finite += 1
         # No other request may reuse the KV that led to NaN.
         self.paging.kv.invalidate(sequence.block_keys)
         digests = sequence.request.adapter_digests
@@ -472,6 +499,12 @@ class Scheduler:
             assert one.token_id is not None, "a token whose logits were not finite is not appended"
             sequence.append(one.token_id)
             charge_output(sequence)
+        now = self.paging.pool.now
+        if sequence.last_token_at is not None:
+            self._last_tokens[sequence.last_token_at] += 1
+        elif sequence.times.first_token_at is None:
+            sequence.times.first_token_at = now
+        sequence.last_token_at = now
 
     def _report(self, sequence: Sequence, sampled: list[SampledToken]) -> StepOutput:
         """Reports the sampled tokens, which were just appended, and ends the sequence if the last one ends it."""

@@ -35,6 +35,7 @@ from slora.request import EngineRequest, TokenLogprobs
 from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.drafting.draft_state import DraftState
+from slora.scheduler.request_times import RequestTimes
 from slora.scheduler.usage_counter import UsageCounter
 
 _arrivals = itertools.count()
@@ -98,7 +99,8 @@ class Sequence:
     uses_long_rope: its KV is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when it was first admitted.
     slots: where `residents` are in the kernels' tables.
-    usage: counts what the request uses; all of its sequences share it.
+    usage: counts what the request uses; all of its sequences share it. So they do `times`.
+    last_token_at: time of its last token, on the clock of `Scheduler.schedule`; None before its first one.
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.
     mask_s: CPU seconds of its last mask.
@@ -115,6 +117,7 @@ class Sequence:
         "index",
         "is_finished",
         "is_running",
+        "last_token_at",
         "len_at_preemption",
         "mask_s",
         "matcher",
@@ -142,6 +145,7 @@ class Sequence:
         "stop_ids",
         "swapped",
         "tenant",
+        "times",
         "token_ids",
         "usage",
         "uses_long_rope",
@@ -162,6 +166,8 @@ class Sequence:
         self.request = request
         self.tenant = tenant
         self.usage = UsageCounter()
+        self.times = RequestTimes()
+        self.last_token_at: float | None = None
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
@@ -204,7 +210,7 @@ class Sequence:
         choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, block_tokens)
         choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
-        choice.usage = self.usage
+        choice.usage, choice.times = self.usage, self.times
         choice.matcher = None if self.matcher is None else self.matcher.copy()
         choice.num_charged, choice.num_cached = self.num_prompt, self.num_cached
         choice.max_chunk_tokens, choice.uses_long_rope = self.max_chunk_tokens, self.uses_long_rope
@@ -257,6 +263,7 @@ class Sequence:
 
     def record_preemption(self) -> None:
         self.num_preemptions += 1
+        self.times.num_preemptions += 1
         self.num_repeat_preemptions = (
             self.num_repeat_preemptions + 1 if len(self.token_ids) == self.len_at_preemption else 1
         )

@@ -219,7 +219,7 @@ def running_platform(
     )
     counters = HostCounters(directory / "run" / "quotas", max_accounts=128, max_reservations=128)
     usage_journal = UsageJournal(directory / "usage")
-    recorder = UsageRecorder(engine, usage_journal)
+    recorder = UsageRecorder(engine, usage_journal, observe=metrics.requests.count)
     services = Services(
         chosen,
         reserve,

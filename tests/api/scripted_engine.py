@@ -11,12 +11,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel
 from slora.engine.client import UsageListener
+from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
 from slora.pool.page_counts import PageCounts
-from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta, TokenLogprobs
+from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta, TokenLogprobs
+from slora.scheduler.served_counts import ServedCounts
 from slora.tenant_share import TenantShare
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.version import AdapterVersion
@@ -104,7 +106,7 @@ class ScriptedEngine:
     purged: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     acknowledged: list[str] = field(default_factory=list)
-    on_usage: UsageListener = lambda request_id, usage: None
+    on_usage: UsageListener = lambda request_id, usage, timing: None
 
     @property
     def info(self) -> EngineInfo:
@@ -159,7 +161,7 @@ class ScriptedEngine:
             nonlocal is_reported
             if not is_reported:
                 is_reported = True
-                self.on_usage(request.request_id, known)
+                self.on_usage(request.request_id, known, None if known is None else self.time(request))
 
         try:
             for item in script:
@@ -184,6 +186,11 @@ class ScriptedEngine:
                 self.aborted.append(request.request_id)
             report(usage)
 
+    def time(self, request: EngineRequest) -> RequestTiming:
+        """One second in the queue, two for the adapter, three of prefill and four of decode, in which it was preempted
+        once."""
+        return RequestTiming(10.0, 1.0, bool(request.adapters), 12.0, 13.0, 16.0, 20.0, 1)
+
     def listen_for_usage(self, listener: UsageListener) -> None:
         self.on_usage = listener
 
@@ -196,7 +203,12 @@ class ScriptedEngine:
     async def stats(self) -> EngineStats:
         return EngineStats(
             1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20,
-            15, 9,
+            15, 9, 3,
+            {"request": 2, "pin": 1}, {"pages": 2, "slot": 0}, {"swap": 1, "recompute": 3},
+            {"fetched": 3, "corrupt": 1},
+            *([HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)] * 3),
+            {"t": ServedCounts(3, 40, 32, 20, 1, 0.5), "other": ServedCounts(1, 7)},
+            {"t/abc": ServedCounts(2, 20, 16, 10, 1), "other": ServedCounts()},
             PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
             LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
         )  # fmt: skip

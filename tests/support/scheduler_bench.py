@@ -23,6 +23,7 @@ from slora.pooling import PoolingKind
 from slora.request import (
     NOT_SAMPLED,
     EngineRequest,
+    RequestTiming,
     RequestUsage,
     StepOutput,
     WeightedAdapter,
@@ -67,7 +68,7 @@ class SchedulerBench:
     host_pages: the capacity of the host for adapter copies, in pages.
     options: fields of SchedulerConfig.
 
-    usage: the usage of each request that has ended.
+    usage, timings: of each request that has ended.
     page_seconds: the pages held for requests, integrated over time. Each step takes `_STEP_S`.
     """
 
@@ -107,6 +108,7 @@ class SchedulerBench:
         self.last_plan = StepPlan()
         self.now = 0.0
         self.usage: dict[str, RequestUsage] = {}
+        self.timings: dict[str, RequestTiming] = {}
         self.page_seconds = 0.0
         self.num_copies = 0
         self._choose = choose
@@ -172,9 +174,10 @@ class SchedulerBench:
             outputs = self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
             outputs += self.scheduler.postprocess(plan, self._run(plan))
         self.scheduler.check_invariants()
-        for request_id, usage in self.scheduler.pop_usage():
+        for request_id, usage, timing in self.scheduler.pop_usage():
             assert request_id not in self.usage and not self.scheduler.find(request_id)
-            self.usage[request_id] = usage
+            assert timing is not None
+            self.usage[request_id], self.timings[request_id] = usage, timing
         return outputs
 
     def _pass_time(self, seconds: float) -> None:

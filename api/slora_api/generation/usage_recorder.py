@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slora.engine.client import EngineClient
-from slora.request import EngineRequest, RequestUsage
+from slora.request import EngineRequest, RequestTiming, RequestUsage
 from slora.usage_journal.journal import UsageJournal
 from slora.usage_journal.record import UsageRecord
 
 __all__ = ["OpenRequest", "UsageRecorder"]
+
+
+Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 
 
 class Recorded(Protocol):
@@ -40,21 +43,32 @@ class Recorded(Protocol):
 @dataclass(slots=True)
 class OpenRequest:
     """A request whose usage may be unknown yet. on_report: called with the usage. written: the write to the journal, if
-    there is a record.
+    there is a record. timing: when the request passed the stages of the engine, once its usage is known; None if it was
+    refused or the engine died.
     """
 
     answer: Recorded
     on_report: Callable[[RequestUsage], None]
     reported: asyncio.Event = field(default_factory=asyncio.Event)
     written: "Future[None] | None" = None
+    timing: RequestTiming | None = None
 
 
 class UsageRecorder:
-    """Listens to the usage that `client` reports. It must be used on one event loop. clock: Unix time."""
+    """Listens to the usage that `client` reports. It must be used on one event loop.
+
+    clock: Unix time. observe: called with each request that was opened, when it has ended in the engine.
+    """
 
     def __init__(
-        self, client: EngineClient, journal: UsageJournal, clock: Callable[[], float] = time.time
+        self,
+        client: EngineClient,
+        journal: UsageJournal,
+        clock: Callable[[], float] = time.time,
+        *,
+        observe: Observer = lambda request, usage, timing: None,
     ) -> None:
+        self._observe = observe
         self._client = client
         self._journal = journal
         self._clock = clock
@@ -87,7 +101,7 @@ class UsageRecorder:
             if one.written is not None:
                 await asyncio.wrap_future(one.written)
 
-    def _receive(self, request_id: str, usage: RequestUsage | None) -> None:
+    def _receive(self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
         """usage: None if the engine died before it reported the usage."""
         opened = self._open.pop(request_id, None)
         found = usage if usage is not None or opened is None else _seen(opened.answer)
@@ -98,6 +112,9 @@ class UsageRecorder:
             opened.written = self._record(opened.answer, found, is_complete=usage is not None)
         if opened is not None:
             assert found is not None
+            opened.timing = timing
+            if timing is not None:
+                self._observe(opened.answer.request, found, timing)
             opened.on_report(found)
             opened.reported.set()
 

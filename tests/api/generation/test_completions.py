@@ -34,6 +34,7 @@ from slora_api.schemas import GenerationFields
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
+from tests.api.served import parse_metrics
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -766,18 +767,22 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         text = operator.get("/metrics").text
     lines = {line.split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     for name in (
-        'vllm:num_requests_running{model_name="base"}',
-        'vllm:num_requests_waiting{model_name="base"}',
-        'vllm:kv_cache_usage_perc{model_name="base"}',
-        'vllm:num_preemptions_total{model_name="base"}',
-        'vllm:prompt_tokens_total{model_name="base"}',
-        'vllm:generation_tokens_total{model_name="base"}',
-        'vllm:prompt_tokens_cached_total{model_name="base"}',
-        'vllm:prefix_cache_queries_total{model_name="base"}',
-        'vllm:prefix_cache_hits_total{model_name="base"}',
-        'vllm:request_success_total{finished_reason="length",model_name="base"}',
-        'vllm:time_to_first_token_seconds_count{model_name="base"}',
-        'vllm:e2e_request_latency_seconds_count{model_name="base"}',
+        'vllm:num_requests_running{engine="0",model_name="base"}',
+        'vllm:num_requests_waiting{engine="0",model_name="base"}',
+        'vllm:kv_cache_usage_perc{engine="0",model_name="base"}',
+        'vllm:num_preemptions_total{engine="0",model_name="base"}',
+        'vllm:prompt_tokens_total{engine="0",model_name="base"}',
+        'vllm:generation_tokens_total{engine="0",model_name="base"}',
+        'vllm:prompt_tokens_cached_total{engine="0",model_name="base"}',
+        'vllm:prefix_cache_queries_total{engine="0",model_name="base"}',
+        'vllm:prefix_cache_hits_total{engine="0",model_name="base"}',
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="base"}',
+        'vllm:time_to_first_token_seconds_count{engine="0",model_name="base"}',
+        'vllm:e2e_request_latency_seconds_count{engine="0",model_name="base"}',
+        'vllm:num_requests_waiting_by_reason{engine="0",model_name="base",reason="deferred"}',
+        'vllm:prompt_tokens_by_source_total{engine="0",model_name="base",source="local_compute"}',
+        'vllm:request_decode_time_seconds_bucket{engine="0",le="0.3",model_name="base"}',
+        'vllm:request_generation_tokens_sum{engine="0",model_name="base"}',
         'vllm:lora_requests_info{max_lora="8",running_lora_adapters="t/abc",waiting_lora_adapters=""}',
         'slora_http_requests_total{route="/v1/completions",status="200"}',
         'slora_http_requests_total{route="/v1/models/{model:path}",status="404"}',
@@ -790,9 +795,20 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
     assert "some-name" not in text
     # The scripted engine's statistics of its prefix cache and its swap space.
     for line in (
-        'vllm:prefix_cache_queries_total{model_name="base"} 90.0',
-        'vllm:prefix_cache_hits_total{model_name="base"} 32.0',
+        'vllm:prefix_cache_queries_total{engine="0",model_name="base"} 90.0',
+        'vllm:prefix_cache_hits_total{engine="0",model_name="base"} 32.0',
         "slora_prefix_evictions_total 7.0",
+        'vllm:inter_token_latency_seconds_bucket{engine="0",le="1.0",model_name="base"} 3.0',
+        'vllm:inter_token_latency_seconds_count{engine="0",model_name="base"} 6.0',
+        'vllm:corrupted_requests_total{engine="0",model_name="base"} 3.0',
+        'slora_adapter_loads_by_cause_total{cause="pin"} 1.0',
+        'slora_preemptions_total{kind="recompute"} 3.0',
+        'slora_adapter_fetches_total{outcome="corrupt"} 1.0',
+        'slora_tenant_tokens_total{kind="cached",tenant="t"} 32.0',
+        'slora_tenant_queue_seconds_total{tenant="t"} 0.5',
+        'slora_tenant_requests_total{tenant="other"} 1.0',
+        'slora_adapter_cold_starts_total{adapter="abc",tenant="t"} 1.0',
+        'slora_adapter_requests_total{adapter="other",tenant="other"} 0.0',
         'slora_pages_by_owner{owner="idle_adapters"} 2.0',
         'slora_tenant_pages{owner="kv",tenant="t"} 20.0',
         # 7 pages of further tenants. The tenant that is named "other" is one of them.
@@ -806,7 +822,28 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
     ):
         assert line in text.splitlines(), line
     # In the scripted engine, 30 of 100 pages are held.
-    assert 'vllm:kv_cache_usage_perc{model_name="base"} 0.3' in text
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="base"} 0.3' in text
+
+
+def test_each_stage_of_a_request_is_counted_once_for_each_prompt(platform: Platform, key: str) -> None:
+    """The scripted engine says how long each stage took. Lines of batches would hide what interactive users see."""
+    with platform.client(ADMIN_KEY) as operator:
+
+        def read() -> dict[str, float]:
+            return parse_metrics(operator.get("/metrics").text)
+
+        before = read()
+        post(platform, key, COMPLETIONS, {**PROMPT, "prompt": [[65], [66]]})
+        after = read()
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    vllm = '{engine="0",model_name="base"}'
+    for name, seconds in (("queue", 3.0), ("prefill", 3.0), ("decode", 4.0), ("inference", 7.0)):
+        assert grown[f"vllm:request_{name}_time_seconds_count{vllm}"] == 2
+        assert grown[f"vllm:request_{name}_time_seconds_sum{vllm}"] == 2 * seconds
+    assert grown['slora_first_token_seconds_count{start="base"}'] == 2
+    assert grown['slora_first_token_seconds_sum{start="base"}'] == 12.0
+    assert grown['slora_first_token_seconds_count{start="cold"}'] == 0
+    assert grown['slora_adapter_wait_seconds_count{stage="fetch"}'] == 0
 
 
 def test_a_long_text_is_tokenised_and_refused_like_a_short_one(platform: Platform, key: str) -> None:

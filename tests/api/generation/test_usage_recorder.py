@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from slora.errors import EngineUnavailable
-from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer
 from slora.usage_journal.journal import UsageJournal
@@ -185,6 +185,9 @@ def test_requests_are_refused_before_the_engine_while_the_journal_is_full(
     assert answer.headers["Retry-After"] and len(platform.engine.requests) == num_requests
 
 
+TIMING = RequestTiming(1.0, 0.5, True, 2.0, 2.5, 3.0, 4.0)
+
+
 def make_answer(request_id: str) -> Answer:
     return Answer(EngineRequest(request_id, "t", [1, 2], (), SamplingParams(), account="key1"), None)
 
@@ -197,19 +200,27 @@ def test_the_report_of_each_request_is_acknowledged_when_it_is_durable(tmp_path:
         answers = [make_answer(name) for name in ("complete", "cut", "refused", "lost")]
         opened = [recorder.open(answer) for answer in answers]
         answers[1].take(TokenDelta((5,), num_cached=1))
-        engine.on_usage("complete", RequestUsage(2, 1, 1, 100, 0.25))
-        engine.on_usage("cut", None)
-        engine.on_usage("refused", RequestUsage())
-        engine.on_usage("lost", None)
-        engine.on_usage("of a canary", RequestUsage(1))
+        engine.on_usage("complete", RequestUsage(2, 1, 1, 100, 0.25), TIMING)
+        engine.on_usage("cut", None, None)
+        engine.on_usage("refused", RequestUsage(), None)
+        engine.on_usage("lost", None, None)
+        engine.on_usage("of a canary", RequestUsage(1), TIMING)
         await recorder.wait(opened)
         while len(engine.acknowledged) < 5:
             await asyncio.sleep(0.001)
 
     with closing(UsageJournal(tmp_path / "usage")) as journal:
-        recorder = UsageRecorder(engine, journal, lambda: 7.5)
+        seen: list[tuple[str, RequestUsage, RequestTiming]] = []
+        recorder = UsageRecorder(
+            engine,
+            journal,
+            lambda: 7.5,
+            observe=lambda request, usage, timing: seen.append((request.request_id, usage, timing)),
+        )
         asyncio.run(report())
         assert recorder.num_open == 0
+        # Neither a request without a timing nor the request of a canary is observed.
+        assert seen == [("complete", RequestUsage(2, 1, 1, 100, 0.25), TIMING)]
         complete, cut = sorted(take_records(tmp_path, journal), key=lambda record: record.request_id)
     assert sorted(engine.acknowledged) == ["complete", "cut", "lost", "of a canary", "refused"]
     assert complete == UsageRecord("complete", "t", "key1", None, 7.5, RequestUsage(2, 1, 1, 100, 0.25))

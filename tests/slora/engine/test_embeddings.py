@@ -346,7 +346,7 @@ def test_an_embedding_is_charged_its_prompt_and_no_generated_token(kits: Kits) -
     engine = make_engine(kit, make_source(kit)[0], 100)
     drive(engine, [[ask("a", draw(40), pooling=MEAN)]])
     drive(engine, [[ask("b", draw(40), pooling=LAST)]])
-    usage = dict(engine.pop_usage())
+    usage = {one.request_id: one.usage for one in engine.pop_usage()}
     assert [(u.prompt_tokens, u.cached_tokens, u.generated_tokens) for u in usage.values()] == [
         (40, 0, 0),
         (40, 32, 0),

@@ -15,8 +15,10 @@ from slora.engine.messages import decode_add, decode_usage, encode_add, encode_o
 from slora.engine.process import EngineServer
 from slora.engine.worker import Abort, Add, EngineWorker
 from slora.request import (
+    EndedRequest,
     EngineRequest,
     FinishReason,
+    RequestTiming,
     RequestUsage,
     StepOutput,
     TokenDelta,
@@ -144,11 +146,11 @@ def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
             await wait_until(lambda: len(worker.posted) == 4)
             assert worker.posted[1::2] == [Abort("1:over", 1), Abort("1:left", 1)]
             server.deliver([StepOutput("1:left", TokenDelta((7,), FinishReason.STOP, index=2))], [])
-            server.deliver([], [("1:over", RequestUsage())])
+            server.deliver([], [EndedRequest("1:over", RequestUsage())])
             writer.close()
             await wait_until(lambda: len(worker.posted) > 4)
             assert worker.posted[4:] == [Abort("1:left")]
-            server.deliver([], [("1:left", RequestUsage())])
+            server.deliver([], [EndedRequest("1:left", RequestUsage())])
             assert not server._relays, "a relay of a client that left outlives its requests"
 
     asyncio.run(main())
@@ -163,10 +165,15 @@ def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
                 writer.write(encode(encode_add(ask(name))))
             await wait_until(lambda: len(worker.posted) == 2)
             outputs = [StepOutput(f"1:{name}", TokenDelta((7,), FinishReason.STOP)) for name in ("a", "b")]
-            server.deliver(outputs, [("1:a", RequestUsage(1, 2, 3, 4, 0.5)), ("1:b", RequestUsage())])
+            timing = RequestTiming(1.0, 0.5, True, 2.0, 2.5, None, 3.0, 4)
+            ended = EndedRequest("1:a", RequestUsage(1, 2, 3, 4, 0.5), timing)
+            server.deliver(outputs, [ended, EndedRequest("1:b", RequestUsage())])
             await read_message(reader), await read_message(reader)
             usage, tokens = await read_message(reader), await read_message(reader)
-            assert decode_usage(usage) == [("a", RequestUsage(1, 2, 3, 4, 0.5)), ("b", RequestUsage())]
+            assert decode_usage(usage) == [
+                ended._replace(request_id="a"),
+                EndedRequest("b", RequestUsage()),
+            ]
             assert [row[0] for row in tokens["outputs"]] == ["a", "b"]
             writer.close()
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineStats
 from slora.engine.load_paces import LoadPaces
 from slora.engine.messages import (
@@ -30,6 +31,7 @@ from slora.errors import (
 from slora.pool.page_counts import PageCounts
 from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
+from slora.scheduler.served_counts import ServedCounts
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode
@@ -101,7 +103,11 @@ def test_numbers_arrive_by_name() -> None:
         8,
         9,
         ("t/a", "t/b"),
-        *range(10, 30),
+        *range(10, 31),
+        *({"a": number} for number in range(4)),
+        *(HistogramCounts((0.5, 1.0), (1, 2, number), 1.5) for number in range(3)),
+        {"t": ServedCounts(1, 2, 3, 4, 5, 0.5)},
+        {"t/0": ServedCounts(6)},
         PageCounts(1, 2, 3, 4),
         {"t": PageCounts(1, 2)},
         LoadPaces(1e-10, {"file": 2e-10}),

@@ -22,7 +22,7 @@ from slora.engine.messages import encode_add
 from slora.engine.pin import Pin
 from slora.engine.process import ProcessConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta, single_adapter
+from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE
 from slora.usage_journal.record import UsageRecord
@@ -128,7 +128,7 @@ class UsageLog:
         self.usage: dict[str, RequestUsage | None] = {}
         client.listen_for_usage(self._note)
 
-    def _note(self, request_id: str, usage: RequestUsage | None) -> None:
+    def _note(self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
         assert request_id not in self.usage, "a request has usage twice"
         self.usage[request_id] = usage
 

@@ -63,7 +63,7 @@ def take_turns(requests: list[EngineRequest]) -> list[list[EngineRequest]]:
 
 
 def generated(engine: Engine) -> int:
-    usage: dict[str, RequestUsage] = dict(engine.pop_usage())
+    usage: dict[str, RequestUsage] = {one.request_id: one.usage for one in engine.pop_usage()}
     return sum(one.generated_tokens for one in usage.values())
 
 

@@ -197,7 +197,9 @@ def test_a_form_that_the_model_cannot_write_is_refused_alone(
     error = answers["bad"].error
     assert isinstance(error, RequestRefused) and error.param == output.param and message in error.message
     assert text_of(kit, answers["good"]) == "yes"
-    assert dict(engine.pop_usage())["bad"].generated_tokens == message.count("1")
+    assert {one.request_id: one.usage for one in engine.pop_usage()}["bad"].generated_tokens == message.count(
+        "1"
+    )
 
 
 def test_what_contradicts_a_form_is_refused_by_name() -> None:

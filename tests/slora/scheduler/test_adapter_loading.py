@@ -55,7 +55,7 @@ class Setup:
 
     def begin(self, version: AdapterVersion) -> Resident:
         """Begins the load of `version`, with one user besides the load."""
-        resident = self.loading.start_load(version, self.tenant)
+        resident = self.loading.start_load(version, self.tenant, "request")
         self.residency.acquire(resident)
         self.loading.release_copies(self._ready[version])
         return resident

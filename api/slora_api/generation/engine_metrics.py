@@ -1,0 +1,282 @@
+"""The metrics that the engine counts, made from its status at each scrape."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from slora.engine.histogram import HistogramCounts
+from slora.engine.info import EngineInfo, EngineStats
+from slora.pool.page_counts import PageCounts
+from slora.scheduler.served_counts import OTHERS, ServedCounts
+from slora_api.generation.request_metrics import ENGINE, VLLM_LABELS
+
+__all__ = ["engine_metrics"]
+
+
+def engine_metrics(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
+    """model_name: value of the `model_name` label of vLLM's metrics."""
+    yield from _vllm(model_name, info, stats)
+    yield from _own(stats)
+    yield from _pages(stats)
+    yield from _causes(stats)
+    yield from _tenants(stats.tenants)
+    yield from _adapters(stats)
+
+
+def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
+    values = [model_name, ENGINE]
+    for name, help_text, value in _vllm_gauges(stats):
+        gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=VLLM_LABELS)
+        gauge.add_metric(values, value)
+        yield gauge
+    reasons = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences that wait for room in the batch and in the pool (capacity), or for an adapter (deferred).",
+        labels=[*VLLM_LABELS, "reason"],
+    )
+    reasons.add_metric([*values, "capacity"], stats.waiting - stats.awaiting_adapter)
+    reasons.add_metric([*values, "deferred"], stats.awaiting_adapter)
+    yield reasons
+    for name, help_text, value in _vllm_counters(stats):
+        counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=VLLM_LABELS)
+        counter.add_metric(values, value)
+        yield counter
+    sources = CounterMetricFamily(
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens of admitted requests that are computed, and that the prefix cache had.",
+        labels=[*VLLM_LABELS, "source"],
+    )
+    sources.add_metric([*values, "local_compute"], stats.prefix_queries - stats.prefix_hits)
+    sources.add_metric([*values, "local_cache_hit"], stats.prefix_hits)
+    yield sources
+    for name, help_text, counts in (
+        (
+            "inter_token_latency_seconds",
+            "Time between two tokens of a sequence. Tokens that arrive together count as one.",
+            stats.token_gaps,
+        ),
+        ("iteration_tokens_total", "Tokens that a step computed.", stats.step_tokens),
+    ):
+        yield _histogram(f"vllm:{name}", help_text, counts, VLLM_LABELS, values)
+    cache = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "The page pool.",
+        labels=["block_size", "cache_dtype", "num_gpu_blocks", "engine"],
+    )
+    cache.add_metric([str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages), ENGINE], 1)
+    yield cache
+    lora = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters in the running batch. The value is the time of the scrape.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    lora.add_metric([str(info.max_num_seqs), ",".join(stats.running_adapters), ""], time.time())
+    yield lora
+
+
+def _vllm_gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
+    held = (stats.pages_total - stats.pages_free - stats.pages_cached) / stats.pages_total
+    yield "num_requests_running", "Sequences in the running batch.", stats.running
+    yield "num_requests_waiting", "Sequences that wait to be computed.", stats.waiting
+    yield (
+        "kv_cache_usage_perc",
+        "Fraction of the page pool in use, adapters included; 1 means all of it.",
+        held,
+    )
+
+
+def _vllm_counters(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
+    yield "num_preemptions", "Preemptions of sequences.", stats.preemptions
+    yield "prompt_tokens", "Prompt tokens of admitted requests, cached ones included.", stats.prompt_tokens
+    yield "prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+    yield "generation_tokens", "Tokens generated.", stats.generated_tokens
+    yield "spec_decode_num_drafts", "Drafts of prompt lookup.", stats.drafts
+    yield "spec_decode_num_draft_tokens", "Tokens in drafts.", stats.draft_tokens
+    yield (
+        "spec_decode_num_accepted_tokens",
+        "Tokens in drafts that became part of an answer.",
+        stats.accepted_draft_tokens,
+    )
+    yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
+    yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+    yield "corrupted_requests", "Requests whose logits or hidden states were not finite.", stats.not_finite
+
+
+def _histogram(
+    name: str,
+    help_text: str,
+    counts: HistogramCounts,
+    labels: tuple[str, ...] = (),
+    values: list[str] | None = None,
+) -> Metric:
+    family = HistogramMetricFamily(name, help_text, labels=labels)
+    family.add_metric(values or [], counts.cumulate(), counts.total)
+    return family
+
+
+def _own(stats: EngineStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("slora_pages", "Pages of the pool by state.", labels=["state"])
+    for state in ("free", "held", "cached"):
+        pages.add_metric([state], getattr(stats, f"pages_{state}"))
+    yield pages
+    yield GaugeMetricFamily("slora_adapter_pages", "Pages that hold adapters.", stats.adapter_pages)
+    yield GaugeMetricFamily("slora_resident_adapters", "Adapters in the pool.", stats.resident_adapters)
+    yield GaugeMetricFamily("slora_pinned_adapters", "Adapters that are pinned.", stats.pinned_adapters)
+    yield GaugeMetricFamily(
+        "slora_pinned_adapters_loaded", "Pinned adapters that are in the pool.", stats.pinned_loaded
+    )
+    yield CounterMetricFamily("slora_pin_failures", "Failed fetches of pinned adapters.", stats.pin_failures)
+    yield GaugeMetricFamily(
+        "slora_requests_awaiting_adapter", "Sequences whose adapter is being fetched.", stats.awaiting_adapter
+    )
+    yield CounterMetricFamily("slora_adapter_loads", "Adapters copied into the pool.", stats.adapter_loads)
+    yield CounterMetricFamily(
+        "slora_adapter_evictions", "Evictions of idle adapters.", stats.adapter_evictions
+    )
+    yield CounterMetricFamily(
+        "slora_prefix_evictions", "Evictions of cached prefix blocks.", stats.prefix_evictions
+    )
+    swap = GaugeMetricFamily(
+        "slora_swap_pages", "Host pages for the KV of preempted sequences.", labels=["state"]
+    )
+    swap.add_metric(["free"], stats.swap_pages_total - stats.swap_pages_used)
+    swap.add_metric(["used"], stats.swap_pages_used)
+    yield swap
+    swapped = CounterMetricFamily(
+        "slora_swapped_pages", "Pages copied to the host (out) and back (in).", labels=["direction"]
+    )
+    swapped.add_metric(["out"], stats.swapped_out_pages)
+    swapped.add_metric(["in"], stats.swapped_in_pages)
+    yield swapped
+    yield CounterMetricFamily(
+        "slora_deadline_misses",
+        "Requests whose first token could not be computed before their deadline.",
+        stats.deadline_misses,
+    )
+    used = CounterMetricFamily(
+        "slora_engine_usage",
+        "What all ended requests have used since the engine started, as in the usage ledger.",
+        labels=["of"],
+    )
+    for name, amount in asdict(stats.usage).items():
+        used.add_metric([name], amount)
+    yield used
+    yield CounterMetricFamily("slora_engine_steps", "Steps of the engine.", stats.steps)
+    yield _histogram("slora_step_seconds", "Time of a step that computed something.", stats.step_seconds)
+    costs = GaugeMetricFamily(
+        "slora_cost_seconds",
+        "Time that the engine expects for a unit of work, learned from its steps: a step, a token of "
+        "prefill, a decoding sequence, a token of such a sequence's context, a page copied to the "
+        "host or back, and a byte of an adapter loaded into the pool.",
+        labels=["work"],
+    )
+    for name, seconds in asdict(stats.costs).items():
+        costs.add_metric([name.removesuffix("_s")], seconds)
+    yield costs
+
+
+def _pages(stats: EngineStats) -> Iterator[Metric]:
+    owners = GaugeMetricFamily(
+        "slora_pages_by_owner", "Pages of the pool by what they hold.", labels=["owner"]
+    )
+    owners.add_metric(["free"], stats.pages_free)
+    for owner, count in asdict(stats.pages).items():
+        owners.add_metric([owner], count)
+    yield owners
+    tenants = GaugeMetricFamily(
+        "slora_tenant_pages",
+        "Pages of the pool by tenant and by what they hold. Pages of further tenants, and those that no tenant "
+        "owns, count as other.",
+        labels=["tenant", "owner"],
+    )
+    named = {name: counts for name, counts in stats.tenant_pages.items() if name != OTHERS}
+    rest = stats.pages - sum(named.values(), PageCounts())
+    for tenant, counts in {**named, OTHERS: rest}.items():
+        for owner, count in asdict(counts).items():
+            tenants.add_metric([tenant, owner], count)
+    yield tenants
+
+
+def _causes(stats: EngineStats) -> Iterator[Metric]:
+    for name, help_text, label, counts in (
+        (
+            "slora_adapter_loads_by_cause",
+            "Adapters copied into the pool for a request, for a pin, and to prewarm them.",
+            "cause",
+            stats.loads_by_cause,
+        ),
+        (
+            "slora_adapter_evictions_by_cause",
+            "Adapters evicted for their pages, for their slot, and because they were removed.",
+            "cause",
+            stats.evictions_by_cause,
+        ),
+        (
+            "slora_preemptions",
+            "Preemptions whose KV was swapped to the host, or is recomputed, and those of background requests.",
+            "kind",
+            stats.preemptions_by_kind,
+        ),
+        (
+            "slora_adapter_fetches",
+            "Fetches of adapters to the host that ended, by outcome: fetched, or the kind of failure.",
+            "outcome",
+            stats.fetches_by_outcome,
+        ),
+    ):
+        family = CounterMetricFamily(name, help_text, labels=[label])
+        for cause, count in counts.items():
+            family.add_metric([cause], count)
+        yield family
+
+
+def _tenants(tenants: Mapping[str, ServedCounts]) -> Iterator[Metric]:
+    requests = CounterMetricFamily("slora_tenant_requests", "Ended requests by tenant.", labels=["tenant"])
+    colds = CounterMetricFamily(
+        "slora_tenant_cold_starts", "Ended requests that waited for an adapter, by tenant.", labels=["tenant"]
+    )
+    queued = CounterMetricFamily(
+        "slora_tenant_queue_seconds",
+        "Time that ended requests waited in the queue, without waits for adapters, by tenant.",
+        labels=["tenant"],
+    )
+    tokens = CounterMetricFamily(
+        "slora_tenant_tokens",
+        "Prompt tokens, those of them that the prefix cache had, and generated tokens of ended requests, by tenant.",
+        labels=["tenant", "kind"],
+    )
+    for tenant, counts in tenants.items():
+        requests.add_metric([tenant], counts.requests)
+        colds.add_metric([tenant], counts.cold_starts)
+        queued.add_metric([tenant], counts.queue_s)
+        _add_tokens(tokens, [tenant], counts)
+    yield from (requests, colds, queued, tokens)
+
+
+def _adapters(stats: EngineStats) -> Iterator[Metric]:
+    labels = ["tenant", "adapter"]
+    requests = CounterMetricFamily("slora_adapter_requests", "Ended requests by adapter.", labels=labels)
+    colds = CounterMetricFamily(
+        "slora_adapter_cold_starts", "Ended requests that waited for an adapter, by adapter.", labels=labels
+    )
+    tokens = CounterMetricFamily(
+        "slora_adapter_tokens",
+        "Prompt tokens, those of them that the prefix cache had, and generated tokens of ended requests, by adapter.",
+        labels=[*labels, "kind"],
+    )
+    for name, counts in stats.adapters.items():
+        tenant, _, digest = name.partition("/")
+        values = [tenant, digest or OTHERS]
+        requests.add_metric(values, counts.requests)
+        colds.add_metric(values, counts.cold_starts)
+        _add_tokens(tokens, values, counts)
+    yield from (requests, colds, tokens)
+
+
+def _add_tokens(family: CounterMetricFamily, values: list[str], counts: ServedCounts) -> None:
+    family.add_metric([*values, "prompt"], counts.prompt_tokens)
+    family.add_metric([*values, "cached"], counts.cached_tokens)
+    family.add_metric([*values, "generated"], counts.generated_tokens)

@@ -1,0 +1,115 @@
+"""What ended requests have used, by tenant and by adapter, for the metrics.
+
+The number of names is bounded, whatever tenants do: the busiest names have counters of their own, and all others are
+counted together. Every few minutes, one name that became busier than another takes its place. The counters of that
+other name are dropped, and its later requests count with all others. So each counter only grows while it is listed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from slora.request import EngineRequest, RequestTiming, RequestUsage
+
+__all__ = ["OTHERS", "ServedCounts", "ServedRequests"]
+
+# The name under which all names without a counter of their own are counted.
+OTHERS = "other"
+
+_REPLACE_EVERY_S = 180.0
+# A name replaces another one only if it had this many times its requests.
+_MUCH_BUSIER = 2
+# The most names whose requests are counted between two replacements.
+_MAX_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCounts:
+    """Sums over ended requests. Background requests count in the tokens only.
+
+    cold_starts: requests that waited for an adapter. queue_s: see `RequestTiming`.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    cold_starts: int = 0
+    queue_s: float = 0.0
+
+    def __add__(self, other: "ServedCounts") -> "ServedCounts":
+        return ServedCounts(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.generated_tokens + other.generated_tokens,
+            self.cold_starts + other.cold_starts,
+            self.queue_s + other.queue_s,
+        )
+
+
+class _BusiestNames:
+    """Counters of at most `most` names and of all others."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: dict[str, ServedCounts] = {}
+        self._others = ServedCounts()
+        self._num_requests: Counter[str] = Counter()
+        self._replaced_at: float | None = None
+
+    def add(self, name: str, counts: ServedCounts, now: float) -> None:
+        if name in self._num_requests or len(self._num_requests) < _MAX_CANDIDATES:
+            self._num_requests[name] += 1
+        if name in self._counts:
+            self._counts[name] += counts
+        elif name != OTHERS and len(self._counts) < self._most:
+            self._counts[name] = counts
+        else:
+            self._others += counts
+        if self._replaced_at is None:
+            self._replaced_at = now
+        elif now - self._replaced_at >= _REPLACE_EVERY_S:
+            self._replaced_at = now
+            self._replace()
+
+    def read(self) -> dict[str, ServedCounts]:
+        return {**self._counts, OTHERS: self._others}
+
+    def _replace(self) -> None:
+        candidates = [name for name in self._num_requests if name not in self._counts and name != OTHERS]
+        if candidates and self._counts:
+            new = max(candidates, key=self._num_requests.__getitem__)
+            old = min(self._counts, key=self._num_requests.__getitem__)
+            if self._num_requests[new] > _MUCH_BUSIER * self._num_requests[old]:
+                del self._counts[old]
+                self._counts[new] = ServedCounts()
+        self._num_requests.clear()
+
+
+class ServedRequests:
+    """The counters. most: the most tenants, and the most adapters, that have counters of their own."""
+
+    def __init__(self, most: int) -> None:
+        self._tenants = _BusiestNames(most)
+        self._adapters = _BusiestNames(most)
+
+    @property
+    def tenants(self) -> dict[str, ServedCounts]:
+        """By tenant, and `OTHERS`."""
+        return self._tenants.read()
+
+    @property
+    def adapters(self) -> dict[str, ServedCounts]:
+        """By tenant and shortened digest, as `AdapterVersion.label` has them, and `OTHERS`. A request with several
+        adapters counts once for each of them. Requests to the base model are not among them.
+        """
+        return self._adapters.read()
+
+    def add(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
+        """Counts a request that has ended."""
+        counts = ServedCounts(0, usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens)
+        if not request.is_background:
+            counts += ServedCounts(1, cold_starts=int(timing.is_cold), queue_s=timing.queue_s)
+        self._tenants.add(request.tenant, counts, timing.ended_at)
+        for version in request.versions:
+            self._adapters.add(version.label, counts, timing.ended_at)
