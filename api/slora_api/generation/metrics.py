@@ -107,7 +107,7 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         self.batches: dict[str, int] = {}
-        self.restarts: Tally[str] = Tally()
+        self.restarts: Tally[str] = Tally(engine=0, loader=0)
         self.is_read_only = False
         self.usage_journal_bytes = 0
         self.usage_ledger_lag_s = 0.0

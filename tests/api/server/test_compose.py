@@ -85,10 +85,13 @@ def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None
     text = FILE.read_text()
     assert not re.search(r"\$\{(SLORA_ADMIN_KEY|REDIS_PASSWORD)(?!:\?)", text)
     described = services(SECRETS)
-    assert set(described) == {"slora", "redis"}
+    assert set(described) == {"slora", "redis", "prometheus", "grafana"}
+    always = {name for name, service in described.items() if "profiles" not in service}
+    assert always == {"slora", "redis"}
     assert all("healthcheck" in service and service["volumes"] for service in described.values())
     assert described["slora"]["depends_on"]["redis"] == {"condition": "service_healthy"}
-    assert all(not published.startswith("0.0.0.0") for published in described["slora"]["ports"])
+    published = [port for service in described.values() for port in service.get("ports", ())]
+    assert len(published) == 3 and all(port.startswith("127.0.0.1:") for port in published)
 
 
 # The programs that a container would find in its path.
