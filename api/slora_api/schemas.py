@@ -24,6 +24,7 @@ from pydantic import (
 
 from slora.request import MAX_ADAPTER_WEIGHT
 from slora.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
+from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import (
     STRICT,
     Name,
@@ -127,15 +128,20 @@ def _check_bias(value: Any) -> Any:
     """Converts the keys of `logit_bias` from text, as JSON has them, to token ids."""
     if value is None:
         return None
-    if isinstance(value, dict) and all(
-        isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10 for token in value
-    ):
+    is_object = isinstance(value, dict)
+    wrong = [key for key in value if not _is_token_id(key)] if is_object else []
+    if is_object and not wrong:
         return {int(token): bias for token, bias in value.items()}
     raise make_refusal(
-        "`logit_bias` must be an object whose keys are token ids, such as {example}.",
+        "`logit_bias` must be an object whose keys are token ids, such as {example}{wrong}.",
         param="logit_bias",
         example='{"42": -100}',
+        wrong=f", but it has {abbreviate(wrong)}" if wrong else "",
     )
+
+
+def _is_token_id(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10
 
 
 def _check_bad_words(words: list[str]) -> list[str]:
@@ -792,7 +798,8 @@ class LoadLoraRequest(BaseModel):
     """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
 
     tenant: the owner of the adapter; may be left out if the server has only one tenant.
-    load_inplace: in vLLM, replace an adapter of the same name. This server always does that, and keeps the old version.
+    load_inplace: as in vLLM, whether an adapter of the same name is replaced; by default, the request is refused then.
+        The old version is kept.
     """
 
     model_config = STRICT

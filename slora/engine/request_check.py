@@ -114,7 +114,7 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
     outside = [token for token in sampling.logit_bias if token >= info.vocab_size]
     if outside:
         raise RequestRefused(
-            f"logit_bias has token id {outside[0]}; this model's ids are 0 to {info.vocab_size - 1}",
+            f"logit_bias has token id {outside[0]}; this model has {info.vocab_size} ids, 0 to {info.vocab_size - 1}",
             "logit_bias",
         )
     stop_ids = find_stop_token_ids(sampling, info)

@@ -177,6 +177,11 @@ def test_a_bias_is_for_token_ids(bias: Any) -> None:
     assert refusal(ChatRequest, CHAT | {"logit_bias": bias})["ctx"]["param"] == "logit_bias"
 
 
+def test_the_refusal_of_a_bias_names_the_keys_that_are_no_token_ids() -> None:
+    error = refusal(ChatRequest, CHAT | {"logit_bias": {"one": 1, "2": 1, "three": 1}})
+    assert "['one', 'three']" in error["msg"]
+
+
 def test_the_keys_of_a_bias_are_numbers() -> None:
     assert ChatRequest.model_validate(CHAT | {"logit_bias": {"5": 1, "007": -2.5}}).logit_bias == {
         5: 1,

@@ -11,18 +11,21 @@ import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from slora.errors import ConfigError
 from slora_adapters.full_disk import is_full
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
-from slora_api.errors import BadRequest, Forbidden
+from slora_api.errors import BadRequest, Forbidden, NotFound
+from slora_api.fair_slots import FairSlots
 
 __all__ = ["LocalAdapters"]
 
 _CHUNK_BYTES = 1 << 20
+# Loads of one tenant that may wait for their turn.
+_MAX_WAITING = 64
 
 
 class LocalAdapters:
@@ -42,14 +45,21 @@ class LocalAdapters:
         self._root = None if root is None else root.resolve()
         self._quarantine = quarantine
         self._max_bytes = max_bytes
+        # With one slot in reserve, a tenant gets one of them. Loads of one tenant therefore follow one another, and do
+        # not use up the uploads that the tenant may have in progress.
+        self._turns = FairSlots(2, _MAX_WAITING, "adapters to load", num_reserved=1)
+
+    def take_turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Waits until no other adapter is loaded for the tenant. Raises TenantBusy."""
+        return self._turns.hold(tenant)
 
     @asynccontextmanager
     async def copy(self, name: str, path: str) -> AsyncIterator[StagedUpload]:
         """Copies the PEFT directory at `path`, which is absolute or relative to the root. The copy exists for the
         duration of the context.
 
-        Raises Forbidden if the server reads no local adapters, and BadRequest if a file is too large or outside the
-        root.
+        Raises Forbidden if the server reads no local adapters, NotFound if there is no adapter at the path, and
+        BadRequest if a file is too large.
         """
         if self._root is None:
             raise Forbidden(
@@ -74,7 +84,7 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
             raise
         # The message is the same for a path outside the root and for a missing one, so a client cannot probe the file
         # system.
-        raise BadRequest(
+        raise NotFound(
             f"`lora_path` is {path[:256]!r}; it must be the directory of an adapter below this "
             "server's lora_root.",
             "lora_path",

@@ -263,6 +263,9 @@ class ModelCatalog:
         records = registry.versions(tenant, name, limit=limit + 1, after=after)
         return list_json([version_json(record, rollouts) for record in records], "version", limit)
 
+    async def has_adapter(self, tenant: str, name: str) -> bool:
+        return await asyncio.to_thread(self._find_rollout, tenant, name) is not None
+
     async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
         """Deletes a version, or a name with all its versions. Raises ModelNotFound, BadAlias, InUse; see
         `Registry.delete`.

@@ -47,10 +47,18 @@ async def load_lora_adapter(
     request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
     tenant = _tenant(services, body.tenant)
-    with services.generator.limiter.admit_upload(tenant):
-        async with services.local_adapters.copy(body.lora_name, body.lora_path) as upload:
-            loaded = await services.publisher.publish(tenant, upload, request.receive)
-    return PlainTextResponse(f"Success: {loaded['name']}@{loaded['version']} of tenant {tenant} is loaded.")
+    async with services.local_adapters.take_turn(tenant):
+        if not body.load_inplace and await services.catalog.has_adapter(tenant, body.lora_name):
+            raise BadRequest(
+                f"The adapter `{body.lora_name}` of tenant `{tenant}` has already been loaded. Send "
+                "`load_inplace: true` to add a version, or choose another `lora_name`.",
+                "lora_name",
+            )
+        with services.generator.limiter.admit_upload(tenant):
+            async with services.local_adapters.copy(body.lora_name, body.lora_path) as upload:
+                loaded = await services.publisher.publish(tenant, upload, request.receive)
+    name = f"{loaded['name']}@{loaded['version']}"
+    return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant} was loaded successfully.")
 
 
 @router.post(
@@ -63,7 +71,9 @@ async def unload_lora_adapter(
 ) -> PlainTextResponse:
     tenant = _tenant(services, body.tenant)
     await services.catalog.delete(tenant, body.lora_name)
-    return PlainTextResponse(f"Success: {body.lora_name} of tenant {tenant} is unloaded.")
+    return PlainTextResponse(
+        f"Success: the adapter {body.lora_name} of tenant {tenant} was unloaded successfully."
+    )
 
 
 def _tenant(services: Services, name: str | None) -> str:

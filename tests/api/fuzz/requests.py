@@ -54,7 +54,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/admin/tenants/{tenant}/quota": {"tokens_per_minute": 1000},
     "/admin/keys/{key_id}/quota": {"requests_per_minute": 1000},
     "/admin/keys/{key_id}/rotate": {"overlap_seconds": 60},
-    "/v1/load_lora_adapter": {"lora_name": "local", "lora_path": "small", "tenant": "fuzz"},
+    "/v1/load_lora_adapter": {
+        "lora_name": "local",
+        "lora_path": "small",
+        "load_inplace": True,
+        "tenant": "fuzz",
+    },
     "/v1/unload_lora_adapter": {"lora_name": "local", "tenant": "fuzz"},
 }
 _SCHEMAS: dict[str, type[BaseModel]] = {

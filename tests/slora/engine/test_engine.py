@@ -73,7 +73,7 @@ def test_a_request_that_can_never_be_served_is_refused_by_field(
         (
             replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}),
             "logit_bias",
-            f"logit_bias has token id {VOCAB_SIZE}; this model's ids are 0 to {VOCAB_SIZE - 1}",
+            f"logit_bias has token id {VOCAB_SIZE}; this model has {VOCAB_SIZE} ids, 0 to {VOCAB_SIZE - 1}",
         ),
         (
             replace(GREEDY, min_tokens=1, stop_token_ids=tuple(range(VOCAB_SIZE))),
