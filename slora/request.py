@@ -53,8 +53,8 @@ class EngineRequest:
 
     tenant: the tenant that is charged.
     adapters: as `compose_adapters` returns them; empty for the base model. The outputs of several adapters are added
-        one after the other, in this order. Adapters and weights change the KV of every token, so any cached KV must be
-        keyed by all of them.
+        one after the other, in this order. Most adapters change the KV of every token, so cached KV is keyed by them
+        and their weights.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
     is_background: it only fills what interactive requests leave of each step, and is preempted first.

@@ -40,6 +40,8 @@ LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256
 # The most modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
+# Names of linears that K and V of their own layer do not depend on.
+_WITHOUT_KV = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -186,6 +188,21 @@ class ModelShape:
     def head_site(self) -> LoraSite:
         return self.sites[-1]
 
+    def changes_kv(self, ranks: Sequence[int]) -> bool:
+        """Whether an adapter whose module m has rank `ranks[m]` changes K or V of any layer.
+
+        It does not if it adapts only the head, and in the last layer only linears that K and V do not depend on. A
+        module of an earlier layer changes the hidden states that the last layer reads.
+        """
+        last = self.module_id(self.num_layers - 1, 0)
+        free = {
+            last + index
+            for index, linear in enumerate(self.linears)
+            if linear.path.rpartition(".")[2] in _WITHOUT_KV
+        }
+        adapted = {module for module, rank in enumerate(ranks) if rank}
+        return not adapted <= free | {self.head_module}
+
     def module_id(self, layer: int, linear: int) -> int:
         """The id of module `linears[linear]` in a layer."""
         return layer * len(self.linears) + linear
@@ -293,11 +310,13 @@ class LoraTargets:
 
     max_group_rank: greatest total rank of a site.
     embedding, head: whether the input embedding or the output head is adapted.
+    kv: whether K or V of any layer changes.
     """
 
     max_group_rank: int
     embedding: bool
     head: bool
+    kv: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +325,13 @@ class AdapterLayout:
 
     groups: int32 [num_sites, 2], (total rank, first segment of A) of each site.
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
+    changes_kv: see `ModelShape.changes_kv`.
     """
 
     groups: Int32Array
     modules: Int32Array
     num_segments: int
+    changes_kv: bool
 
     @property
     def num_bytes(self) -> int:
@@ -319,7 +340,7 @@ class AdapterLayout:
     @property
     def targets(self) -> LoraTargets:
         embedding, head = (bool(rank) for rank in self.modules[-2:, 0])
-        return LoraTargets(int(self.groups[:, 0].max()), embedding=embedding, head=head)
+        return LoraTargets(int(self.groups[:, 0].max()), embedding=embedding, head=head, kv=self.changes_kv)
 
 
 def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
@@ -337,4 +358,4 @@ def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
             modules[m] = ranks[m], row, segment
             row += ranks[m]
             segment += ranks[m] * shape.row_segments(width)
-    return AdapterLayout(groups, modules, segment)
+    return AdapterLayout(groups, modules, segment, shape.changes_kv(ranks))

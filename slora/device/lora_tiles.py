@@ -69,6 +69,7 @@ def join_targets(chunks: Sequence[Chunk]) -> LoraTargets:
         max((targets.max_group_rank for targets in targets), default=0),
         embedding=any(targets.embedding for targets in targets),
         head=any(targets.head for targets in targets),
+        kv=any(targets.kv for targets in targets),
     )
 
 

@@ -161,7 +161,7 @@ class KVCache:
         Does nothing if the key already has a page: one copy is enough.
 
         parent: key of the block before it.
-        adapters: the adapters that computed the block, each once.
+        adapters: the adapters in the block's key, each once.
         """
         if not self.enabled or key in self._by_key:
             return

@@ -23,7 +23,7 @@ _TOKEN_BYTES = array("i").itemsize
 def root_key(scope: str, adapters: Sequence[WeightedAdapter], *, uses_long_rope: bool) -> bytes:
     """The 32-byte key that precedes the first block of a sequence.
 
-    adapters: in the canonical order of `compose_adapters`; empty for the base model.
+    adapters: those that change K or V, in the canonical order of `compose_adapters`; empty for the base model.
     uses_long_rope: whether K is rotated with the long factors of a longrope model.
     """
     versions = [(version.tenant, version.digest, float(weight)) for version, weight in adapters]

@@ -85,6 +85,15 @@ class AdapterLoading:
         packed = self._host.find(version)
         return self.count_pages(packed) if packed is not None else None
 
+    def changes_kv(self, version: AdapterVersion) -> bool:
+        """Whether an adapter that is in the pool or on the host changes K or V of any layer."""
+        resident = self._residency.find(version)
+        if resident is not None:
+            return resident.targets.kv
+        packed = self._host.find(version)
+        assert packed is not None, f"{version} is neither in the pool nor on the host"
+        return packed.layout.changes_kv
+
     def find_missing(self, sequence: Sequence) -> list[AdapterVersion]:
         """The sequence's adapters that are neither in the pool nor on the host."""
         return [version for version in sequence.request.versions if self.num_pages(version) is None]

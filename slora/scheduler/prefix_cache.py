@@ -3,23 +3,36 @@
 The key of a block is a hash chain over scope, adapters, their weights and all tokens so far. The scope is the tenant.
 If the operator has set the prefix cache to public, the base model has one scope for all tenants. Clients cannot choose
 the scope.
+
+An adapter that changes no K and no V is left out of the key: its blocks are those of the base model, or of the other
+adapters of its sum. In a public prefix cache it is kept in the key, because the prompts of adapters are not public.
 """
+
+from collections.abc import Callable
 
 from slora.pool.prefix_key import extend_keys, root_key
 from slora.pool.unified_paging import UnifiedPaging
+from slora.request import EngineRequest, WeightedAdapter
 from slora.scheduler.sequence import Sequence
+from slora_adapters.version import AdapterVersion
 
 
 class PrefixCache:
     """Finds the blocks of sequences in the cache and inserts new ones. num_queries, num_hits: prompt tokens that were
     looked up, and that were found.
+
+    changes_kv: whether an adapter changes K or V of any layer. It is called with adapters that are in the pool or on
+        the host.
     """
 
-    def __init__(self, paging: UnifiedPaging, *, is_public: bool) -> None:
+    def __init__(
+        self, paging: UnifiedPaging, changes_kv: Callable[[AdapterVersion], bool], *, is_public: bool
+    ) -> None:
         self.num_queries = 0
         self.num_hits = 0
         self._kv = paging.kv
         self._footprint = paging.footprint
+        self._changes_kv = changes_kv
         self._is_public = is_public
 
     def count_cached(self, sequence: Sequence) -> int:
@@ -64,9 +77,10 @@ class PrefixCache:
             return
         self._extend_keys(sequence, end)
         keys, pages = sequence.block_keys, sequence.blocks.pages
+        versions = tuple(version for version, _ in self._keyed_adapters(sequence.request))
         for index in range(max(sequence.num_inserted, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
-            self._kv.insert(int(pages[index]), keys[index], parent, sequence.request.versions)
+            self._kv.insert(int(pages[index]), keys[index], parent, versions)
         sequence.num_inserted = end
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
@@ -78,7 +92,14 @@ class PrefixCache:
     def _root(self, sequence: Sequence) -> bytes:
         request = sequence.request
         scope = "" if self._is_public and not request.adapters else request.tenant
-        return root_key(scope, request.adapters, uses_long_rope=sequence.uses_long_rope)
+        adapters = self._keyed_adapters(request)
+        return root_key(scope, adapters, uses_long_rope=sequence.uses_long_rope)
+
+    def _keyed_adapters(self, request: EngineRequest) -> tuple[WeightedAdapter, ...]:
+        """The adapters of a request that its blocks depend on."""
+        if self._is_public:
+            return request.adapters
+        return tuple(one for one in request.adapters if self._changes_kv(one.version))
 
     def _first_needed(self, num_blocks: int) -> int:
         block_tokens = self._footprint.block_tokens

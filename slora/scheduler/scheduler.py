@@ -98,7 +98,9 @@ class Scheduler:
         self.num_not_finite = 0
         self.paging = UnifiedPaging(config, costs)
         self.adapters = AdapterLoading(self.paging, source, costs, config.full_page_bytes, config.load_pages)
-        self.prefixes = PrefixCache(self.paging, is_public=config.prefix_cache == "public")
+        self.prefixes = PrefixCache(
+            self.paging, self.adapters.changes_kv, is_public=config.prefix_cache == "public"
+        )
         self.swapping = Swapping(SwapSpace(config.swap_pages), self.paging.kv, costs, config.preemption)
         self._config = config
         self._costs = costs

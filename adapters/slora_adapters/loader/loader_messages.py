@@ -18,7 +18,7 @@ from slora_adapters.peft.packing import ByteArray, PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Message = dict[str, Any]
 
@@ -71,6 +71,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "number": number,
         "offset": entry.offset,
         "num_segments": entry.layout.num_segments,
+        "changes_kv": entry.layout.changes_kv,
         "groups": entry.layout.groups.tobytes(),
         "modules": entry.layout.modules.tobytes(),
         "scales": entry.scales.tobytes(),
@@ -83,7 +84,7 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
-    layout = AdapterLayout(groups, modules, message["num_segments"])
+    layout = AdapterLayout(groups, modules, message["num_segments"], message["changes_kv"])
     return PackedAdapter(layout, scales, arena[message["offset"] : message["offset"] + layout.num_bytes])
 
 

@@ -30,7 +30,7 @@ from tests.support.idle_blocks import IdleBlock, IdleBlocks
 COSTS = CostModel(
     step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
 )
-TARGETS = LoraTargets(8, embedding=False, head=False)
+TARGETS = LoraTargets(8, embedding=False, head=False, kv=True)
 NAMES = "abc"
 names = st.sampled_from(NAMES)
 counts = st.integers(1, 5)

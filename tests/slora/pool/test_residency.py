@@ -14,7 +14,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
 
-TARGETS = LoraTargets(8, embedding=False, head=False)
+TARGETS = LoraTargets(8, embedding=False, head=False, kv=True)
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(6)]
 versions = st.sampled_from(VERSIONS)
 

@@ -15,13 +15,13 @@ import pytest
 
 from slora.engine.engine import Engine
 from slora.errors import RequestFailed
-from slora.request import EngineRequest, single_adapter
+from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import make_adapter
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE, make_model
@@ -304,6 +304,77 @@ def test_blocks_are_found_for_their_own_adapter_and_weight_alone(kits: Kits, pre
     assert [answer.num_cached for answer in again] == [32] * len(ways)
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers]
     assert len({tuple(answer.token_ids) for answer in answers}) == len(ways)
+
+
+# Modules of the last of three layers, or before it -> whether K and V stay those of the base model.
+LAST_MODULES = {
+    "tail": (r".*(layers\.2\.(self_attn\.[qo]_proj|mlp\.\w+_proj)|lm_head)", True),
+    "query": (r".*layers\.2\.self_attn\.q_proj", True),
+    "key": (r".*layers\.2\.self_attn\.k_proj", False),
+    "value": (r".*layers\.2\.(self_attn\.v_proj|mlp\.\w+_proj)", False),
+    "earlier": (r".*(layers\.1\.mlp\.down_proj|layers\.2\.mlp\.\w+_proj)", False),
+    "embedding": (r".*(embed_tokens|layers\.2\.mlp\.\w+_proj)", False),
+}
+
+
+@pytest.fixture(scope="module")
+def last_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    kinds: dict[str, dict[str, object]] = {
+        kind: {"r": 4, "target_modules": modules} for kind, (modules, _) in LAST_MODULES.items()
+    }
+    return make_kit(tmp_path_factory.mktemp("last"), "llama", kinds)
+
+
+@pytest.mark.parametrize("kind", LAST_MODULES)
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_an_adapter_shares_the_base_s_blocks_only_if_it_changes_no_k_and_no_v(
+    last_kit: ModelKit, kind: str, comes_first: bool
+) -> None:
+    source, versions = make_source(last_kit)
+    prompt = random_tokens("tail", 40)
+    ways = [None, versions[kind]][:: -1 if comes_first else 1]
+    alone = [
+        ask_one(make_engine(last_kit, source, 80, prefix_cache="off"), make_request(prompt, adapter=way))
+        for way in ways
+    ]
+    engine = make_engine(last_kit, source, 80)
+    poison(engine)
+    answers = [ask_one(engine, make_request(prompt, adapter=way)) for way in ways]
+    assert [answer.num_cached for answer in answers] == [0, 32 * LAST_MODULES[kind][1]]
+    for answer, expected, way in zip(answers, alone, ways, strict=True):
+        assert (answer.token_ids, answer.logprobs) == (expected.token_ids, expected.logprobs)
+        assert last_kit.oracle.judge(prompt, answer.token_ids, kind if way else None, answer.logprobs).equal
+    assert answers[0].logprobs != answers[1].logprobs
+
+
+def test_a_sum_is_known_by_those_of_its_adapters_that_change_k_or_v(last_kit: ModelKit) -> None:
+    source, versions = make_source(last_kit)
+    engine = make_engine(last_kit, source, 80)
+    prompt = random_tokens("sum", 40)
+    parts = [WeightedAdapter(versions["tail"], 0.5), WeightedAdapter(versions["key"], 2.0)]
+    both = EngineRequest("r", "local", prompt, compose_adapters(parts), GREEDY)
+    assert ask_one(engine, make_request(prompt, adapter=versions["key"], weight=2.0)).num_cached == 0
+    found = ask_one(engine, both)
+    assert found.num_cached == 32
+    plain = ask_one(make_engine(last_kit, source, 80, prefix_cache="off"), both)
+    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_a_public_cache_shares_no_block_of_a_request_with_an_adapter(last_kit: ModelKit) -> None:
+    source, versions = make_source(last_kit)
+    engine = make_engine(last_kit, source, 80, prefix_cache="public")
+    prompt = random_tokens("public", 40)
+    for adapter in (versions["tail"], None, versions["query"]):
+        assert ask_one(engine, make_request(prompt, adapter=adapter)).num_cached == 0
+
+
+def test_blocks_of_an_adapter_that_changes_no_k_and_no_v_outlive_it(last_kit: ModelKit) -> None:
+    source, versions = make_source(last_kit)
+    engine = make_engine(last_kit, source, 80)
+    prompt = random_tokens("outlive", 40)
+    ask_one(engine, make_request(prompt, adapter=versions["tail"]))
+    engine.remove_adapter(versions["tail"])
+    assert ask_one(engine, make_request(prompt)).num_cached == 32
 
 
 def upload(source: DirectorySource, directory: Path, seed: int) -> AdapterVersion:
