@@ -15,6 +15,7 @@ COMPILED := $(VENV)/.compiled-for-tests
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
 CLIENTS3 := $(VENV)-clients-openai3
+CLIENTS_TORCH := $(VENV)-clients-torch
 # Python compiles a module to bytecode when it is first imported. pip would compile all of them, on one core, and a server
 # imports a sixth.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -43,7 +44,7 @@ format: $(TEST) ## puts the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(COMPILED) $(CLIENTS)/.installed $(CLIENTS3)/.installed ## the same tests with large counts; up to an hour
+soak: $(COMPILED) $(CLIENTS)/.installed $(CLIENTS3)/.installed $(CLIENTS_TORCH)/.installed ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
@@ -57,7 +58,7 @@ demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m demo.train
 
 clean: ## removes what set-up made
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS3) .bench-peers *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS3) $(CLIENTS_TORCH) .bench-peers *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -82,7 +83,9 @@ $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 $(CLIENTS3)/.installed: tests/clients/requirements-openai3.txt
-$(CLIENTS)/.installed $(CLIENTS3)/.installed: | $(VENV)/bin/python
+$(CLIENTS_TORCH)/.installed: tests/clients/requirements-torch.txt
+$(CLIENTS_TORCH)/.installed: PACKAGES := "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+$(CLIENTS)/.installed $(CLIENTS3)/.installed $(CLIENTS_TORCH)/.installed: | $(VENV)/bin/python
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES) -r $<
 	@touch $@

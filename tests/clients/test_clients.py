@@ -18,6 +18,7 @@ from tests.support.tool_templates import HERMES
 
 CLIENTS = Path(os.environ.get("CLIENTS", f"{sys.prefix}-clients"))
 CLIENTS3 = Path(os.environ.get("CLIENTS3", f"{sys.prefix}-clients-openai3"))
+CLIENTS_TORCH = Path(os.environ.get("CLIENTS_TORCH", f"{sys.prefix}-clients-torch"))
 # Packages that need the openai package from release 3 on.
 ON_OPENAI3 = ("agents", "langchain")
 # Scripts that use the base model, and scripts that call tools.
@@ -34,9 +35,14 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield running
 
 
+def find_environment(script: Path) -> Path:
+    if "guidellm" in script.stem:
+        return CLIENTS_TORCH
+    return CLIENTS3 if any(package in script.stem for package in ON_OPENAI3) else CLIENTS
+
+
 def run_script(platform: Platform, script: Path, key: str) -> None:
-    is_new = any(package in script.stem for package in ON_OPENAI3)
-    python = (CLIENTS3 if is_new else CLIENTS) / "bin" / "python"
+    python = find_environment(script) / "bin" / "python"
     assert python.exists(), f"{python} is missing: run `make soak`, which installs the clients"
     command = [str(python), "-P", str(script), platform.url + "/v1", key]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
