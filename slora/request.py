@@ -170,7 +170,8 @@ class TokenLogprobs:
     """The log-probabilities at one position.
 
     logprob: log-probability of the chosen token, from the model's logits before penalties, biases and temperature.
-    top: (token id, logprob) of the most probable tokens, best first.
+    top: (token id, logprob) of the most probable tokens, best first. With `logprob_token_ids`, of the chosen token and
+        then of the others in the order of the request.
     """
 
     logprob: float

@@ -23,6 +23,7 @@ MAX_BAD_WORD_CHARS = 64
 MAX_BAD_WORD_TOKENS = 1 + 4 * MAX_BAD_WORD_CHARS
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_CHOICES = 128
+MAX_LOGPROB_TOKEN_IDS = 128
 # Field -> the most items, and what the items are.
 _MAX_ITEMS = {
     "stop": (MAX_STOP_STRINGS, "strings"),
@@ -30,6 +31,7 @@ _MAX_ITEMS = {
     "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
     "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"),
     "bad_words": (MAX_BAD_SEQUENCES, "token sequences"),
+    "logprob_token_ids": (MAX_LOGPROB_TOKEN_IDS, "ids"),
 }
 # Any length raised to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
@@ -70,6 +72,8 @@ class SamplingParams:
     include_stop_str_in_output: whether the text includes the stop string or stop token that ended it.
     skip_special_tokens: whether the text leaves out special tokens.
     logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
+    logprob_token_ids: vLLM's; with `logprobs`, the log-probabilities of these tokens and of the chosen token take the
+        place of those of the most probable tokens.
     prompt_logprobs: the same for each prompt token except the first, which has no preceding token.
     n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
     best_of: number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None
@@ -100,6 +104,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
@@ -128,6 +133,7 @@ class SamplingParams:
         self._check_bias()
         self._check_filter()
         self._check_between("logprobs", 0, MAX_LOGPROBS)
+        self._check_logprob_token_ids()
         self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
         self._check_choices()
         self._check_structured_output()
@@ -271,6 +277,17 @@ class SamplingParams:
                     "bad_words",
                 )
             self._check_ids("bad_words", tokens)
+
+    def _check_logprob_token_ids(self) -> None:
+        if not self.logprob_token_ids:
+            return
+        name = "logprob_token_ids"
+        check_num_items(name, len(self.logprob_token_ids))
+        self._check_ids(name, self.logprob_token_ids)
+        if self.logprobs is None:
+            raise RequestRefused(f"{name} is only allowed with logprobs; set logprobs", name)
+        if self.use_beam_search:
+            raise RequestRefused(f"{name} is not supported with beam search; omit it", name)
 
     def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
         outside = [token for token in token_ids if not 0 <= token <= _MAX_COUNT]

@@ -20,6 +20,7 @@ from slora.sampling_params import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -121,6 +122,7 @@ class RequestBounds:
     stop_token_ids: int
     logit_bias: int
     allowed_token_ids: int
+    logprob_token_ids: int
     bad_words: int
     bad_word_chars: int
     choices: int
@@ -160,6 +162,7 @@ class RequestBounds:
             stop_token_ids=MAX_STOP_TOKEN_IDS,
             logit_bias=MAX_LOGIT_BIAS,
             allowed_token_ids=MAX_ALLOWED_TOKEN_IDS,
+            logprob_token_ids=MAX_LOGPROB_TOKEN_IDS,
             bad_words=MAX_BAD_WORDS,
             bad_word_chars=MAX_BAD_WORD_CHARS,
             choices=min(MAX_CHOICES, info.max_num_seqs),
@@ -184,7 +187,7 @@ class RequestBounds:
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
         self._check_adapters(body)
         self._check_models(body.get("models"))
-        for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
         _check_count("bad_words", body.get("bad_words"), "words", self.bad_words, "Send fewer words.")

@@ -233,6 +233,8 @@ class AnswerFields(BaseModel):
     request_id: as in vLLM, the end of the answer's id.
     allowed_token_ids: as in vLLM, the only tokens that are sampled. No other token is, not even a stop token.
     bad_words: as in vLLM, texts that are never sampled, as tokenized alone and after a space.
+    logprob_token_ids: as in vLLM, the tokens whose log-probabilities are listed in place of those of the most probable
+        tokens, besides the sampled token.
     """
 
     model_config = STRICT
@@ -248,6 +250,7 @@ class AnswerFields(BaseModel):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_check_bias)] = None
     allowed_token_ids: list[int] | None = None
     bad_words: Annotated[list[Text], AfterValidator(_check_bad_words)] | None = None
+    logprob_token_ids: list[int] | None = None
     min_tokens: int | None = None
     seed: int | None = None
     stop: Annotated[
@@ -273,7 +276,6 @@ class AnswerFields(BaseModel):
     prompt_cache_retention: Annotated[Any, Unsupported("in_memory", "in-memory")] = None
     # vLLM's fields.
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    logprob_token_ids: Annotated[Any, Unsupported(instead="Use `logprobs`.")] = None
     logits_processors: Annotated[Any, Unsupported([])] = None
     repetition_detection: Annotated[Any, Unsupported()] = None
     thinking_token_budget: Annotated[Any, Unsupported(-1)] = None
@@ -289,6 +291,15 @@ class AnswerFields(BaseModel):
     kv_transfer_params: Annotated[Any, Unsupported({})] = None
     ec_transfer_params: Annotated[Any, Unsupported({})] = None
     vllm_xargs: Annotated[Any, Unsupported({})] = None
+
+    def count_listed(self, num_top: int | None) -> int | None:
+        """Returns how many log-probabilities are listed for each token besides its own.
+
+        num_top: how many of the most probable tokens the request asks for; None if it asks for no log-probabilities.
+        """
+        if num_top is None or not self.logprob_token_ids:
+            return num_top
+        return len(self.logprob_token_ids) + 1
 
 
 class GenerationFields(AnswerFields, OutputFields):
@@ -352,6 +363,14 @@ class CompletionRequest(TruncationFields, GenerationFields):
     def prompts(self) -> Sequence[str | list[int]]:
         """One entry for each prompt of the request."""
         return _list_prompts(self.prompt)
+
+    @model_validator(mode="after")
+    def _no_echo_of_chosen_logprobs(self) -> Self:
+        if self.echo and self.logprob_token_ids:
+            raise make_refusal(
+                "`logprob_token_ids` is not allowed with `echo: true`.", param="logprob_token_ids"
+            )
+        return self
 
 
 class EmbeddingRequest(TruncationFields):

@@ -46,7 +46,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 Message = dict[str, Any]
 
@@ -81,6 +81,7 @@ def decode_add(message: Message) -> EngineRequest:
     sampling["logit_bias"] = dict(sampling["logit_bias"])
     if sampling["allowed_token_ids"] is not None:
         sampling["allowed_token_ids"] = tuple(sampling["allowed_token_ids"])
+    sampling["logprob_token_ids"] = tuple(sampling["logprob_token_ids"])
     sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
     output = sampling["structured_output"]
     sampling["structured_output"] = output if output is None else _decode_form(output)

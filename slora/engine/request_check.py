@@ -8,7 +8,7 @@ which learns the adapter's pages when the adapter is fetched.
 Every check raises RequestRefused, which names the field.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 
@@ -117,6 +117,7 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
             f"logit_bias has token id {outside[0]}; this model has {info.vocab_size} ids, 0 to {info.vocab_size - 1}",
             "logit_bias",
         )
+    _check_vocabulary("logprob_token_ids", sampling.logprob_token_ids, info)
     stop_ids = find_stop_token_ids(sampling, info)
     _check_filter(sampling, stop_ids, info)
     num_left = info.vocab_size - sum(token < info.vocab_size for token in stop_ids)
@@ -134,17 +135,21 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
         )
 
 
+def _check_vocabulary(name: str, token_ids: Iterable[int], info: EngineInfo) -> None:
+    outside = next((token for token in token_ids if token >= info.vocab_size), None)
+    if outside is not None:
+        raise RequestRefused(
+            f"{name} has token id {outside}; this model's ids are 0 to {info.vocab_size - 1}", name
+        )
+
+
 def _check_filter(sampling: SamplingParams, stop_ids: AbstractSet[int], info: EngineInfo) -> None:
     """Checks the ids of `allowed_token_ids` and `bad_words`, and that they leave a token wherever the answer stands."""
     allowed, banned = sampling.allowed_token_ids, sampling.bad_words
     if allowed is None and not banned:
         return
     for name, ids in (("allowed_token_ids", allowed or ()), ("bad_words", chain.from_iterable(banned))):
-        outside = next((token for token in ids if token >= info.vocab_size), None)
-        if outside is not None:
-            raise RequestRefused(
-                f"{name} has token id {outside}; this model's ids are 0 to {info.vocab_size - 1}", name
-            )
+        _check_vocabulary(name, ids, info)
     # Each sequence forbids at most its last token.
     forbidden = {tokens[-1] for tokens in banned}
     if sampling.min_tokens or sampling.use_beam_search:

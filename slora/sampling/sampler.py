@@ -6,6 +6,8 @@ number is a hash of the request's seed and the token's position. So a request ge
 and after a preemption, provided the model gives the same logits.
 """
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,15 +69,18 @@ def sample(
     tokens = [token if token >= 0 else None for token in torch.where(is_finite, choice, -1).tolist()]
     if rows.is_plain:
         return [SampledToken(token) for token in tokens]
-    logprobs = _logprobs(logits, choice, rows)
+    logprobs = _logprobs(logits, choice, rows, sequences)
     proposals = _proposals(logits, processed, rows, logprobs)
     return [SampledToken(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)]
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, counts: list[int], labels: list[tuple[int, ...]] | tuple[()] = ()
+) -> list[TokenLogprobs]:
     """The log-probabilities of `tokens` int64 [N] under `logits` float32 [N, V].
 
     counts: for each row, how many of its most probable tokens to return as `top`.
+    labels: for each row, the tokens to return as `top` instead, after the row's own token. Empty: for no row.
 
     As in OpenAI's API, the log-probabilities are those of the model: temperature, filters, biases and penalties do not
     change them.
@@ -85,20 +90,39 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
     # Always the same k: the order of equal values must not depend on what other rows ask for.
     top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
     pairs = zip(chosen, top.indices.tolist(), top.values.tolist(), counts, strict=True)
-    return [
+    found = [
         TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
         for logprob, ids, values, count in pairs
     ]
+    if not labels:
+        return found
+    width = max(map(len, labels))
+    padded = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in labels], device=logits.device)
+    rows = zip(found, tokens.tolist(), labels, logprobs.gather(1, padded).tolist(), strict=True)
+    return [
+        TokenLogprobs(one.logprob, ((token, one.logprob), *_without(token, zip(ids, values, strict=False))))
+        if ids
+        else one
+        for one, token, ids, values in rows
+    ]
 
 
-def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, TokenLogprobs]:
+def _without(token: int, pairs: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    return (pair for pair in pairs if pair[0] != token)
+
+
+def _logprobs(
+    logits: Tensor, choice: Tensor, rows: SamplingRows, sequences: list[Sequence]
+) -> dict[int, TokenLogprobs]:
     """Log-probabilities by row of the batch, for the rows that ask for them."""
     asking = rows.rows_with(SamplingFeature.LOGPROBS)
     if asking is None:
         return {}
     index = torch.from_numpy(asking).to(logits.device)
     counts = rows.int_column(Column.NUM_LOGPROBS, index).squeeze(1).tolist()
-    return dict(zip(asking.tolist(), token_logprobs(logits[index], choice[index], counts), strict=True))
+    labels = [sequences[row].request.sampling.logprob_token_ids for row in asking]
+    found = token_logprobs(logits[index], choice[index], counts, labels if any(labels) else ())
+    return dict(zip(asking.tolist(), found, strict=True))
 
 
 def _proposals(

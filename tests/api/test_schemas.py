@@ -108,7 +108,6 @@ def test_metadata_has_openais_bounds(metadata: Any) -> None:
         (ChatRequest, "store", 1),
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "cache_salt", "mine"),
-        (ChatRequest, "logprob_token_ids", [1]),
         (ChatRequest, "truncate_prompt_tokens", 5),
         (ChatRequest, "reasoning_effort", "high"),
         (ChatRequest, "service_tier", "priority"),

@@ -28,6 +28,8 @@ def test_an_integer_that_no_message_can_carry_is_refused_by_its_name(name: str, 
         ("logit_bias", {-1: 1.0}),
         ("allowed_token_ids", (BEYOND,)),
         ("allowed_token_ids", ()),
+        ("logprob_token_ids", (-1,)),
+        ("logprob_token_ids", (BEYOND,)),
         ("bad_words", ((1, -1),)),
         ("bad_words", ((),)),
     ],
@@ -58,3 +60,17 @@ def test_a_stop_string_with_a_lone_surrogate_is_refused_with_its_position() -> N
     ) as caught:
         SamplingParams(stop=("a", "ab\udc00"))
     assert caught.value.param == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "only allowed with logprobs"),
+        ({"logprobs": 0, "use_beam_search": True, "temperature": 0.0}, "beam search"),
+        ({"logprobs": 0, "logprob_token_ids": (1,) * 129}, "129 ids; at most 128"),
+    ],
+)
+def test_chosen_logprobs_that_cannot_be_listed_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestRefused, match=words) as caught:
+        SamplingParams(**{"logprob_token_ids": (1,), **fields})
+    assert caught.value.param == "logprob_token_ids"

@@ -126,6 +126,7 @@ def _sampling(
     if fields.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(fields.allowed_token_ids)
     values["bad_words"] = bad_words
+    values["logprob_token_ids"] = tuple(dict.fromkeys(fields.logprob_token_ids or ()))
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured_output": form}
     sampling = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
     check_sampling(sampling, info)
@@ -187,7 +188,7 @@ class PromptMaker:
         self.tokenizer.bounds.check_prompt_tokens(num_tokens)
         size = AnswerSize(
             draft.num_choices,
-            body.logprobs,
+            body.count_listed(body.logprobs),
             body.prompt_logprobs,
             echoes=bool(body.echo),
             lists_prompts=bool(body.return_token_ids),
@@ -231,7 +232,7 @@ class PromptMaker:
         wanted, param = body.answer_limit
         size = AnswerSize(
             draft.num_choices,
-            logprobs,
+            body.count_listed(logprobs),
             body.prompt_logprobs,
             echoes=False,
             param="top_logprobs",

@@ -31,7 +31,7 @@ router = APIRouter(tags=["completions"])
 def _logprobs_format(services: Services, body: GenerationFields, num_top: int | None) -> LogprobsFormat:
     return LogprobsFormat(
         services.generator.tokenizer,
-        num_top,
+        body.count_listed(num_top),
         body.prompt_logprobs,
         shows_ids=bool(body.return_tokens_as_token_ids),
     )

@@ -38,7 +38,7 @@ async def respond(request: Request, key: InferenceKey, services: Wired) -> Respo
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)
-        logprobs = LogprobsFormat(services.generator.tokenizer, body.num_top_logprobs)
+        logprobs = LogprobsFormat(services.generator.tokenizer, body.count_listed(body.num_top_logprobs))
         return [prompt], ResponsesFormat(model.asked_for, body, prompt.sampling, logprobs, prompt.syntax)
 
     return await answer_prompts(request, body, key, meter, services, prepare)

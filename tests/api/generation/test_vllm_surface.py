@@ -255,9 +255,30 @@ def test_bad_words_reach_the_engine_as_written_alone_and_after_a_space(
 
 
 @BOTH
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_chosen_tokens_are_all_listed(
+    platform: Platform, key: str, path: str, body: dict[str, Any], *, stream: bool
+) -> None:
+    top = tuple((token, -token / 10) for token in b"abcde")
+    platform.engine.answers = [[TokenDelta((97,), FinishReason.LENGTH, (TokenLogprobs(-9.7, top),))]]
+    sent = {"logprobs": 1 if path == COMPLETIONS else True, "logprob_token_ids": [98, 99, 100, 101, 98]}
+    answer = post(platform, key, path, body | sent | {"stream": stream})
+    assert platform.engine.requests[-1].sampling.logprob_token_ids == (98, 99, 100, 101)
+    texts = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")[1:] if stream else [answer.text]
+    logprobs = [choice["logprobs"] for text in texts for choice in json.loads(text)["choices"]]
+    (shown,) = filter(None, logprobs)
+    if path == COMPLETIONS:
+        assert list(shown["top_logprobs"][0]) == list("abcde")
+    else:
+        assert [one["token"] for one in shown["content"][0]["top_logprobs"]] == list("abcde")
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "only allowed with logprobs"),
+        ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", "129 ids; at most 128"),
         ({"bad_words": ["a"] * 33}, "bad_words", "33 words"),
         ({"bad_words": ["a" * 65]}, "bad_words", "65 characters, and at most 64"),
         ({"bad_words": [" "]}, "bad_words", "not white space"),

@@ -50,6 +50,7 @@ def over_the_wire(message: Any) -> Any:
         {},
         {"share": TenantShare(2.5, 0.125, 0.5, -3), "priority": -1000, "deadline_s": 0.25},
         {"share": TenantShare(weight=3), "priority": 7, "deadline_s": 86_400},
+        {"sampling": SamplingParams(logprobs=0, logprob_token_ids=(7, 5))},
         {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((3,), (4, 5)), logit_bias={6: 1.0})},
     ],
 )

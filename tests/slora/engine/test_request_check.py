@@ -50,6 +50,7 @@ def test_every_field_at_its_limit_is_accepted() -> None:
         ({"sampling": SamplingParams(logit_bias={257: 1.0})}, "logit_bias"),
         ({"sampling": SamplingParams(allowed_token_ids=(257,))}, "allowed_token_ids"),
         ({"sampling": SamplingParams(bad_words=((1, 257),))}, "bad_words"),
+        ({"sampling": SamplingParams(logprobs=0, logprob_token_ids=(257,))}, "logprob_token_ids"),
         (
             {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((1,), (1, 2)))},
             "allowed_token_ids",

@@ -197,6 +197,23 @@ def test_logprobs_are_those_of_the_unmodified_distribution(temperature: float) -
     assert rows[2].logprobs is None
 
 
+def test_logprobs_of_chosen_tokens_take_the_place_of_the_most_probable_ones() -> None:
+    """Beside rows that list another number of tokens, or the most probable ones."""
+    logits = random_logits(4, seed=1)
+    best = int(logits[2].argmax())
+    wanted = [(3, 1), (), (best, 0, 2), ()]
+    fields = [{"logprob_token_ids": ids, "logprobs": 2} for ids in wanted[:3]] + [{}]
+    rows = sample_once(logits, [make_sequence(SamplingParams(temperature=0, **one)) for one in fields])  # type: ignore[arg-type]
+    expected = logits.log_softmax(-1)
+    for row, ids, sampled in zip(expected, wanted, rows[:3], strict=False):
+        assert sampled.token_id is not None and sampled.logprobs is not None
+        listed = [sampled.token_id, *(token for token in ids if token != sampled.token_id)]
+        tokens = listed if ids else row.topk(2).indices.tolist()
+        assert [token for token, _ in sampled.logprobs.top] == tokens
+        assert [value for _, value in sampled.logprobs.top] == pytest.approx(row[tokens].tolist())
+    assert rows[2].token_id == best and rows[3].logprobs is None
+
+
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_fail_their_own_row_alone(damage: float, temperature: float) -> None:
