@@ -44,7 +44,7 @@ sys.meta_path[:] = [Finder() if finder is PathFinder else finder for finder in s
         env={**os.environ, "PYTHONPATH": SOURCES},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from slora_adapters.heartbeat import Beat, Heartbeat, HeartbeatPage, Progress
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

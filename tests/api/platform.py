@@ -127,7 +127,7 @@ class Platform:
 
     def client(self, key: str) -> httpx.Client:
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
-        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=30, verify=False)
+        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=120, verify=False)
 
     def sdk(self, key: str) -> openai.OpenAI:
         """A client of the openai package, closed at the end of the platform."""

@@ -80,6 +80,7 @@ class ScriptedEngine:
     answers: the answer to each request, in order; an exception in the list is raised.
     embeddings: the answer to each request for an embedding.
     canary: answers to the canary of a new adapter and to the base model's run beside it; these are not in `requests`.
+    hung: requests that wait for nothing after the last token of their answer.
     aborted: requests whose answer was closed before its end.
     ended: single choices that were closed early, as (request id, index).
     pins: the pins of each message. num_refused_pins: messages while it was not ready.
@@ -97,6 +98,7 @@ class ScriptedEngine:
     canary: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = lambda request: trial_of(request)
     embeddings: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = embed
     requests: list[EngineRequest] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     pins: list[list[Pin]] = field(default_factory=list)
@@ -134,6 +136,7 @@ class ScriptedEngine:
         self.answers, self.embeddings = answers, embed
         self.hang, self.ready, self.on_request = False, True, lambda request: None
         self.requests.clear()
+        self.hung.clear()
         self.aborted.clear()
         self.ended.clear()
 
@@ -180,6 +183,7 @@ class ScriptedEngine:
                     report(usage)
                 yield [item]
             if self.hang:
+                self.hung.append(request.request_id)
                 await asyncio.Event().wait()
         finally:
             if unfinished - {index for name, index in self.ended if name == request.request_id}:

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -103,7 +104,7 @@ class Served:
 
     def client(self, key: str) -> httpx.Client:
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
-        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, verify=False)
+        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=READY_S, verify=False)
 
     def sdk(self, key: str) -> openai.OpenAI:
         """A client of the openai package, closed when the server is stopped."""
@@ -139,7 +140,7 @@ class Served:
         for process in (*children, self.process):
             os.kill(process.pid, signal.SIGKILL)
         self.process.wait()
-        psutil.wait_procs(children, timeout=60)
+        psutil.wait_procs(children, timeout=READY_S)
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -154,12 +155,26 @@ def sum_series(metrics: Mapping[str, float], name: str) -> float | None:
 
 def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:
     """Calls `find` until its result is not None, and returns the result."""
-    deadline = time.monotonic() + READY_S
+    began = time.monotonic()
     while (found := find()) is None:
         check()
-        assert time.monotonic() < deadline, f"it did not happen within {READY_S} s"
-        time.sleep(0.02)
+        waited_s = time.monotonic() - began
+        assert waited_s < READY_S, f"it did not happen within {READY_S} s"
+        # Most calls are requests, and the server answers them on the cores that it starts on.
+        time.sleep(min(0.2, 0.01 + waited_s / 10))
     return found
+
+
+def ask_and_leave(client: httpx.Client, path: str, has_begun: Callable[[], bool], **content: Any) -> None:
+    """Sends a POST request, and closes its connection when `has_begun()`.
+
+    A client that leaves after a fixed time may be too early on a busy machine.
+    """
+    request = client.build_request("POST", path, **content)
+    place = client.base_url
+    with closing(HTTPConnection(place.host, place.port, timeout=READY_S)) as connection:
+        connection.request("POST", path, request.read(), dict(request.headers))
+        wait_for(lambda: has_begun() or None)
 
 
 @contextmanager

@@ -75,6 +75,6 @@ for name in sys.argv[1:]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,8 @@ from tests.adapters.hand_made import SHAPE
 from tests.adapters.stock import AdapterFixtures
 from tests.redis_server import RedisServer
 
-WAIT_S = 30.0
+# The longest that a test waits for the process on a busy machine.
+WAIT_S = 300.0
 
 
 class LoaderProcess:

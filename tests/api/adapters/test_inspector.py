@@ -12,9 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -26,6 +26,7 @@ from slora_api.errors import InspectionFailed
 from tests.adapters.hand_made import SHAPE, make_members, write_directory
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import ask_and_leave
 from tests.support.child_processes import find_children
 
 MIB = 1 << 20
@@ -197,10 +198,9 @@ def test_a_client_that_disconnects_ends_its_inspection(
         tmp_path, ScriptedEngine([deltas_of(b"ok")]), bounds, max_upload_bytes=1 << 40
     ) as platform:
         key = platform.key("impatient")
-        with platform.client(key) as client, slow.open("rb") as archive, pytest.raises(httpx.ReadTimeout):
-            client.post(
-                "/v1/adapters", data={"name": "slow"}, files={"archive": ("a.tar.gz", archive)}, timeout=2
-            )
+        with platform.client(key) as client:
+            content = {"data": {"name": "slow"}, "files": {"archive": ("a.tar.gz", slow.read_bytes())}}
+            ask_and_leave(client, "/v1/adapters", lambda: bool(children()), **content)
         assert cancelled.wait(60) and children() == []
         assert platform.upload(key, "fine").status_code == 201
         assert not any((platform.directory / "quarantine").iterdir())
@@ -240,8 +240,11 @@ def test_an_inspection_ends_when_its_server_is_killed(tmp_path: Path, slow: Path
         while when == "at work" and inspection.rlimit(resource.RLIMIT_DATA)[0] < 0:
             time.sleep(0.01)
         server.kill()
-    # Without the kill, the inspection would run for many more seconds.
-    inspection.wait(5)
+    # Without the kill, the inspection would need many more seconds of CPU time.
+    with suppress(psutil.NoSuchProcess):
+        while inspection.status() != psutil.STATUS_ZOMBIE:
+            assert sum(inspection.cpu_times()[:2]) < 5
+            time.sleep(0.02)
 
 
 def test_an_inspection_runs_within_its_bounds_and_without_the_servers_secrets(

@@ -83,11 +83,11 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_loads_the_pi
         streaming, waiting = LongRequest(mortal, key, LONG | {"stream": True}), LongRequest(mortal, key, LONG)
         streaming.start()
         waiting.start()
-        assert streaming.begun.wait(60)
+        assert streaming.begun.wait(READY_S)
         wait_until_running(mortal, 2)
         kill(mortal, ENGINE)
-        streaming.join(60)
-        waiting.join(60)
+        streaming.join(READY_S)
+        waiting.join(READY_S)
         assert streaming.status == 200 and '"code":"engine_unavailable"' in streaming.text
         assert "[DONE]" not in streaming.text
         assert waiting.status == 503 and "engine_unavailable" in waiting.text
@@ -186,14 +186,14 @@ def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_delete
         assert whole.headers["x-slora-adapter"] == "voice@1"
         reader = LongRequest(mortal, key, LONG | {"model": "voice", "stream": True})
         reader.start()
-        assert reader.begun.wait(60)
+        assert reader.begun.wait(READY_S)
         point("2")
         newer = client.post("/v1/completions", json=SHORT | {"model": "voice", "stream": True})
         assert newer.headers["x-slora-adapter"] == "voice@2"
         assert newer.headers["x-slora-adapter-digest"] == digest
         removed = client.delete("/v1/adapters/voice@1")
         assert removed.status_code == 200 and reader.is_alive(), "it was to be deleted while it runs"
-        reader.join(60)
+        reader.join(READY_S)
         assert reader.text.endswith("data: [DONE]\n\n")
         chunks = [json.loads(line[6:]) for line in reader.text.splitlines() if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole.json()["choices"][0]["text"]
@@ -233,8 +233,9 @@ def test_many_disconnecting_clients_leave_no_held_page(mortal: Served, kit: Kit)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask, range(24)))
+    mortal.wait_for_metric("vllm:num_requests_waiting", 0)
     wait_until_running(mortal, 0)
-    assert mortal.metric('slora_pages{state="held"}') == 0
+    mortal.wait_for_metric('slora_pages{state="held"}', 0)
 
 
 def test_a_client_that_disconnects_frees_its_request_in_the_engine(mortal: Served) -> None:
@@ -347,7 +348,7 @@ def test_the_first_server_prints_its_admin_key_kill_9_loses_no_adapter_and_sigte
         served.process.kill()
         assert created.status_code == 201
         served.process.wait()
-        psutil.wait_procs(children, timeout=60)
+        psutil.wait_procs(children, timeout=READY_S)
         assert not any(child.is_running() for child in children)
     assert data_dir.stat().st_mode & 0o777 == 0o700
     files = [path for path in data_dir.rglob("*") if path.is_file()]
@@ -365,9 +366,9 @@ def test_the_first_server_prints_its_admin_key_kill_9_loses_no_adapter_and_sigte
             assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == "mine@1"
         reader = LongRequest(served, key, LONG | {"stream": True})
         reader.start()
-        assert reader.begun.wait(60)
+        assert reader.begun.wait(READY_S)
         served.process.send_signal(signal.SIGTERM)
-        reader.join(60)
+        reader.join(READY_S)
         assert reader.text.endswith("data: [DONE]\n\n") and "error" not in reader.text
-        assert served.process.wait(60) == 0
+        assert served.process.wait(READY_S) == 0
         assert not any(child.is_running() for child in children)

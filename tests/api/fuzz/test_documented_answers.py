@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.api.conftest import Kit
 from tests.api.fuzz.requests import ACCEPTED
-from tests.api.fuzz.watched_server import WatchedServer, explain_answer
+from tests.api.fuzz.watched_server import PATIENCE_S, WatchedServer, explain_answer
 from tests.api.served import ADMIN_KEY
 
 # Cases of each operation. Operations without parameters have only one case.
@@ -106,7 +106,7 @@ def _send(watched: WatchedServer, case: Case, session: requests.Session) -> int:
     """Returns the status of the answer, which must be as the document says."""
     scopes = case.operation.definition.raw.get("security", [{"api_key": []}])[0]["api_key"]
     key = ADMIN_KEY if "admin" in scopes else watched.key
-    answer = case.call(headers={"Authorization": f"Bearer {key}"}, session=session)
+    answer = case.call(headers={"Authorization": f"Bearer {key}"}, session=session, timeout=PATIENCE_S)
     media_type = answer.headers.get("content-type", [""])[0]
     wrong = explain_answer(answer.status_code, answer.content, media_type)
     assert wrong is None, f"{case.as_curl_command()}: {wrong}"

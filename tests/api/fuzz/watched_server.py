@@ -21,13 +21,14 @@ from tests.api.served import Served, serving, wait_for
 from tests.support.recorded_slora import recorded_slora, slow_callbacks
 from tests.support.slow_callbacks import SlowCallback
 
-__all__ = ["MAX_GROWTH_BYTES", "WatchedServer", "explain_answer", "watched_server"]
+__all__ = ["MAX_GROWTH_BYTES", "PATIENCE_S", "WatchedServer", "explain_answer", "watched_server"]
 
 MAX_GROWTH_BYTES = 32 << 20
 # A request may set a deadline for its first token that the engine can't meet.
 _DOCUMENTED = {(503, "deadline_missed")}
 _FIELDS = {"message", "type", "param", "code"}
-_PATIENCE_S = 120
+# The longest that a test waits for an answer.
+PATIENCE_S = 120
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class WatchedServer:
 
     def client(self, key: str | None = None) -> httpx.Client:
         client = self.served.client(key or self.key)
-        client.timeout = httpx.Timeout(_PATIENCE_S)
+        client.timeout = httpx.Timeout(PATIENCE_S)
         return client
 
     def begin(self) -> None:

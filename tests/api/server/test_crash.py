@@ -31,7 +31,7 @@ from slora_adapters.registry.registry import MAX_ALIASES, RESERVATION_S, Registr
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
+from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
 from tests.api.server.test_server import upload
 
 # A process that dies as the file ARMED says. Its first line is the number of steps to live on. If its second line is a
@@ -140,7 +140,7 @@ class Crashes:
     def kill(self, served: Served, client: httpx.Client, change: "Change", death: "PlannedKill") -> None:
         with pytest.raises(httpx.TransportError):
             self.ask(client, change, death)
-        served.process.wait(60)
+        served.process.wait(READY_S)
 
     def steps(self) -> list[str]:
         """The steps of the last server."""

@@ -5,6 +5,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from sqlalchemy import delete, update
@@ -49,15 +50,11 @@ class ServerPair:
         return post(self.second, self.key, COMPLETIONS, {"model": model, "prompt": "hi"})
 
     def wait_until_followed(self) -> None:
-        """Returns when the second server has applied every change made so far: the feed is read in its order."""
-        with self.first.client(ADMIN_KEY) as admin:
-            admin.patch("/admin/tenants/acme", json={"weight": 7}).raise_for_status()
-
-        def has_new_share() -> bool | None:
-            post(self.second, self.key, COMPLETIONS, BASE)
-            return self.second.engine.requests[-1].share == TenantShare(7) or None
-
-        wait_for(has_new_share)
+        """Returns when the second server has applied every change made so far."""
+        registry = self.second.services.registry
+        with patch.object(registry, "changes", wraps=registry.changes) as changes:
+            # The second call begins when all that the first one read has been applied.
+            wait_for(lambda: changes.call_count >= 2 or None)
 
     def answers_as(self, model: str, label: str) -> Callable[[], bool | None]:
         return lambda: self.ask(model).headers.get("x-slora-adapter") == label or None

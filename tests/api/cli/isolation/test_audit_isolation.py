@@ -24,7 +24,7 @@ from slora_api.tenants.key_record import KeyRecord
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine
-from tests.api.served import SLORA, Served, environment, serving, wait_for
+from tests.api.served import READY_S, SLORA, Served, environment, serving, wait_for
 
 _BLOCK = 16
 
@@ -212,7 +212,7 @@ def test_an_interrupted_audit_removes_its_tenants(platform: Platform, sent: sign
     ) as running:
         wait_for(lambda: len(tenant_store.list_tenants()) == 2 or None)
         os.kill(running.pid, sent)
-        assert running.wait(60) == 130
+        assert running.wait(READY_S) == 130
     assert list(tenant_store.list_tenants()) == []
 
 
