@@ -19,12 +19,13 @@ _ROOT = Path(__file__).parents[1]
 _NUM_AT_ONCE = 4
 # Paths and options of pytest, the longest groups first. The tests of a group share models and servers.
 _GROUPS = (
-    "tests/api --ignore=tests/api/server --ignore=tests/api/cli",
+    "tests/api --ignore=tests/api/server --ignore=tests/api/cli --ignore=tests/api/fuzz",
     "tests/api/server tests/api/cli",
     "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/llm",
     "tests/slora/engine tests/slora/llm",
     "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters",
-    "tests/adapters",
+    # The server of the last folder wakes 200 times a second until its group ends.
+    "tests/adapters tests/api/fuzz",
 )
 # `tests.conftest` is the first, because it sets variables that torch and Triton read when they are imported. None of
 # these may start a thread, because a forked process has only the thread that forked.
@@ -46,6 +47,8 @@ def _start(arguments: list[str], output: int) -> int:
         return pid
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
+    # multiprocessing imports the main module in each process that it starts, except one of this name.
+    sys.modules["__main__"] = importlib.import_module("pytest.__main__")
     raise SystemExit(pytest.main([*arguments, "-W", _IGNORED]))
 
 

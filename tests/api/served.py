@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import httpx
 import openai
@@ -22,14 +22,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.api.platform import bearer, make_sdk_client
 from tests.support.child_processes import find_children
+from tests.support.forked_program import ForkedProgram
 from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import make_model, write_model
 
 ADMIN_KEY = "the-operators-own-key"
 # The longest that a test waits. A start on a busy machine that has to compile numba's kernels takes minutes.
 READY_S = 600
+_PYTHON = (sys.executable, "-P", "-c")
 # The console script, usable without an installation.
-SLORA = (sys.executable, "-P", "-c", "from slora_api.cli.main import main; raise SystemExit(main())")
+SLORA = (*_PYTHON, "from slora_api.cli.main import main; raise SystemExit(main())")
 # One token for each printable character, and an end token. The text therefore shows exactly which tokens were
 # generated.
 CHARACTERS = "".join(map(chr, range(32, 127)))
@@ -77,7 +79,7 @@ def environment(**variables: str) -> dict[str, str]:
 class Served:
     """A running server. `lines`: its standard output so far."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProgram
     data_dir: Path
     lines: list[str] = field(default_factory=list)
     sdk_clients: ExitStack = field(default_factory=ExitStack)
@@ -200,10 +202,20 @@ def serving(
 
 @contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> Iterator[Served]:
-    """Starts a server command. Prints its log if the test fails."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(env))
+    """Starts a server command. Prints its log if the test fails.
+
+    A Python program is forked from a process that has imported the server. Its child processes start as always.
+    """
+    process: subprocess.Popen[str] | ForkedProgram
+    if tuple(command[:3]) == _PYTHON:
+        process = ForkedProgram(*command[3:], environment=env, stderr=2)
+        output = process.output
+    else:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(env))
+        assert process.stdout is not None
+        output = process.stdout
     served = Served(process, data_dir)
-    reader = threading.Thread(target=_read_lines, args=(process, served.lines))
+    reader = threading.Thread(target=_read_lines, args=(output, served.lines))
     reader.start()
     try:
         with served.sdk_clients:
@@ -217,11 +229,9 @@ def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> I
                 process.kill()
                 process.wait()
         reader.join()
-        assert process.stdout is not None
-        process.stdout.close()
+        output.close()
 
 
-def _read_lines(process: subprocess.Popen[str], lines: list[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
+def _read_lines(output: IO[str], lines: list[str]) -> None:
+    for line in output:
         lines.append(line.rstrip("\n"))

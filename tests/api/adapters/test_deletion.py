@@ -14,14 +14,15 @@ from tests.api.adapters.test_lifecycle import (
     wait_until_running,
 )
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, environment, serving, wait_for
+from tests.api.served import ADMIN_KEY, READY_S, SLORA, environment, serving, wait_for
 from tests.api.server.test_server import upload
 from tests.redis_server import RedisServer
 from tests.support import shared_files
 
 
 def with_far_files(folder: Path) -> dict[str, str]:
-    """An environment with a package that adds shared:// to fsspec, as s3fs adds s3://."""
+    """An environment with a package that adds shared:// to fsspec, as s3fs adds s3://. A forked server, which has
+    imported fsspec before, would not find the package."""
     shutil.copy(shared_files.__file__, folder / "far_files.py")
     about = folder / "far_files-1.0.dist-info"
     about.mkdir()
@@ -36,9 +37,10 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
 ) -> None:
     redis = make_redis()
     blobs, data, env = tmp_path / "objects" / "blobs", tmp_path / "data", with_far_files(tmp_path)
+    flags = ("--redis", redis.tcp_url, "--drain-seconds", "0")
     with (
         redis.client() as chunks,
-        serving(kit.base, data, "--redis", redis.tcp_url, "--drain-seconds", "0", env=env) as served,
+        serving(kit.base, data, *flags, env=env, command=("env", *SLORA)) as served,
     ):
         served.wait_until_ready()
         key = served.make_key("t")
@@ -60,26 +62,27 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
             client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
             reader = LongRequest(served, key, long | {"stream": True})
             reader.start()
-            assert reader.begun.wait(60)
+            assert reader.begun.wait(READY_S)
             assert client.delete("/v1/adapters/voice").status_code == 409
             assert client.delete("/v1/adapters/voice?force=true").status_code == 200
             assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 404
             assert reader.is_alive() and served.metric("slora_adapter_pages") == adapter_pages
-            reader.join(60)
+            reader.join(READY_S)
             events = [line[6:] for line in reader.text.splitlines() if line.startswith("data: ")]
             assert events[-1] == "[DONE]"
             assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
             served.wait_for_metric(free, before or 0)
-            assert served.metric("slora_resident_adapters") == 0
-        assert not chunks.keys("*") and not [path for path in blobs.rglob("*") if path.is_file()]
+            served.wait_for_metric("slora_resident_adapters", 0)
+        wait_for(lambda: not chunks.keys("*") or None, served.alive)
+        assert not [path for path in blobs.rglob("*") if path.is_file()]
         streaming, waiting = LongRequest(served, key, LONG | {"stream": True}), LongRequest(served, key, LONG)
         waiting.start()
         streaming.start()
-        assert streaming.begun.wait(60)
+        assert streaming.begun.wait(READY_S)
         wait_until_running(served, 2)
         served.process.send_signal(signal.SIGTERM)
-        streaming.join(60)
-        waiting.join(60)
+        streaming.join(READY_S)
+        waiting.join(READY_S)
         assert streaming.text.rstrip().endswith("}}") and '"code":"server_stopping"' in streaming.text
         assert waiting.status == 503 and "server_stopping" in waiting.text
-        assert served.process.wait(60) == 0
+        assert served.process.wait(READY_S) == 0

