@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Without an NVIDIA device plain pip would bring gigabytes of CUDA, so PyTorch's CPU index is offered where it can be
-# reached. Give TORCH_INDEX= (empty) for plain pip, or another index for ROCm and the like.
+# reached. Give TORCH_INDEX= (empty) for plain pip, or another index for ROCm and the like. `eval` asks only once.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?= $(shell test -e /dev/nvidiactl || $(PYTHON) -c "import urllib.request as u; \
-	u.urlopen('$(CPU_INDEX)/', timeout=4); print('$(CPU_INDEX)')" 2>/dev/null)
+TORCH_INDEX ?= $(eval TORCH_INDEX := $(shell test -e /dev/nvidiactl || $(PYTHON) -c "import urllib.request as u; \
+	u.urlopen('$(CPU_INDEX)/', timeout=4); print('$(CPU_INDEX)')" 2>/dev/null))$(TORCH_INDEX)
 
 BIN := $(VENV)/bin
 SERVE := $(VENV)/.installed-serve
@@ -65,11 +65,12 @@ $(VENV)/bin/python:
 		{ echo "slora needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# numba compiles the kernels while pip installs the other packages.
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
-	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) -e ".[serve,redis,postgresql,cpu]"
-	$(BIN)/python -P -m slora_kernels.cpu.precompile float32
+	$(PIP) "$(TORCH)" numba $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile float32 & compiling=$$!; \
+	$(PIP) -e ".[serve,redis,postgresql,cpu]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 
 $(TEST): $(SERVE)
