@@ -1,12 +1,14 @@
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 
 from tests.adapters.registry_places import database_place
-from tests.api.served import Served, serving, write_adapter, write_base
+from tests.api.served import READY_S, Served, serving, write_adapter, write_base
 from tests.postgresql_server import postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server, shared_redis
 
@@ -40,6 +42,16 @@ def one_ca_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     path.write_text("".join(Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")[:2]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> Iterator[None]:
+    """By default, httpx waits 5 s for an answer. A server on a busy machine may need longer."""
+    default = inspect.signature(httpx.get).parameters["timeout"].default
+    with pytest.MonkeyPatch.context() as patch:
+        for phase in ("connect", "read", "write", "pool"):
+            patch.setattr(default, phase, READY_S)
         yield
 
 
