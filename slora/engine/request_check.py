@@ -139,7 +139,9 @@ def _check_vocabulary(name: str, token_ids: Iterable[int], info: EngineInfo) -> 
     outside = next((token for token in token_ids if token >= info.vocab_size), None)
     if outside is not None:
         raise RequestRefused(
-            f"{name} has token id {outside}; this model's ids are 0 to {info.vocab_size - 1}", name
+            f"{name} has token id {outside}, which is out of vocabulary; this model's ids are 0 to "
+            f"{info.vocab_size - 1}",
+            name,
         )
 
 
@@ -175,7 +177,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str = "pro
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestRefused(
-            f"{param} has token id {wrong}; this model's ids are 0 to {vocab_size - 1}", param
+            f"{param} has token id {wrong}, which is out of vocabulary; this model's ids are 0 to {vocab_size - 1}",
+            param,
         )
 
 

@@ -146,7 +146,11 @@ BAD = [
     ({"input": {"a": 1}}, "input", "a list of token ids"),
     ({"input": None}, "input", "a list of token ids"),
     ({"input": "\ud800"}, "input", "lone surrogate"),
-    ({"input": [257]}, "input", "input has token id 257; this model's ids are 0 to 256"),
+    (
+        {"input": [257]},
+        "input",
+        "input has token id 257, which is out of vocabulary; this model's ids are 0 to 256",
+    ),
     ({"input": [[1], [-1]]}, "input", "input has token id -1"),
     ({"input": "x" * 65}, "input", "input has 65 tokens; this model's context is 64 tokens"),
     ({"input": [7] * 65}, "input", "input has 65 tokens"),

@@ -45,7 +45,7 @@ def ask(prompt: list[int], params: SamplingParams = GREEDY, name: str = "r") -> 
             [VOCAB_SIZE],
             1,
             "prompt",
-            f"prompt has token id {VOCAB_SIZE}; this model's ids are 0 to {VOCAB_SIZE - 1}",
+            f"prompt has token id {VOCAB_SIZE}, which is out of vocabulary; this model's ids are 0 to {VOCAB_SIZE - 1}",
         ),
         ([3, -1], 1, "prompt", "prompt has token id -1"),
         (
