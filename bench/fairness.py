@@ -8,9 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from bench.machines import A10G_7B
+from bench.request_log import Outcome, percentile
 from bench.simulation import Policies, Setup, Simulation
 from bench.table import Row
-from bench.traces import Trace, merge, slora_trace
+from bench.traces import Trace, TraceRequest, merge, slora_trace
 from slora.scheduler.step_plan import StepPlan
 
 RANKS = (8,)
@@ -69,6 +70,53 @@ def many_adapters(duration_s: float) -> Trace:
 
 def fair_setup(scheduling: str) -> Setup:
     return Setup(A10G_7B, RANKS, num_tenants=2, policies=Policies(scheduling=scheduling))
+
+
+def chats(duration_s: float) -> Trace:
+    """Tenant 0 sends two short requests a second."""
+    return [TraceRequest(number / 2, 0, 0, 60, 40, number) for number in range(round(2 * duration_s))]
+
+
+def long_prompts(duration_s: float) -> Trace:
+    """Tenant 1 sends four prompts of 2,000 tokens a second, more than the machine can compute, for short answers."""
+    return [
+        TraceRequest(number / 4, 1, 1, 2000, 4, 1 << 20 | number) for number in range(round(4 * duration_s))
+    ]
+
+
+def flood_rows(duration_s: float) -> list[Row]:
+    """What the short requests of one tenant wait for while another one sends long prompts."""
+    both = merge(chats(duration_s), long_prompts(duration_s))
+    return [
+        _flood_row("chats alone", fair_setup("fair"), chats(duration_s), duration_s),
+        *(
+            _flood_row(f"beside long prompts, {name}", fair_setup(name), both, duration_s)
+            for name in ("fair", "fcfs")
+        ),
+    ]
+
+
+def _flood_row(scene: str, setup: Setup, trace: Trace, duration_s: float) -> Row:
+    simulation = Simulation(setup)
+    simulation.run(trace, until_s=duration_s)
+    answered = [one for one in simulation.outcomes.values() if one.request.tenant == 0 and one.is_complete]
+    first = sorted(1e3 * (one.ttft_s or 0.0) for one in answered)
+    between = sorted(1e3 * _between_s(one) for one in answered)
+    return {
+        "scene": scene,
+        "chats answered": len(answered),
+        "TTFT p50 ms": percentile(first, 50),
+        "TTFT p99 ms": percentile(first, 99),
+        "between tokens p50 ms": percentile(between, 50),
+        "between tokens p99 ms": percentile(between, 99),
+        "prompt tokens/s": simulation.totals.prefill_tokens / duration_s,
+    }
+
+
+def _between_s(outcome: Outcome) -> float:
+    """The mean time between two tokens of an answer."""
+    assert outcome.end_s is not None and outcome.first_token_s is not None
+    return (outcome.end_s - outcome.first_token_s) / (outcome.num_tokens - 1)
 
 
 def _one(tenant: int, num_adapters: int, rate: float, duration_s: float, seed: int) -> Trace:

@@ -7,7 +7,7 @@ overhead  one schedule() with 256 running and 1,000 waiting requests of 200 tena
 batching  the same requests under static, dynamic (size and time window) and continuous batching.
 abort     S-LoRA's early abort at twice the capacity, with unknown and with true lengths of the answers.
 fairness  shares of the service: two backlogged tenants of which one sends ten times as much, one that is back from
-          idle, 100 adapters against one.
+          idle, 100 adapters against one. What short requests wait for beside another tenant's long prompts.
 cold      tokens of those who decode, while an adapter that nobody had asked for comes every 100 ms at 20 MB/s;
           the same with the real engine of a small model.
 
@@ -17,7 +17,7 @@ Simulated on S-LoRA's A10G setting, with virtual time, but for "overhead" and th
 from bench.batching import batching_rows
 from bench.cold_adapters import cold_rows
 from bench.early_abort import abort_rows
-from bench.fairness import fairness_rows
+from bench.fairness import fairness_rows, flood_rows
 from bench.live_cold_adapters import live_cold_rows
 from bench.overhead import page_rows, schedule_rows
 from bench.parts import Tables, run_parts
@@ -33,7 +33,11 @@ def batching_tables(*, quick: bool) -> Tables:
 
 
 def fairness_tables(*, quick: bool) -> Tables:
-    return {"shares of service": fairness_rows(60.0 if quick else 300.0)}
+    duration_s = 60.0 if quick else 300.0
+    return {
+        "shares of service": fairness_rows(duration_s),
+        "short requests beside long prompts": flood_rows(duration_s),
+    }
 
 
 def abort_tables(*, quick: bool) -> Tables:

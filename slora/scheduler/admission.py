@@ -14,6 +14,7 @@ from slora.scheduler.background_budget import BackgroundBudget
 from slora.scheduler.charges import charge_prompt
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.preemption import Preemption
+from slora.scheduler.prefill_budget import PrefillBudget
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
@@ -58,32 +59,40 @@ class Admission:
         self._preemption = preemption
         self._at_ceiling: set[TenantAccount] = set()
 
-    def admit(self, plan: StepPlan, budget: int) -> int:
+    def has_place(self, sequence: Sequence) -> bool:
+        """Whether the batch has a place for each choice of an interactive sequence."""
+        return not sequence.is_background and sequence.num_choices <= self._batch.free_capacity
+
+    def admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
         """Admits interactive sequences in the queue's order until one does not fit. Later sequences then wait, too, so
         that they do not take the pages that this one needs.
 
-        There are two exceptions: a tenant at its ceiling is skipped, and a tenant below its floor goes ahead. A
-        sequence that does not fit preempts background sequences. Returns the remaining token budget.
+        There are exceptions: a tenant at its ceiling is skipped, and so is a tenant that has used its part of the
+        budget. A tenant below its floor goes ahead. A sequence that does not fit preempts background sequences.
         """
         self._at_ceiling = set()
         skipped: set[TenantAccount] = set()
-        while budget > 0 and len(self._queue):
+        while budget.num_tokens > 0 and len(self._queue):
             sequence = self._queue.peek(skipped)
             if sequence is None or sequence.is_background:
                 break
-            if sequence.num_choices > self._batch.free_capacity:
+            fitting = budget.fit(sequence.tenant)
+            if fitting <= 0:
+                skipped.add(sequence.tenant)
+                continue
+            if not self.has_place(sequence):
                 if self._preemption.preempt_background(plan):
                     continue
                 break
             if self._adapters.find_missing(sequence):
                 self._lifecycle.wait_for_adapters(sequence)
                 continue
-            needs = self._measure_needs(sequence, budget)
+            needs = self._measure_needs(sequence, fitting)
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
                 skipped.add(sequence.tenant)
                 self._at_ceiling.add(sequence.tenant)
             elif self._reserve(sequence, needs, plan):
-                budget -= self._start(sequence, needs, plan)
+                budget.spend(sequence.tenant, self._start(sequence, needs, plan))
             elif self._preemption.preempt_background(plan):
                 continue
             elif self._paging.tenants.has_floors:
@@ -91,7 +100,6 @@ class Admission:
                 skipped.add(sequence.tenant)
             else:
                 break
-        return budget
 
     def admit_background(self, plan: StepPlan, budget: BackgroundBudget) -> None:
         """Admits background sequences, unless an interactive sequence waits whose tenant is not at its ceiling.

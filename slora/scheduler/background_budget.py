@@ -4,18 +4,16 @@ Beside interactive requests, background work may lengthen the step by at most `M
 so the time between two tokens of an interactive request hardly changes. Often not even one row fits, for example on a
 CPU, where each row takes time of its own. Background requests then wait for a step without interactive requests.
 
-A step without interactive requests takes at most `_MAX_IDLE_STEPS` times its fixed cost, because an interactive request
-that arrives during the step waits for its end. So at most a fifth of the time is spent on the fixed cost. Its first
-row is computed even if it takes longer, for example because of its mask. The request would otherwise never end.
+A step without interactive requests is short, too (`short_prefill_s`), because an interactive request that arrives
+during the step waits for its end. Its first row is computed even if it takes longer, for example because of its mask.
+The request would otherwise never end.
 """
 
 from slora.cost_model import Costs, StepWork
+from slora.scheduler.prefill_budget import short_prefill_s
 from slora.scheduler.sequence import Sequence
 
 MAX_GROWTH = 0.03
-_MAX_IDLE_STEPS = 5
-# A step without interactive requests may always compute this many tokens, even if the fixed cost of a step is tiny.
-_MIN_IDLE_TOKENS = 64
 
 
 class BackgroundBudget:
@@ -31,7 +29,7 @@ class BackgroundBudget:
         if interactive is not None:
             self._seconds = MAX_GROWTH * costs.step_seconds(interactive)
         else:
-            self._seconds = max((_MAX_IDLE_STEPS - 1) * costs.step_s, costs.prefill_s(_MIN_IDLE_TOKENS))
+            self._seconds = short_prefill_s(costs)
         self._must_fit = interactive is None
 
     def fit(self, sequence: Sequence, num_tokens: int) -> int:

@@ -54,6 +54,7 @@ from slora.scheduler.drafting.drafting import Drafting
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.pins import Pins
 from slora.scheduler.preemption import Preemption
+from slora.scheduler.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.prewarming import Prewarming
 from slora.scheduler.sequence import AdapterSlot, Sequence
@@ -245,12 +246,12 @@ class Scheduler:
         if self.adapters.is_short_of_room:
             self._lifecycle.release_background_copies()
         self.adapters.begin_step(plan, self._batch)
-        budget = self._continue_running(plan, self._config.max_num_batched_tokens)
-        budget = self._admission.admit(plan, budget)
-        self._plan_background(plan, budget)
+        budget = self._continue_running(plan)
+        self._admission.admit(plan, budget)
+        self._plan_background(plan, budget.num_tokens)
         while self._is_stuck_on_beams(plan) and self._preemption.preempt_for_stuck_beams(plan):
-            budget = self._admission.admit(plan, budget)
-            self._admission.admit_background(plan, self._background_budget(plan, budget))
+            self._admission.admit(plan, budget)
+            self._admission.admit_background(plan, self._background_budget(plan, budget.num_tokens))
         self._admission.load_upcoming(plan)
         self._load_without_requests(plan, now)
         self.drafting.add_drafts(plan)
@@ -384,26 +385,40 @@ class Scheduler:
         work = plan.measure_work(self._config.full_page_bytes)
         return BackgroundBudget(self._costs, num_tokens, work if is_shared else None)
 
-    def _continue_running(self, plan: StepPlan, budget: int) -> int:
+    def _continue_running(self, plan: StepPlan) -> PrefillBudget:
         """Plans the next tokens of the running interactive sequences, oldest first.
 
-        Returns the remaining token budget.
+        Returns what the step has left for the prompts of others.
         """
         if self._config.rope_switch is not None:
             for sequence in self._batch:
                 self._lifecycle.restart_with_long_rope(sequence)
         running = [sequence for sequence in self._batch if not sequence.is_background]
-        # Reserve one token of the budget for each decoding sequence, so that a long prompt never stalls decoding.
-        reserved = sum(1 for sequence in running if len(sequence.token_ids) - sequence.num_computed == 1)
+        budget = self._prefill_budget(running)
         for sequence in running:
-            num_tokens = len(sequence.token_ids) - sequence.num_computed
-            if num_tokens == 1:
-                reserved -= 1
-            else:
-                num_tokens = min(num_tokens, sequence.max_chunk_tokens, budget - reserved)
+            if sequence.num_uncomputed == 1:
+                self._continue_sequence(sequence, 1, plan)
+                continue
+            num_tokens = min(sequence.num_uncomputed, sequence.max_chunk_tokens, budget.fit(sequence.tenant))
             if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
-                budget -= num_tokens
+                budget.spend(sequence.tenant, num_tokens)
         return budget
+
+    def _prefill_budget(self, running: list[Sequence]) -> PrefillBudget:
+        """The budget of a step for prompts. It excludes one token for each decode row, so that a long prompt never
+        stalls decoding.
+        """
+        decoding = [sequence.tenant for sequence in running if sequence.num_uncomputed == 1]
+        num_tokens = self._config.max_num_batched_tokens - len(decoding)
+        if self._config.scheduling == "fcfs":
+            return PrefillBudget(num_tokens, num_tokens)
+        prompts = (sequence for sequence in running if sequence.num_uncomputed > 1)
+        prefilling = {one.tenant for one in prompts if self.adapters.are_ready(one.residents)}
+        following = self._lifecycle.queue.peek(prefilling)
+        if following is not None and self._admission.has_place(following):
+            prefilling.add(following.tenant)
+        num_beside_others = round(self._costs.tokens(short_prefill_s(self._costs)))
+        return PrefillBudget(num_tokens, num_beside_others, set(decoding), prefilling)
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""

@@ -5,7 +5,7 @@ import pytest
 from bench.batching import SIZES, batching_rows
 from bench.cold_adapters import cold_row
 from bench.early_abort import TWICE, abort_row
-from bench.fairness import back_from_idle, fair_setup, many_adapters, share_rows, ten_times
+from bench.fairness import back_from_idle, fair_setup, flood_rows, many_adapters, share_rows, ten_times
 from bench.gates import DynamicGate, StaticGate
 from bench.machines import A10G_7B, A100_7B
 from bench.overhead import page_rows, schedule_row
@@ -135,8 +135,17 @@ def test_first_come_first_served_serves_the_largest_sender_most() -> None:
     assert share_rows(fair_setup("fcfs"), 30.0)[0]["tenant 1 %"] > 80
 
 
+def test_long_prompts_of_one_tenant_delay_the_short_requests_of_another_a_little() -> None:
+    alone, fair, fcfs = flood_rows(20.0)
+    assert fair["TTFT p50 ms"] < 4 * alone["TTFT p50 ms"]
+    # Four fixed costs of a step are added to one.
+    assert fair["between tokens p99 ms"] < 5 * alone["between tokens p99 ms"]
+    assert fair["chats answered"] > 0.7 * alone["chats answered"] > 4 * fcfs["chats answered"]
+    assert fair["prompt tokens/s"] > 0.7 * fcfs["prompt tokens/s"]
+
+
 def test_early_abort_serves_more_in_time_though_it_serves_fewer() -> None:
-    trace = slora_trace(200, TWICE, 40.0)
+    trace = slora_trace(200, TWICE, 80.0)
     for scheduling in ("fcfs", "fair"):
         patient, early = (abort_row(trace, scheduling, deadline, 512) for deadline in (None, SLO_S))
         assert early["attainment"] > patient["attainment"]

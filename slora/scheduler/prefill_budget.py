@@ -1,0 +1,66 @@
+"""How many prompt tokens each tenant may compute in one step.
+
+A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
+tenant, and a prompt that gets no tokens of the step waits for the next one. Two rules limit both delays:
+
+- Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`.
+- While another tenant also has a prompt to compute, a tenant takes at most half of what is left. Equal parts would be
+  fairer, but every prompt would then complete as late as the last one.
+
+A tenant alone in the engine gets every step whole.
+"""
+
+from collections.abc import Set
+
+from slora.cost_model import Costs
+from slora.pool.tenant_account import TenantAccount
+
+# A prefill chunk takes this many times the fixed cost of a step, so at most a fifth of the time is spent on that cost.
+_STEP_COSTS = 4
+# A step may always prefill this many tokens, even if its fixed cost is tiny.
+_MIN_TOKENS = 64
+
+
+def short_prefill_s(costs: Costs) -> float:
+    """The seconds of prefill in a step that others wait for."""
+    return max(_STEP_COSTS * costs.step_s, costs.prefill_s(_MIN_TOKENS))
+
+
+class PrefillBudget:
+    """num_tokens: the tokens that the step may still compute.
+
+    num_beside_others: those of them that may be prefilled beside decode rows of other tenants.
+    decoding: the tenants with decode rows in the step.
+    prefilling: the tenants with prompts to compute.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_beside_others: int,
+        decoding: Set[TenantAccount] = frozenset(),
+        prefilling: Set[TenantAccount] = frozenset(),
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._num_beside_others = num_beside_others
+        self._decoding = decoding
+        self._without_part = set(prefilling)
+        self._parts: dict[TenantAccount, int] = {}
+
+    def fit(self, tenant: TenantAccount) -> int:
+        """How many prompt tokens of the tenant fit into the step."""
+        left = min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
+        if tenant not in self._parts:
+            self._without_part.discard(tenant)
+            self._parts[tenant] = -(-left // 2) if self._without_part else left
+        return min(left, self._parts[tenant])
+
+    def spend(self, tenant: TenantAccount, num_tokens: int) -> None:
+        """Counts tokens that fit. Called after `fit`."""
+        self.num_tokens -= num_tokens
+        self._parts[tenant] -= num_tokens
+        if self._delays(tenant):
+            self._num_beside_others -= num_tokens
+
+    def _delays(self, tenant: TenantAccount) -> bool:
+        return len(self._decoding) > (tenant in self._decoding)

@@ -1,0 +1,106 @@
+"""Prefills of one tenant delay the tokens and the prompts of other tenants only a little."""
+
+from dataclasses import replace
+
+import pytest
+
+from slora.pool.tenant_account import TenantAccounts
+from slora.scheduler.prefill_budget import PrefillBudget, short_prefill_s
+from tests.support.scheduler_bench import COSTS, SchedulerBench
+
+# A step may prefill 40 tokens in the time of four fixed costs, and at least 64 at once.
+SLOW_STEPS = replace(COSTS, step_s=0.1, token_s=0.001)
+
+
+def make_bench(**options: object) -> SchedulerBench:
+    return SchedulerBench(
+        {}, num_pages=3000, **{"max_num_batched_tokens": 1000, "costs": SLOW_STEPS} | options
+    )
+
+
+def chunks_of(bench: SchedulerBench) -> dict[str, int]:
+    return {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
+
+
+def test_a_long_prompt_is_computed_in_short_steps_beside_rows_of_another_tenant() -> None:
+    bench = make_bench()
+    bench.add("chat", tenant="honest", max_tokens=50)
+    bench.step()
+    bench.add("long", tenant="other", prompt=900)
+    bench.step()
+    assert chunks_of(bench) == {"chat": 1, "long": 400}
+    bench.add("own", tenant="honest", prompt=500)
+    bench.step()
+    # Its own row waits for it, and the row of nobody else. The other tenant's prompt leaves half of its limit.
+    assert chunks_of(bench) == {"chat": 1, "long": 200, "own": 500}
+
+
+def test_a_tenant_alone_gets_whole_steps() -> None:
+    bench = make_bench()
+    bench.add("chat", max_tokens=50)
+    bench.step()
+    bench.add("long", prompt=900)
+    bench.step()
+    assert chunks_of(bench) == {"chat": 1, "long": 900}
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    """It was admitted when the long prompt left tokens of a step, so after its last chunk."""
+    bench = make_bench(max_num_batched_tokens=100)
+    bench.add("long", tenant="other", prompt=900, max_tokens=2)
+    bench.step()
+    assert chunks_of(bench) == {"long": 100}
+    bench.add("short", tenant="honest", prompt=30, max_tokens=2)
+    bench.step()
+    assert chunks_of(bench) == {"long": 50, "short": 30}
+
+
+def test_under_fcfs_a_long_prompt_is_computed_first() -> None:
+    bench = make_bench(max_num_batched_tokens=100, scheduling="fcfs")
+    bench.add("long", tenant="other", prompt=900, max_tokens=2)
+    bench.step()
+    bench.add("short", tenant="honest", prompt=30, max_tokens=2)
+    bench.step()
+    assert chunks_of(bench) == {"long": 100}
+
+
+def test_the_prompts_of_every_tenant_advance_in_every_step() -> None:
+    bench = make_bench(max_num_batched_tokens=200)
+    tenants = "abcd"
+    for name in tenants:
+        bench.add(name, tenant=name, prompt=2000, max_tokens=1)
+    for _ in tenants:
+        bench.step()
+    running = [name for name in tenants if name in chunks_of(bench)]
+    assert len(running) == 4
+    for _ in range(5):
+        bench.step()
+        chunks = chunks_of(bench)
+        assert sorted(chunks.values()) == [25, 25, 50, 100]
+
+
+def test_a_tenant_that_used_its_part_leaves_the_rest_to_the_next_one() -> None:
+    bench = make_bench(max_num_batched_tokens=100)
+    bench.add("first", tenant="many", prompt=900, max_tokens=1)
+    bench.step()
+    for number in range(3):
+        bench.add(f"more {number}", tenant="many", prompt=40)
+    bench.add("single", tenant="honest", prompt=40)
+    bench.step()
+    assert chunks_of(bench) == {"first": 50, "single": 40}
+
+
+@pytest.mark.parametrize(("token_s", "seconds"), [(0.001, 0.4), (0.01, 0.64)])
+def test_a_short_prefill_pays_for_the_fixed_cost_of_its_step(token_s: float, seconds: float) -> None:
+    assert short_prefill_s(replace(SLOW_STEPS, token_s=token_s)) == pytest.approx(seconds)
+
+
+def test_what_is_not_computed_stays_in_the_budget() -> None:
+    first, second, third = (TenantAccounts(10).find(name) for name in "abc")
+    budget = PrefillBudget(100, 30, {first}, {first, second})
+    assert budget.fit(second) == 15
+    assert budget.fit(first) == 100
+    budget.spend(first, 80)
+    assert (budget.fit(second), budget.fit(third), budget.num_tokens) == (15, 20, 20)
+    budget.spend(second, 15)
+    assert (budget.fit(second), budget.fit(third), budget.num_tokens) == (0, 5, 5)
