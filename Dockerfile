@@ -15,7 +15,7 @@ COPY kernels kernels
 COPY adapters adapters
 COPY slora slora
 COPY api api
-RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH" ".[serve,redis,postgresql,cpu]"
+RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH" ".[serve,redis,postgresql,otel,cpu]"
 
 FROM python:${PYTHON}-slim
 COPY --from=build /opt/slora /opt/slora

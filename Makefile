@@ -74,7 +74,7 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(TEST): $(SERVE)
-	$(PIP) -e ".[serve,redis,postgresql,cpu,test,lint]"
+	$(PIP) -e ".[serve,redis,postgresql,otel,cpu,test,lint]"
 	@touch $@
 
 # All cores compile what the tests need from numba. Otherwise each process of the tests would compile it by itself.

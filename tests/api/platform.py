@@ -54,6 +54,7 @@ from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.request_context import Tracing
 from slora_api.routes.services import Services
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
@@ -174,6 +175,7 @@ def running_platform(
     runs_batches: bool = False,
     connection_limits: ConnectionLimits | None = None,
     max_lora_rank: int = 128,
+    tracing: Tracing | None = None,
     **settings: Any,
 ) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`.
@@ -258,7 +260,7 @@ def running_platform(
         await grammars.close()
         await counters.close()
 
-    app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
+    app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper), tracing=tracing)
     background = [services.follower.run, services.running.run, pinning.run] if follows else []
     if runs_batches:
         background.append(make_batch_runner(services).run)

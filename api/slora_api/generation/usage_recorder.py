@@ -18,6 +18,7 @@ from slora.engine.client import EngineClient
 from slora.request import EngineRequest, RequestTiming, RequestUsage
 from slora.usage_journal.journal import UsageJournal
 from slora.usage_journal.record import UsageRecord
+from slora_api.request_context import RequestSpan, current_span
 
 __all__ = ["OpenRequest", "UsageRecorder"]
 
@@ -44,7 +45,7 @@ class Recorded(Protocol):
 class OpenRequest:
     """A request whose usage may be unknown yet. on_report: called with the usage. written: the write to the journal, if
     there is a record. timing: when the request passed the stages of the engine, once its usage is known; None if it was
-    refused or the engine died.
+    refused or the engine died. span: that of the HTTP request, if it is traced.
     """
 
     answer: Recorded
@@ -52,6 +53,7 @@ class OpenRequest:
     reported: asyncio.Event = field(default_factory=asyncio.Event)
     written: "Future[None] | None" = None
     timing: RequestTiming | None = None
+    span: RequestSpan | None = None
 
 
 class UsageRecorder:
@@ -91,7 +93,7 @@ class UsageRecorder:
 
         on_report: called once with what the request has used, possibly after its stream was closed.
         """
-        opened = self._open[answer.request.request_id] = OpenRequest(answer, on_report)
+        opened = self._open[answer.request.request_id] = OpenRequest(answer, on_report, span=current_span())
         return opened
 
     async def wait(self, opened: Sequence[OpenRequest]) -> None:
@@ -115,6 +117,8 @@ class UsageRecorder:
             opened.timing = timing
             if timing is not None:
                 self._observe(opened.answer.request, found, timing)
+                if opened.span is not None:
+                    opened.span.add_engine_request(opened.answer.request, found, timing)
             opened.on_report(found)
             opened.reported.set()
 

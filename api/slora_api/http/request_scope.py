@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import ApiError, Stopping, error_response
 from slora_api.key_masking import mask_keys
+from slora_api.request_context import RequestContext, Tracing, current_request
 
 __all__ = ["RequestScopeMiddleware"]
 
@@ -27,8 +28,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 Observe = Callable[[str, int, float], None]
 
 
-def _request_id(scope: Scope) -> str:
-    sent = Headers(scope=scope).get("x-request-id", "")
+def _request_id(headers: Headers) -> str:
+    sent = headers.get("x-request-id", "")
     is_usable = _SANE_ID.fullmatch(sent) and mask_keys(sent) == sent
     return sent if is_usable else f"req_{uuid.uuid4().hex}"
 
@@ -36,11 +37,12 @@ def _request_id(scope: Scope) -> str:
 class _ResponseSender:
     """Sends an answer with the headers that every answer has, and with those of the request's meter if it has one."""
 
-    __slots__ = ("_send", "_started_at", "_state", "status")
+    __slots__ = ("_context", "_send", "_started_at", "_state", "status")
 
-    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
+    def __init__(self, send: Send, state: Mapping[str, Any], context: RequestContext) -> None:
         self._send = send
         self._state = state
+        self._context = context
         self._started_at = time.perf_counter()
         self.status: int | None = None
 
@@ -52,7 +54,9 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(raw=list(message.get("headers", [])))
-            headers["x-request-id"] = self._state["request_id"]
+            headers["x-request-id"] = self._context.request_id
+            if self._context.span is not None:
+                headers["traceresponse"] = self._context.span.traceparent
             headers["openai-processing-ms"] = str(round(self.seconds * 1000))
             if (meter := self._state.get("meter")) is not None:
                 headers.update(await meter.headers())
@@ -61,19 +65,26 @@ class _ResponseSender:
 
 
 class RequestScopeMiddleware:
-    """ASGI middleware. observe: called with route, status and seconds of every answer."""
+    """ASGI middleware. observe: called with route, status and seconds of every answer. tracing: None makes no spans."""
 
-    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+    def __init__(self, app: ASGIApp, observe: Observe, tracing: Tracing | None = None) -> None:
         self._app = app
         self._observe = observe
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             # The server runs without lifespan and websockets, so any other scope is a bug.
             raise RuntimeError(f"this application answers HTTP, not {scope['type']!r}")
-        request_id = _request_id(scope)
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        context = RequestContext(request_id)
+        if self._tracing is not None:
+            context.span = self._tracing.begin(scope["method"], scope["path"], headers)
+        # The server runs each request in a task of its own, so the variable need not be reset.
+        current_request.set(context)
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        sender = _ResponseSender(send, scope["state"])
+        sender = _ResponseSender(send, scope["state"], context)
         try:
             await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:
@@ -92,3 +103,5 @@ class RequestScopeMiddleware:
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._observe(route, sender.status or 0, sender.seconds)
+            if context.span is not None:
+                context.span.end(context, route, sender.status or 0)

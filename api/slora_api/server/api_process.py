@@ -78,6 +78,7 @@ from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
 from slora_api.server.disk_watch import DiskWatch
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import HttpFront, run_until_stopped
+from slora_api.server.tracing import open_tracing
 from slora_api.settings import Settings, read_settings
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
@@ -300,7 +301,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
         # Only the main process generates a key, because it prints the key.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=False)
-        app = make_app(services, admin_key, board)
+        app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
         work = [
             *background_work(services, client),
             make_batch_runner(services).run(),

@@ -17,6 +17,7 @@ from slora_api.errors import error_response
 from slora_api.host_board import HostBoard
 from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.http.request_scope import RequestScopeMiddleware
+from slora_api.request_context import Tracing
 from slora_api.routes import (
     adapters,
     admin,
@@ -108,11 +109,17 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     return app
 
 
-def make_app(services: Services, admin_key: AdminKey | None, board: HostBoard | None = None) -> ASGIApp:
+def make_app(
+    services: Services,
+    admin_key: AdminKey | None,
+    board: HostBoard | None = None,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
     """Makes the routes and the layers around them. The last layer added is the outermost, so it sees a request
     first.
 
-    admin_key: the bootstrap key, if there is one. board: None if this process is the only API process.
+    admin_key: the bootstrap key, if there is one. board: None if this process is the only API process. tracing: None
+    makes no spans.
     """
     settings = services.settings
     app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
@@ -124,4 +131,4 @@ def make_app(services: Services, admin_key: AdminKey | None, board: HostBoard | 
         max_file_bytes=settings.max_file_bytes,
     )
     app = BodyLimitMiddleware(app, body_limits, board)
-    return RequestScopeMiddleware(app, services.generator.metrics.answered)
+    return RequestScopeMiddleware(app, services.generator.metrics.answered, tracing)

@@ -49,6 +49,7 @@ from slora_api.server.http_front import Front, HttpFront, run_until_stopped
 from slora_api.server.metrics_files import open_metrics_files
 from slora_api.server.sockets import open_sockets
 from slora_api.server.supervisor import Supervisor
+from slora_api.server.tracing import open_tracing
 from slora_api.settings import Settings, read_settings, unknown_variables
 from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
@@ -143,7 +144,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
         ]
         front: Front
         if settings.api_workers == 1:
-            app = make_app(services, admin_key, board)
+            app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
             work.append(make_batch_runner(services).run())
             front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
         else:

@@ -27,6 +27,7 @@ from slora_adapters.database.audit_log import Actor, ActorKind, acting_as
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import Forbidden, ServerBusy, TenantBusy, TenantSuspended, Unauthorized, error_response
 from slora_api.fair_slots import FairSlots
+from slora_api.request_context import current_request
 from slora_api.tenants.admin_key import BOOTSTRAP_KEY, AdminKey
 from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
 from slora_api.tenants.key_store import KeyStore
@@ -100,6 +101,8 @@ class AuthenticationMiddleware:
                 await error_response(Unauthorized())(scope, receive, send)
                 return
             scope["state"]["caller"] = caller
+            if isinstance(caller, KeyRecord) and (context := current_request.get()) is not None:
+                context.tenant = caller.tenant
             if caller is not BOOTSTRAP_KEY:
                 self._key_use.note(caller)
             with acting_as(_actor(caller, scope)), self._track(caller, scope["state"]):

@@ -1,0 +1,53 @@
+"""What belongs to the HTTP request that is being answered: its id, its tenant and its span.
+
+Log lines and spans read it. It follows the request into its tasks and threads. Code that answers no HTTP request has
+none, such as the runner of batches.
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.datastructures import Headers
+
+from slora.request import EngineRequest, RequestTiming, RequestUsage
+
+__all__ = ["RequestContext", "RequestSpan", "Tracing", "current_request", "current_span"]
+
+
+class RequestSpan(Protocol):
+    """The span of one HTTP request. Its methods are cheap and never raise."""
+
+    @property
+    def traceparent(self) -> str:
+        """The span as the W3C header names it."""
+
+    def add_engine_request(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
+        """Adds the spans of the stages of one prompt, which may end after the HTTP request."""
+
+    def end(self, context: "RequestContext", route: str, status: int) -> None:
+        """status: 0 if the client disconnected before an answer."""
+
+
+class Tracing(Protocol):
+    def begin(self, method: str, path: str, headers: Headers) -> RequestSpan | None:
+        """Begins the span of an HTTP request, as a child of the client's span if `headers` name one. None: the request
+        is not traced.
+        """
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """tenant: None until the key is known, and for an operator."""
+
+    request_id: str
+    tenant: str | None = None
+    span: RequestSpan | None = None
+
+
+current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+
+
+def current_span() -> RequestSpan | None:
+    context = current_request.get()
+    return None if context is None else context.span

@@ -1,0 +1,29 @@
+"""Opens the export of spans if the environment configures it. OpenTelemetry's SDK is an extra, imported only then."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from slora_adapters.store.store_url import load_optional
+from slora_api.request_context import Tracing
+
+__all__ = ["open_tracing"]
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+def open_tracing(stack: AsyncExitStack, environment: Mapping[str, str]) -> Tracing | None:
+    """Returns None unless an endpoint is set, or if OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none turns it off. The
+    stack closes it.
+
+    Raises ValueError if the extra `otel` is not installed, or for a setting that is not supported.
+    """
+    endpoint = next((name for name in _ENDPOINTS if environment.get(name)), None)
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if endpoint is None or is_off or environment.get("OTEL_TRACES_EXPORTER") == "none":
+        return None
+    module = load_optional("slora_api.server.otel_tracing", "otel", endpoint)
+    tracing = module.open_otel_tracing(environment)
+    stack.push_async_callback(asyncio.to_thread, tracing.close)
+    opened: Tracing = tracing
+    return opened
