@@ -4,6 +4,7 @@ Log lines and spans read it. It follows the request into its tasks and threads. 
 none, such as the runner of batches.
 """
 
+import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers
 
 from slora.request import EngineRequest, RequestTiming, RequestUsage
 
-__all__ = ["RequestContext", "RequestSpan", "Tracing", "current_request", "current_span"]
+__all__ = ["RequestContext", "RequestFields", "RequestSpan", "Tracing", "current_request", "current_span"]
 
 
 class RequestSpan(Protocol):
@@ -46,6 +47,16 @@ class RequestContext:
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+
+
+class RequestFields(logging.Filter):
+    """Adds the id and the tenant of the request to log records. Passes all records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        context = current_request.get()
+        if context is not None:
+            record.request_id, record.tenant = context.request_id, context.tenant
+        return True
 
 
 def current_span() -> RequestSpan | None:

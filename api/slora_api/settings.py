@@ -23,6 +23,7 @@ from slora.setting import (
     setting,
     setting_specs,
 )
+from slora_adapters.log_lines import LOG_FORMATS
 
 __all__ = ["TOOL_CALL_PARSERS", "Settings", "read_settings", "server_setting_specs", "unknown_variables"]
 
@@ -86,6 +87,10 @@ class Settings:
     lora_root: str = setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",
         metavar="DIR",
+    )  # fmt: skip
+    log_format: str = setting(
+        "text", "format of the log on standard error: text, or json with one object for each line", Choice(LOG_FORMATS),
+        metavar="FORMAT",
     )  # fmt: skip
     redis: str = setting("", "redis://HOST:PORT/DB of a warm tier in front of the store", metavar="URL")
     quota_redis: str = setting(

@@ -62,6 +62,7 @@ from slora.runner.runner import resolve_device
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
+from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
 from slora_adapters.wire import BrokenFrame, encode, read_message
 
 _log = logging.getLogger("slora.engine")
@@ -448,8 +449,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The engine process of slora. `slora serve` starts it.")
     parser.add_argument("--config", required=True, help="ProcessConfig as JSON")
     parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
     arguments = parser.parse_args()
+    set_up_logging(arguments.log_format, "engine")
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=False)
     try:
         config = ProcessConfig.from_json(arguments.config)

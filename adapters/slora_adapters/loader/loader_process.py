@@ -31,6 +31,7 @@ from slora_adapters.loader.loader_messages import (
     encode_loaded,
 )
 from slora_adapters.loader.source import FetchFailed
+from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
 from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.store.store_url import open_store
 from slora_adapters.version import AdapterVersion
@@ -173,12 +174,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
     parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
     # A thread that hashes or copies needs the GIL briefly between two pieces. It must not wait the default 5 ms while
     # another thread parses a header.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.nice(_NICE)
     arguments = parser.parse_args()
+    set_up_logging(arguments.log_format, "loader")
     end_with_stdin()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
     try:

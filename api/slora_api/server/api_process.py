@@ -32,6 +32,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.heartbeat import Heartbeat, Progress
+from slora_adapters.log_lines import set_up_logging
 from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
@@ -61,12 +62,14 @@ from slora_api.host_board import HostBoard
 from slora_api.host_changes import HostChanges
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.http_server import HttpServer
+from slora_api.key_masking import mask_keys
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_counters import QuotaCounters
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.request_context import RequestFields
 from slora_api.routes.services import Services
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
@@ -323,13 +326,18 @@ def main() -> int:
     parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
     arguments = parser.parse_args()
     config = WorkerConfig.from_json(arguments.config)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s [{config.number}] %(name)s %(levelname)s %(message)s"
-    )
     end_with_stdin()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=False)
     try:
-        asyncio.run(_serve(read_settings(config.flags, os.environ), config, heartbeat))
+        settings = read_settings(config.flags, os.environ)
+        set_up_logging(
+            settings.log_format,
+            f"API worker {config.number}",
+            RequestFields(),
+            label=f"[{config.number}] ",
+            mask=mask_keys,
+        )
+        asyncio.run(_serve(settings, config, heartbeat))
     except (SloraError, OSError, ValueError) as error:
         logger.error("%s", error)
         heartbeat.explain(str(error))

@@ -48,14 +48,14 @@ def engine_and_loader(
         Child(
             "loader",
             "slora_adapters.loader.loader_process",
-            [data.write_arguments("--config", loader.to_json())],
+            ["--log-format", settings.log_format, data.write_arguments("--config", loader.to_json())],
             pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
             waits_for_others=True,
         ),
         Child(
             "engine",
             "slora.engine.process",
-            ["--config", json.dumps(engine)],
+            ["--log-format", settings.log_format, "--config", json.dumps(engine)],
             pass_on(os.environ, ENGINE_VARIABLES),
         ),
     ]

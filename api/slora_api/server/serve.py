@@ -20,11 +20,14 @@ from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
 from slora_adapters.errors import DiskFull
+from slora_adapters.log_lines import set_up_logging
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.host_board import BoardSize, HostBoard
 from slora_api.http.http_server import HttpServer
 from slora_api.http.listener import open_listener
+from slora_api.key_masking import mask_keys
+from slora_api.request_context import RequestFields
 from slora_api.routes.services import Services
 from slora_api.server.api_process import (
     background_work,
@@ -165,12 +168,12 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs a server until a signal stops it. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         settings = read_settings(vars(arguments), os.environ)
     except (ConfigError, SettingRefused) as error:
         print(f"slora: {error}", file=sys.stderr)
         return 2
+    set_up_logging(settings.log_format, "API", RequestFields(), mask=mask_keys)
     for name, meant in unknown_variables(os.environ).items():
         logger.warning("%s is not a setting%s", name, f"; did you mean {meant}?" if meant else "")
     try:

@@ -1,0 +1,65 @@
+"""What log lines look like: text, or JSON with one object for each line. Every process of a server sets this up."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+__all__ = ["LOG_FORMATS", "set_up_logging"]
+
+LOG_FORMATS = ("text", "json")
+
+# Attributes of a record that JSON shows if a filter has set them.
+_FIELDS = ("request_id", "tenant")
+
+
+class _JsonLines(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name in _FIELDS if (value := getattr(record, name, None)) is not None}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class _MaskedLines(logging.Formatter):
+    def __init__(self, lines: logging.Formatter, mask: Callable[[str], str]) -> None:
+        super().__init__()
+        self._lines = lines
+        self._mask = mask
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._mask(self._lines.format(record))
+
+
+def set_up_logging(
+    log_format: str,
+    process: str,
+    *filters: logging.Filter,
+    label: str = "",
+    mask: Callable[[str], str] = lambda line: line,
+) -> None:
+    """Logs to standard error. log_format: one of LOG_FORMATS. process: its name in JSON. label: a part of each line of
+    text, such as the number of a worker. filters: see each record first. mask: makes the line that is written.
+    """
+    lines = (
+        _JsonLines(process)
+        if log_format == "json"
+        else logging.Formatter(f"%(asctime)s {label}%(name)s %(levelname)s %(message)s")
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_MaskedLines(lines, mask))
+    for one in filters:
+        handler.addFilter(one)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,0 +1,73 @@
+"""The log as an operator's tools read it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.served import ADMIN_KEY, serving
+
+KEY = "slora_abcdefgh_" + "S" * 43
+
+_SCRIPT = f"""
+import logging, sys, threading
+from contextvars import copy_context
+from slora_adapters.log_lines import set_up_logging
+from slora_api.key_masking import mask_keys
+from slora_api.request_context import RequestContext, RequestFields, current_request
+
+set_up_logging(sys.argv[1], "API worker 3", RequestFields(), label="[3] ", mask=mask_keys)
+logger = logging.getLogger("slora.api")
+logger.info("starts")
+current_request.set(RequestContext("req_1", "acme"))
+thread = threading.Thread(target=copy_context().run, args=(logger.warning, "model %r is unknown", "{KEY}\\n"))
+thread.start()
+thread.join()
+try:
+    raise ValueError("{KEY}")
+except ValueError:
+    logger.exception("broke")
+"""
+
+
+def log_lines(log_format: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _SCRIPT, log_format], capture_output=True, text=True, check=True
+    )
+    assert KEY not in done.stderr and "slora_abcdefgh_***" in done.stderr
+    return done.stderr.splitlines()
+
+
+def test_each_line_of_json_is_an_object_that_names_its_request() -> None:
+    starts, unknown, broke = map(json.loads, log_lines("json"))
+    assert starts.keys() == {"time", "level", "process", "logger", "message"}
+    assert (starts["level"], starts["process"], starts["logger"]) == ("info", "API worker 3", "slora.api")
+    assert starts["time"].endswith("+00:00")
+    assert (unknown["request_id"], unknown["tenant"], unknown["level"]) == ("req_1", "acme", "warning")
+    assert unknown["message"] == "model 'slora_abcdefgh_***\\n' is unknown", (
+        "a thread logs for the request, too"
+    )
+    assert broke["message"] == "broke" and "ValueError: slora_abcdefgh_***" in broke["traceback"]
+
+
+def test_lines_of_text_have_the_number_of_the_worker() -> None:
+    starts, *_ = log_lines("text")
+    assert starts.endswith(" [3] slora.api INFO starts")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_all_processes_of_a_server_log_json(
+    kit: Kit, tmp_path: Path, workers: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--api-workers", workers, "--log-format", "json", "--max-connections", "9")
+    with serving(kit.base, tmp_path / "data", *flags) as served:
+        served.wait_until_ready()
+        with served.client(ADMIN_KEY) as operator:
+            assert operator.get("/metrics").status_code == 200
+        served.kill_everything()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert all(line["message"] and line["process"] for line in lines)
