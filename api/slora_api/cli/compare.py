@@ -15,7 +15,7 @@ from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
 __all__ = ["compare"]
 
 # Columns narrower than this are hard to read, so the answers then stand one below the other.
-_MIN_COLUMN_CHARS = 30
+_MIN_COLUMN_CHARS = 24
 _GAP = " | "
 
 

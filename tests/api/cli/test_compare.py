@@ -46,7 +46,7 @@ def test_answers_stand_side_by_side_with_the_version_that_answered(platform: Pla
 
 
 def test_answers_stand_one_below_the_other_in_a_narrow_terminal(platform: Platform, key: str) -> None:
-    ended = compare(platform, key, "--models", "base", "brief", columns=60)
+    ended = compare(platform, key, "--models", "base", "brief", columns=50)
     text = "one two three four five six seven eight\n\nnine"
     assert ended.stdout == f"base\n----\n{text}\n\nbrief@1\n-------\n{text}\n"
 
