@@ -684,6 +684,7 @@ class QuotaChanges(BaseModel):
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     concurrent_answers: int | None = None
+    composed_adapters: int | None = None
     adapter_versions: int | None = None
     stored_bytes: int | None = None
 

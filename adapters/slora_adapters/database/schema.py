@@ -114,6 +114,7 @@ quotas = Table(
     Column("concurrent_answers", BigInteger),
     Column("adapter_versions", BigInteger),
     Column("stored_bytes", BigInteger),
+    Column("composed_adapters", BigInteger),
     PrimaryKeyConstraint("tenant", "key_id"),
 )
 

@@ -29,7 +29,7 @@ def _print(shown: dict[str, Any], *, as_json: bool) -> None:
         print_json(shown)
         return
     rows = [
-        {"field": field, "used": shown["used"][field], "limit": limit}
+        {"field": field, "used": shown["used"].get(field, "-"), "limit": limit}
         for field, limit in shown["limits"].items()
     ]
     print_records(rows, _COLUMNS, as_json=False)

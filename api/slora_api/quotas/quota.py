@@ -7,6 +7,7 @@ tenant, the server's settings then apply where they have a default.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from slora.request import MAX_COMPOSED_ADAPTERS
 from slora_api.errors import BadRequest
 from slora_api.settings import Settings
 
@@ -19,6 +20,7 @@ _MOST = {
     "tokens_per_day": 10**15,
     "tokens_per_month": 10**15,
     "concurrent_answers": 10**6,
+    "composed_adapters": MAX_COMPOSED_ADAPTERS,
     "adapter_versions": 10**9,
     "stored_bytes": 2**50,
 }
@@ -33,6 +35,7 @@ class Quota:
 
     tokens_per_day, tokens_per_month: budgets of a day and a month in UTC.
     concurrent_answers: answers in progress; each prompt and each choice of a request counts.
+    composed_adapters: adapters that one request adds up.
     adapter_versions, stored_bytes: limits of what a tenant keeps. A key cannot have them.
 
     Tokens are those of prompts and of generated answers.
@@ -43,6 +46,7 @@ class Quota:
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     concurrent_answers: int | None = None
+    composed_adapters: int | None = None
     adapter_versions: int | None = None
     stored_bytes: int | None = None
 
@@ -57,6 +61,7 @@ class Quota:
                 self.tokens_per_day,
                 self.tokens_per_month,
                 self.concurrent_answers,
+                self.composed_adapters,
             )
         )
 

@@ -214,6 +214,17 @@ class RequestMeter:
         limits = [one.quota.concurrent_answers for one in self._subjects]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    def check_adapters(self, count: int) -> None:
+        """count: adapters that the request adds up. Raises BadRequest."""
+        for subject in self._subjects:
+            limit = subject.quota.composed_adapters
+            if limit is not None and count > limit:
+                raise BadRequest(
+                    f"`adapters` adds up {count} adapters; the limit of {_owner(subject)} is {limit} in one request "
+                    "(composed_adapters). Name fewer, or ask the operator for a higher quota.",
+                    "adapters",
+                )
+
     def default_answer_tokens(self, prompt_tokens: int, num_answers: int) -> int | None:
         """Returns the most tokens of each answer for which the client sent no max_tokens; None for no limit."""
         limits = [one.quota.least_tokens for one in self._subjects if one.quota.least_tokens is not None]

@@ -78,6 +78,8 @@ async def answer_with(
 def prompt_maker(
     terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> PromptMaker:
+    """Raises BadRequest if a quota forbids a sum of so many adapters."""
+    meter.check_adapters(len(model.adapters))
     generator = services.generator
     tokenizer = services.prompt_tokenizer(terms.tenant, meter, model)
     return PromptMaker(terms, tokenizer, services.grammars, generator.limiter, generator.engine_info())

@@ -22,13 +22,16 @@ router = APIRouter(tags=["quotas"])
 
 
 class QuotaLimits(TypedDict):
-    """The limits that apply; null where there is none. The defaults of the server are included."""
+    """The limits that apply; null where there is none. The defaults of the server are included. composed_adapters:
+    limits single requests, so it has no use.
+    """
 
     requests_per_minute: int | None
     tokens_per_minute: int | None
     tokens_per_day: int | None
     tokens_per_month: int | None
     concurrent_answers: int | None
+    composed_adapters: int | None
     adapter_versions: int | None
     stored_bytes: int | None
 
@@ -74,6 +77,7 @@ async def _describe(services: Services, subject: Subject) -> QuotaObject:
             "tokens_per_day": limits.tokens_per_day,
             "tokens_per_month": limits.tokens_per_month,
             "concurrent_answers": limits.concurrent_answers,
+            "composed_adapters": limits.composed_adapters,
             "adapter_versions": limits.adapter_versions,
             "stored_bytes": limits.stored_bytes,
         },

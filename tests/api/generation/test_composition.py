@@ -13,7 +13,7 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import make_members, make_tensors
-from tests.api.platform import Platform, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -122,6 +122,26 @@ def test_what_is_no_sum_of_adapters_is_refused_by_name(
     status, named, message = error_of(ask(platform, key, adapters))
     assert (status, named) == (400, param) and said in message
     assert not platform.engine.requests
+
+
+def test_a_quota_limits_the_adapters_of_one_request(platform: Platform) -> None:
+    key = platform.key("acme")
+    with platform.client(ADMIN_KEY) as admin:
+        quota = f"/admin/keys/{key.split('_')[1]}/quota"
+        assert admin.patch(quota, json={"composed_adapters": 1}).json()["limits"]["composed_adapters"] == 1
+        assert admin.patch(quota, json={"composed_adapters": 17}).status_code == 400
+    two = [{"name": "formal"}, {"name": "brief"}]
+    status, param, message = error_of(ask(platform, key, two))
+    assert (status, param) == (400, "adapters")
+    assert "adds up 2 adapters; the limit of this API key is 1 in one request (composed_adapters)" in message
+    refused = post(platform, key, "/v1/embeddings", {"model": "base", "input": "a", "adapters": two})
+    assert error_of(refused)[:2] == (400, "adapters")
+    fanned = post(
+        platform, key, "/v1/fanout", {"models": [{"adapters": two}, "formal"], "prompt": "a"}
+    ).json()
+    assert [answer["status_code"] for answer in fanned["answers"]] == [400, 200]
+    assert ask(platform, key, [two[0], two[1] | {"weight": 0}]).status_code == 200
+    assert ask(platform, platform.key("acme"), two).status_code == 200
 
 
 @pytest.mark.parametrize("weight", ["NaN", "Infinity", "1e400"])

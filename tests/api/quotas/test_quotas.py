@@ -19,7 +19,14 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 PROMPT = {"model": "base", "prompt": "hello", "max_tokens": 5}
 STREAM = PROMPT | {"stream": True}
 NONE = dict.fromkeys(
-    ["requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month", "concurrent_answers"]
+    [
+        "requests_per_minute",
+        "tokens_per_minute",
+        "tokens_per_day",
+        "tokens_per_month",
+        "concurrent_answers",
+        "composed_adapters",
+    ]
 )
 
 
