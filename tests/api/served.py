@@ -167,6 +167,10 @@ def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: N
     return found
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    wait_for(lambda: condition() or None)
+
+
 def ask_and_leave(client: httpx.Client, path: str, has_begun: Callable[[], bool], **content: Any) -> None:
     """Sends a POST request, and closes its connection when `has_begun()`.
 
@@ -176,7 +180,7 @@ def ask_and_leave(client: httpx.Client, path: str, has_begun: Callable[[], bool]
     place = client.base_url
     with closing(HTTPConnection(place.host, place.port, timeout=READY_S)) as connection:
         connection.request("POST", path, request.read(), dict(request.headers))
-        wait_for(lambda: has_begun() or None)
+        wait_until(has_begun)
 
 
 @contextmanager

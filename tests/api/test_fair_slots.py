@@ -25,7 +25,7 @@ def test_one_tenant_cannot_take_the_last_free_slot() -> None:
             third = asyncio.create_task(held.enter_async_context(slots.hold("hostile")))
             await asyncio.sleep(0)
             assert not third.done()
-            async with asyncio.timeout(5), slots.hold("honest"):
+            async with asyncio.timeout(300), slots.hold("honest"):
                 pass
             third.cancel()
 
@@ -38,7 +38,7 @@ def test_two_tenants_leave_a_slot_free_for_a_third_when_two_are_reserved() -> No
         holds = [asyncio.create_task(slots.hold(f"hostile {n % 2}").__aenter__()) for n in range(8)]
         await asyncio.sleep(0)
         assert sum(hold.done() for hold in holds) == 2
-        async with asyncio.timeout(5), slots.hold("honest"):
+        async with asyncio.timeout(300), slots.hold("honest"):
             pass
         for hold in holds:
             hold.cancel()
@@ -102,7 +102,7 @@ def test_a_cancelled_wait_releases_its_slot() -> None:
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(5), slots.hold("globex"):
+        async with asyncio.timeout(300), slots.hold("globex"):
             pass
         assert slots._num_free == 1
 
@@ -150,7 +150,7 @@ def test_a_flood_in_every_process_leaves_a_slot_to_another_tenant_in_each(num_pr
                 ]
                 await asyncio.sleep(0)
                 for slots in processes:
-                    async with asyncio.timeout(10), slots.hold("honest"):
+                    async with asyncio.timeout(300), slots.hold("honest"):
                         pass
                 num_held = sum(flood.done() for flood in floods)
                 assert num_held <= max(num_slots - num_reserved, num_processes)

@@ -80,7 +80,7 @@ def follow(
     async def main() -> None:
         follower = ChangeFollower(registry, key_store, quota_store, engine, lambda: moved.append(None))
         running = asyncio.create_task(follower.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while not moved:  # the follower has started
                 await asyncio.sleep(0.001)
             change()

@@ -250,7 +250,7 @@ def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
     one, two = Pin(AdapterVersion("a", "1" * 64), TenantShare(2)), Pin(AdapterVersion("b", "1" * 64))
 
     async def told(count: int) -> list[Pin]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while len(engine.pins) < count:
                 await asyncio.sleep(0.001)
         return engine.pins[-1]
@@ -259,7 +259,7 @@ def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
         running = asyncio.create_task(pinning.run())
         await pinning.pin("a", "one")
         # At first the database fails, and then the engine is not connected.
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while not engine.num_refused_pins:
                 await asyncio.sleep(0.001)
         assert registry.num_asked == 2

@@ -4,9 +4,8 @@ import asyncio
 import base64
 import json
 import struct
-import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from slora_api.generation.embedding_run import count_lanes, run_lanes
 from tests.adapters.hand_made import SHAPE
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, embed
-from tests.api.served import ask_and_leave
+from tests.api.served import ask_and_leave, wait_until
 
 PATH = "/v1/embeddings"
 TEXT = {"model": "base", "input": "hello"}
@@ -52,14 +51,6 @@ def key(shared: Platform) -> str:
 def vector_of(text: str, size: int = H) -> list[float]:
     """The scripted vector, as float32 numbers."""
     return list(array("f", (text.encode()[0] / 256 + place / 3 for place in range(size))))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen within 30 s")
 
 
 def test_an_answer_has_openais_shape(platform: Platform, key: str) -> None:

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from slora.errors import EngineUnavailable
 from slora.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
-from tests.api.generation.test_completions import wait_until
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine
+from tests.api.served import wait_until
 from tests.support.tool_templates import QWEN3
 
 PATH = "/v1/responses"

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -22,6 +21,7 @@ from slora_api.http.connections import Connections
 from slora_api.http.http_protocol import HttpProtocol
 from slora_api.rate_limited_log import RateLimitFilter
 from tests.api.live_server import live_server
+from tests.api.served import wait_until
 
 
 async def answer_ok(scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,13 +53,6 @@ def is_closed(connection: socket.socket) -> bool:
         return False
     except ConnectionResetError:
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 30 s"
-        time.sleep(0.02)
 
 
 def test_idle_connections_without_a_key_do_not_block_new_connections() -> None:

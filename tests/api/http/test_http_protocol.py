@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from slora_api.http.connection_limits import ConnectionLimits
-from tests.api.http.test_acceptor import connect, is_closed, wait_until
+from tests.api.http.test_acceptor import connect, is_closed
 from tests.api.live_server import live_server
+from tests.api.served import wait_until
 
 # Long enough that a patient client never exceeds these limits, and short enough that a test waits less than a second.
 LIMITS = ConnectionLimits(

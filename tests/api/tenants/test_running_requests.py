@@ -68,9 +68,9 @@ def streaming(platform: Platform, key: str) -> Iterator[Stream]:
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert started.wait(30)
+    assert started.wait(300)
     yield stream
-    reader.join(30)
+    reader.join(300)
     assert not reader.is_alive(), "the stream has not ended"
 
 
@@ -110,7 +110,7 @@ def test_a_request_without_a_stream_is_answered_401_when_its_key_is_revoked(
     asking.start()
     wait_for(lambda: len(second.engine.requests) > num_requests or None)
     first.services.key_store.revoke_key(key.split("_")[1])
-    asking.join(30)
+    asking.join(300)
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["message"]) == (401, REVOKED)
     assert second.engine.requests[-1].request_id in second.engine.aborted

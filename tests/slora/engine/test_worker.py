@@ -31,7 +31,7 @@ from tests.support.model_kit import ModelKit
 from tests.support.scripted_source import ScriptedSource
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-WAIT_S = 30.0
+WAIT_S = 300.0
 Outputs = queue.SimpleQueue[StepOutput]
 
 
