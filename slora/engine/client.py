@@ -8,15 +8,17 @@ engine listens again. This module does not import torch.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
 from slora.adapter_place import AdapterPlace
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
+from slora.engine.live_state import LiveState
 from slora.engine.messages import (
     Message,
     decode_info,
+    decode_live_state,
     decode_output,
     decode_purged,
     decode_stats,
@@ -86,6 +88,12 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """Returns the engine's present statistics. Raises EngineUnavailable."""
+
+    async def observe(self, tenants: Collection[str]) -> LiveState:
+        """Returns what the engine does at present, for consoles. Raises EngineUnavailable.
+
+        tenants: those that must be listed, however small they are.
+        """
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         """Tells the engine that an adapter was deleted. A no-op when no engine is connected."""
@@ -187,6 +195,10 @@ class RemoteEngine:
         stats: EngineStats = await self._request_reply({"op": "stats"})
         return stats
 
+    async def observe(self, tenants: Collection[str]) -> LiveState:
+        state: LiveState = await self._request_reply({"op": "observe", "tenants": list(tenants)})
+        return state
+
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         self._versions.add(version)
         place: AdapterPlace = await self._request_reply(encode_prewarm(version, share))
@@ -263,6 +275,8 @@ class RemoteEngine:
                     self._report_usage(*ended)
             case "stats":
                 self._resolve_reply(message, decode_stats(message))
+            case "live":
+                self._resolve_reply(message, decode_live_state(message))
             case "purged":
                 self._resolve_reply(message, decode_purged(message))
             case "place":
@@ -273,7 +287,9 @@ class RemoteEngine:
             case "status":
                 self._loader_connected = message["loader"]
 
-    def _resolve_reply(self, message: Message, found: EngineStats | AdapterPlace | TenantPurge) -> None:
+    def _resolve_reply(
+        self, message: Message, found: EngineStats | LiveState | AdapterPlace | TenantPurge
+    ) -> None:
         answer = self._pending_replies.get(message["number"])
         if answer is not None and not answer.done():
             answer.set_result(found)

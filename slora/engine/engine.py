@@ -6,13 +6,15 @@ API keys.
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel, StepTimes
 from slora.device.huge_pages import prefault
 from slora.engine.histogram import Histogram
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
+from slora.engine.live_state import LiveState
+from slora.engine.live_view import LiveView
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.engine.request_check import check_request, find_stop_token_ids
@@ -113,6 +115,7 @@ class Engine:
         )
         self._scheduler = Scheduler(scheduler, source, self._learned or self._costs, self._grammars)
         self._was_timed = True
+        self._live = LiveView(self._scheduler)
         self._tenants = self._scheduler.paging.tenants
         self._step_seconds, self._token_gaps = Histogram(_LATENCIES_S), Histogram(_LATENCIES_S)
         self._step_tokens = Histogram(_STEP_TOKENS)
@@ -229,6 +232,9 @@ class Engine:
             self._step_seconds.count(seconds)
             self._step_tokens.count(plan.num_tokens)
         self._generated_tokens += sum(not one.is_deferred for one in result.sampled)
+        now = time.monotonic()
+        if self._live.meter.is_watched(now):
+            self._live.meter.record(plan, result.sampled, seconds, now)
         ended += self._scheduler.postprocess(plan, result.sampled)
         for gap_s, count in self._scheduler.token_gaps:
             self._token_gaps.count(gap_s, count)
@@ -245,6 +251,10 @@ class Engine:
     def close(self) -> None:
         """Ends the thread that compiles grammars. The engine must not be used afterwards."""
         self._grammars.close()
+
+    def observe(self, tenants: Collection[str]) -> LiveState:
+        """The present state, for consoles. tenants: those that must be listed, however small they are."""
+        return self._live.observe(tenants, time.monotonic())
 
     def stats(self) -> EngineStats:
         scheduler, memory = self._scheduler, self._scheduler.paging

@@ -3,9 +3,10 @@
 The field `op` names the kind of message:
 
 API to engine:  add, abort, remove_adapter, purge (of a tenant), pins (replaces all earlier pins), prewarm, stats,
-                recorded (requests whose usage is durable)
+                observe (for consoles), recorded (requests whose usage is durable)
 engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), usage (of ended requests, before their
-                last outputs), stats, place (the reply to prewarm), purged (the reply to purge)
+                last outputs), stats, place (the reply to prewarm), purged (the reply to purge), live (the reply to
+                observe)
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from typing import Any
 from slora.cost_model import CostModel
 from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
+from slora.engine.live_state import AdapterWork, LiveState, PoolEvent, Quantiles, TenantState
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import (
@@ -27,6 +29,7 @@ from slora.errors import (
     StepFailed,
 )
 from slora.pool.page_counts import PageCounts
+from slora.pool.page_map import PageMap, PageOwner
 from slora.pooling import Pooling
 from slora.request import (
     EndedRequest,
@@ -46,7 +49,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 Message = dict[str, Any]
 
@@ -176,6 +179,44 @@ def decode_stats(message: Message) -> EngineStats:
     stats["costs"] = CostModel(**stats["costs"])
     stats["usage"] = RequestUsage(**stats["usage"])
     return EngineStats(**stats)
+
+
+def encode_live_state(state: LiveState, number: int) -> Message:
+    # Without asdict, which would copy thousands of owners and take milliseconds.
+    fields = {name: getattr(state, name) for name in LiveState.__slots__}
+    pages = state.page_map
+    fields["page_map"] = [pages.stride, pages.cells, pages.owners]
+    fields["pages"], fields["total"] = astuple(state.pages), astuple(state.total)
+    fields["tenants"] = {name: astuple(one) for name, one in state.tenants.items()}
+    return {"op": "live", "number": number, "state": fields}
+
+
+def decode_live_state(message: Message) -> LiveState:
+    fields = dict(message["state"])
+    stride, cells, owners = fields["page_map"]
+    fields["page_map"] = PageMap(stride, cells, tuple(PageOwner(*one) for one in owners))
+    fields["pages"], fields["total"] = PageCounts(*fields["pages"]), _decode_tenant_state(fields["total"])
+    fields["tenants"] = {name: _decode_tenant_state(one) for name, one in fields["tenants"].items()}
+    fields["adapters"] = tuple(AdapterWork(*one) for one in fields["adapters"])
+    fields["events"] = tuple(PoolEvent(*one) for one in fields["events"])
+    fields["step"] = _decode_quantiles(fields["step"])
+    return LiveState(**fields)
+
+
+def _decode_tenant_state(row: list[Any]) -> TenantState:
+    pages, running, waiting, tokens_per_s, first_token, interval = row
+    return TenantState(
+        PageCounts(*pages),
+        running,
+        waiting,
+        tokens_per_s,
+        _decode_quantiles(first_token),
+        _decode_quantiles(interval),
+    )
+
+
+def _decode_quantiles(row: list[Any] | None) -> Quantiles | None:
+    return None if row is None else Quantiles(*row)
 
 
 def encode_usage(ended: Iterable[EndedRequest]) -> Message:

@@ -29,6 +29,7 @@ from slora.adapter_place import AdapterPlace
 from slora.device.page_locked_memory import PageLockedMemory
 from slora.engine.engine import Engine
 from slora.engine.info import TenantPurge
+from slora.engine.live_state import LiveState
 from slora.engine.messages import (
     Message,
     decode_add,
@@ -36,6 +37,7 @@ from slora.engine.messages import (
     decode_prewarm,
     decode_version,
     encode_info,
+    encode_live_state,
     encode_output,
     encode_purged,
     encode_stats,
@@ -47,6 +49,7 @@ from slora.engine.worker import (
     Add,
     EngineWorker,
     GetStats,
+    Observe,
     Prewarm,
     PurgeTenant,
     RemoveAdapter,
@@ -263,6 +266,8 @@ class EngineServer:
                 self._prewarm(peer, message)
             case "stats":
                 self._answer_stats(peer, message["number"])
+            case "observe":
+                self._observe(peer, message)
             case op:
                 raise BrokenFrame(f"API process {peer.number} sent the unknown op {op!r}")
 
@@ -298,6 +303,14 @@ class EngineServer:
         self._worker.post(
             GetStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
         )
+
+    def _observe(self, peer: _Peer, message: Message) -> None:
+        loop, number = asyncio.get_running_loop(), message["number"]
+
+        def answer(state: LiveState) -> None:
+            _call_in(loop, lambda: peer.send(encode_live_state(state, number)))
+
+        self._worker.post(Observe(frozenset(message["tenants"]), answer))
 
 
 def _is_whole(delta: TokenDelta) -> bool:

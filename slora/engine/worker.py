@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from slora.adapter_place import AdapterPlace
 from slora.engine.engine import Engine
 from slora.engine.info import EngineStats, TenantPurge
+from slora.engine.live_state import LiveState
 from slora.engine.pin import Pin
 from slora.errors import RequestRefused
 from slora.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
@@ -74,6 +75,14 @@ class GetStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Observe:
+    """`answer` is called on the engine's thread."""
+
+    tenants: frozenset[str]
+    answer: Callable[[LiveState], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Wakes the thread after an event outside the inbox, such as the arrival of an adapter or a grammar."""
 
@@ -83,7 +92,7 @@ class Stop:
     pass
 
 
-Command = Add | Abort | RemoveAdapter | PurgeTenant | SetPins | Prewarm | GetStats | Wake | Stop
+Command = Add | Abort | RemoveAdapter | PurgeTenant | SetPins | Prewarm | GetStats | Observe | Wake | Stop
 
 
 class EngineWorker:
@@ -170,3 +179,5 @@ class EngineWorker:
                 tell_place(engine.prewarm(version, share))
             case GetStats(answer):
                 answer(engine.stats())
+            case Observe(tenants, tell_state):
+                tell_state(engine.observe(tenants))

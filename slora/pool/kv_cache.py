@@ -312,6 +312,7 @@ class KVCache:
 
     def _evict(self, block: PrefixBlock, requester: TenantAccount) -> None:
         self.num_evictions += 1
+        block.tenant.num_prefix_evictions += 1
         self._remove(block)
 
     def _remove(self, block: PrefixBlock) -> None:

@@ -69,6 +69,10 @@ class PagePool:
         assert owner is not None, f"page {page} is free"
         return owner
 
+    def sample(self, stride: int) -> tuple[list[TenantAccount | None], list[int]]:
+        """The owners of every `stride`-th page, None for a free page, and the numbers of references."""
+        return self._owners[::stride], self._references[::stride]
+
     def is_shared(self, page: int) -> bool:
         """Whether a held page has more than one reference. A shared page must not be written."""
         return self._references[page] > 1

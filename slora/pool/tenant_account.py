@@ -28,6 +28,7 @@ class TenantAccount:
     min_pages: its floor in pages; 0: no floor.
     max_pages: its ceiling in pages; None: no ceiling.
     num_waiting: number of its sequences in the waiting queue.
+    num_preemptions: preemptions of its sequences so far. num_prefix_evictions: evictions of its cached prefixes.
     """
 
     __slots__ = (
@@ -37,6 +38,8 @@ class TenantAccount:
         "name",
         "num_cached",
         "num_pages",
+        "num_preemptions",
+        "num_prefix_evictions",
         "num_waiting",
         "service",
         "share",
@@ -52,6 +55,7 @@ class TenantAccount:
         self.min_pages = 0
         self.max_pages: int | None = None
         self.num_waiting = 0
+        self.num_preemptions = self.num_prefix_evictions = 0
 
     def __repr__(self) -> str:
         return f"TenantAccount({self.name!r}, {self.num_pages} pages, {self.num_cached} of them cached)"

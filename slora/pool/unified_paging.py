@@ -4,7 +4,7 @@ Only page numbers are managed here; the bytes are in `DeviceMemory`.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from slora.cost_model import Costs
 from slora.pool.eviction_policy import make_policy
@@ -54,19 +54,25 @@ class UnifiedPaging:
         idle = sum(len(resident.pages) for resident in self.residency if not resident.num_users)
         return PageCounts(self.pool.num_held - used, self.pool.num_cached - idle, used, idle)
 
-    def count_tenant_pages(self, most: int) -> dict[str, PageCounts]:
+    def count_tenant_pages(self, most: int, also: Collection[str] = ()) -> dict[str, PageCounts]:
         """The pages of the `most` tenants that own the most pages, largest first. Tenants without pages are left out.
+
+        also: tenants that are included even if others own more pages.
 
         With a public prefix cache, no tenant owns the cached prefixes of the base model, nor the pages of them that
         sequences use again.
         """
-        counts: defaultdict[str, PageCounts] = defaultdict(PageCounts)
+        owned: defaultdict[str, int] = defaultdict(int)
         for account in self.tenants:
             if account.num_pages:
+                owned[account.name] += account.num_pages
+        largest = sorted(owned, key=lambda name: (-owned[name], name))
+        # Only these are counted by content, because there may be thousands of tenants.
+        tenants = {name: PageCounts() for at, name in enumerate(largest) if at < most or name in also}
+        for account in self.tenants:
+            if account.num_pages and account.name in tenants:
                 held = account.num_pages - account.num_cached
-                counts[account.name] += PageCounts(kv=held, prefixes=account.num_cached)
-        largest = sorted(counts, key=lambda name: (-counts[name].total, name))[:most]
-        tenants = {name: counts[name] for name in largest}
+                tenants[account.name] += PageCounts(kv=held, prefixes=account.num_cached)
         for resident in self.residency:
             name, num_pages = resident.tenant.name, len(resident.pages)
             if name in tenants and resident.num_users:

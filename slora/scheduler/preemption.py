@@ -93,6 +93,7 @@ class Preemption:
         A background sequence is never swapped out, because the copies would delay the interactive requests that it
         makes room for. If it can't be queued again, its request ends.
         """
+        sequence.tenant.num_preemptions += 1
         # The last token of a beam is recomputed, because its proposal must be made again.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         if plan.remove(sequence) and not sequence.is_background:

@@ -129,6 +129,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._lifecycle.unfinished) - len(self._batch)
 
+    def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
+        """The numbers of running and of waiting sequences, by tenant."""
+        running = Counter(sequence.tenant.name for sequence in self._batch)
+        return running, Counter(one.tenant.name for one in self._lifecycle.unfinished) - running
+
     @property
     def num_awaiting_adapter(self) -> int:
         return self.adapters.num_waiting

@@ -49,6 +49,7 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.live.live_feed import LiveFeed
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
@@ -253,6 +254,7 @@ def running_platform(
         UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
         quarantine,
         Batches(database, Files(database, file_limits(chosen)), chosen.max_batches_per_tenant),
+        LiveFeed(engine, registry.find_names, lambda: limiter.stopping),
     )
 
     async def close() -> None:

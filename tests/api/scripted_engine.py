@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -13,10 +13,12 @@ from slora.cost_model import CostModel
 from slora.engine.client import UsageListener
 from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
+from slora.engine.live_state import LiveState, TenantState
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
 from slora.pool.page_counts import PageCounts
+from slora.pool.page_map import PageMap
 from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta, TokenLogprobs
 from slora.scheduler.served_counts import ServedCounts
 from slora.tenant_share import TenantShare
@@ -26,6 +28,10 @@ from slora_api.adapters.canary import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
 
 EOS = 256
+# A pool of 100 free pages, without traffic.
+EMPTY = LiveState(
+    0.0, 100, PageMap(1, bytes(200), ()), PageCounts(), 0, TenantState(), {}, (), None, 0.0, 0.0, ()
+)
 
 
 def fast_byte_tokenizer() -> FastTokenizer:
@@ -109,6 +115,8 @@ class ScriptedEngine:
     started: asyncio.Event = field(default_factory=asyncio.Event)
     acknowledged: list[str] = field(default_factory=list)
     on_usage: UsageListener = lambda request_id, usage, timing: None
+    live: LiveState = EMPTY
+    num_observations: int = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -216,6 +224,12 @@ class ScriptedEngine:
             PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
             LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
         )  # fmt: skip
+
+    async def observe(self, tenants: Collection[str]) -> LiveState:
+        self.num_observations += 1
+        if not self.ready:
+            raise EngineUnavailable("the engine is not ready")
+        return self.live
 
     @property
     def versions(self) -> set[AdapterVersion]:

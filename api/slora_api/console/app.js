@@ -6,6 +6,8 @@ import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 
 // A view needs one of its scopes. Its module exports `View`, a component that gets the key's description as `me`.
 const VIEWS = [
+  { id: "pool", title: "Pool", scopes: ["usage:read", "admin"], load: () => import("./views/pool.js") },
+  { id: "traffic", title: "Traffic", scopes: ["usage:read", "admin"], load: () => import("./views/traffic.js") },
   { id: "key", title: "Key", scopes: null, load: () => import("./views/key.js") },
 ];
 // How often the key is checked while a view makes no request.

@@ -1,6 +1,6 @@
 // Parts that the views share.
 
-import { html, useCallback, useEffect, useState } from "./vendor/preact.js";
+import { html, useCallback, useEffect, useLayoutEffect, useState } from "./vendor/preact.js";
 
 // A region of a view with a heading. `actions` stands beside the heading.
 export const Panel = ({ title, actions, children, wide }) => html`
@@ -45,6 +45,17 @@ export function useLoad(load, inputs = []) {
     return () => stop.abort();
   }, [...inputs, round]);
   return { ...state, reload: useCallback(() => setRound((last) => last + 1), []) };
+}
+
+// The width of an element in whole pixels, as it is laid out now; 0 before it is.
+export function useWidth(element) {
+  const [width, setWidth] = useState(0);
+  useLayoutEffect(() => {
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    observer.observe(element.current);
+    return () => observer.disconnect();
+  }, []);
+  return width;
 }
 
 const whole = new Intl.NumberFormat("en");

@@ -26,6 +26,7 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import background_id
+from slora_api.live.live_feed import LiveFeed
 from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.request_bounds import RequestBounds
@@ -82,6 +83,7 @@ class Services:
     usage_shipper: UsageShipper
     quarantine: Quarantine
     batches: Batches
+    live: LiveFeed
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )

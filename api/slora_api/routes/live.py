@@ -1,0 +1,83 @@
+"""/v1/live for a tenant and /admin/live for the operator: what the engine does at present, as the console shows it."""
+
+import json
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from slora_api.errors import ErrorAnswer, ServerBusy, Stopping, TenantBusy
+from slora_api.generation.sse import EventStream
+from slora_api.live.frame import FrameObject
+from slora_api.routes.openapi import errors, event_stream
+from slora_api.routes.services import Services, Wired
+from slora_api.tenants.admin_key import BOOTSTRAP_KEY
+from slora_api.tenants.authentication import Operator, UsageReader
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["usage"])
+
+_ANSWERS = errors(TenantBusy, ServerBusy) | event_stream(
+    FrameObject | None,
+    "Server-sent events. The data of each is a JSON object, or null while no engine answers. An error ends the stream, "
+    "as an event with the JSON of an error.",
+)
+# A console asks for many. It asks again when it has received them.
+_NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
+
+
+@router.get("/v1/live", response_class=Response, responses=_ANSWERS)
+async def watch_own(key: UsageReader, services: Wired, frames: _NumFrames = 1) -> Response:
+    """Streams the pages, the adapters and the traffic of the tenant, a few times a second. Of other tenants it shows
+    sums only.
+
+    frames: after so many the stream ends.
+    """
+    return await _stream(services.live.watch(key.tenant), frames)
+
+
+@router.get("/admin/live", response_class=Response, responses=_ANSWERS)
+async def watch_all(request: Request, key: Operator, services: Wired, frames: _NumFrames = 1) -> Response:
+    """Streams the pages, the adapters and the traffic of all tenants, a few times a second.
+
+    frames: after so many the stream ends.
+    """
+    shown = services.live.watch(None)
+    # Requests of operators are short, except this one. It ends if its key is revoked.
+    return await _stream(
+        shown if key is BOOTSTRAP_KEY else _while_valid(shown, services, key.key_id, request), frames
+    )
+
+
+async def _while_valid(
+    shown: AsyncGenerator[bytes, None], services: Services, key_id: str, request: Request
+) -> AsyncGenerator[bytes, None]:
+    with services.running.track(key_id, request.scope["state"]):
+        async with aclosing(shown):
+            async for frame in shown:
+                yield frame
+
+
+async def _stream(shown: AsyncGenerator[bytes, None], num_frames: int) -> Response:
+    try:
+        first = await anext(shown)
+    except StopAsyncIteration:
+        raise Stopping() from None
+    return EventStream(first, _take(shown, num_frames - 1), _failure, {})
+
+
+async def _take(shown: AsyncGenerator[bytes, None], count: int) -> AsyncGenerator[bytes, None]:
+    async with aclosing(shown):
+        while count:
+            async for frame in shown:
+                yield frame
+                break
+            else:
+                return
+            count -= 1
+
+
+def _failure(answer: ErrorAnswer) -> Iterable[bytes]:
+    yield f"data: {json.dumps(answer.body)}\n\n".encode()

@@ -1,0 +1,85 @@
+"""What the engine does at present, for the console. The API reads it, so this module does not import torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from slora.pool.page_counts import PageCounts
+from slora.pool.page_map import PageMap
+
+
+class Quantiles(NamedTuple):
+    """The median and the 99th percentile of recent times in seconds, and the number of these times."""
+
+    p50: float
+    p99: float
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """The state of one tenant, or of all tenants together.
+
+    running, waiting: numbers of sequences. tokens_per_s: generated tokens, in the last seconds.
+    first_token: times from the arrival in the engine to the first token. interval: times between two tokens. None
+    without recent ones.
+    """
+
+    pages: PageCounts = field(default_factory=PageCounts)
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    first_token: Quantiles | None = None
+    interval: Quantiles | None = None
+
+
+class AdapterWork(NamedTuple):
+    """The tokens that were computed with an adapter in the last seconds, prompts included. digest: empty for the base
+    model. A token with several adapters counts for each.
+    """
+
+    tenant: str
+    digest: str
+    num_tokens: int
+
+
+class PoolEvent(NamedTuple):
+    """Something that happened in the pool since an engine began to be observed.
+
+    number: grows by one with each event. time_s: Unix time.
+    kind: "load" or "eviction" of an adapter, "prefix_eviction", or "preemption". digest: of the adapter.
+    num_times: how often it happened.
+    """
+
+    number: int
+    time_s: float
+    kind: str
+    tenant: str
+    digest: str
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """One observation of the engine.
+
+    time_s: Unix time. num_pages: size of the pool. pages: what the pages hold.
+    awaiting_adapter: number of sequences whose adapter is being fetched.
+    total: all tenants together. tenants: the tenants with the most pages, and those that were asked for.
+    adapters: the adapters with the most work, and those of the tenants that were asked for.
+    step: times of recent steps. steps_per_s, tokens_per_step: in the last seconds; prompts included.
+    events: the most recent ones, oldest first.
+    """
+
+    time_s: float
+    num_pages: int
+    page_map: PageMap
+    pages: PageCounts
+    awaiting_adapter: int
+    total: TenantState
+    tenants: Mapping[str, TenantState]
+    adapters: tuple[AdapterWork, ...]
+    step: Quantiles | None
+    steps_per_s: float
+    tokens_per_step: float
+    events: tuple[PoolEvent, ...]

@@ -1,0 +1,26 @@
+"""A drawing of the page pool: what each page holds and for which tenant."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PageOwner(NamedTuple):
+    """What a cell of a map shows.
+
+    content: "kv", "prefix", "adapter" or "idle_adapter", as in PageCounts.
+    tenant: the owner of the page; empty for a public prefix.
+    digest: of an adapter; otherwise empty.
+    """
+
+    content: str
+    tenant: str
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageMap:
+    """stride: cell C shows page C * stride. cells: one uint16 for each cell; 0 is a free page, N is owners[N - 1]."""
+
+    stride: int
+    cells: bytes
+    owners: tuple[PageOwner, ...]

@@ -1,0 +1,119 @@
+"""The live feed over HTTP: its viewers share one observation, and each sees what its key may see."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from slora_api.errors import TenantBusy
+from slora_api.live.live_feed import LiveFeed
+from tests.api.live.test_frame import STATE
+from tests.api.platform import ADMIN_KEY, Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(
+        tmp_path_factory.mktemp("data"), ScriptedEngine(live=STATE), follows=True
+    ) as running:
+        yield running
+
+
+def read_events(answer: httpx.Response) -> Iterator[Any]:
+    for line in answer.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_each_key_gets_the_frames_of_its_rights(platform: Platform) -> None:
+    with platform.client(platform.key("mine")) as client:
+        answer = client.get("/v1/live", params={"frames": 2}).raise_for_status()
+        own = list(read_events(answer))
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert [one["tenants"][0]["tenant"] for one in own] == ["mine", "mine"]
+    assert "rival" not in answer.text
+    with platform.client(ADMIN_KEY) as operator:
+        (frame,) = read_events(operator.get("/admin/live"))
+    assert [one["tenant"] for one in frame["tenants"]] == ["rival", "mine"]
+
+
+def test_frames_are_null_while_no_engine_answers(platform: Platform) -> None:
+    platform.engine.ready = False
+    with platform.client(platform.key("mine")) as client:
+        assert list(read_events(client.get("/v1/live"))) == [None]
+    platform.engine.ready = True
+
+
+@pytest.mark.parametrize("is_operator", [False, True])
+def test_a_revoked_key_ends_its_feed_with_the_reason(platform: Platform, is_operator: bool) -> None:
+    with platform.client(ADMIN_KEY) as admin:
+        path = "/admin/keys" if is_operator else "/admin/tenants/mine/keys"
+        platform.key("mine")
+        made = admin.post(path, json={"name": "watcher"}).json()
+        with platform.client(made["key"]) as client:
+            path = "/admin/live" if is_operator else "/v1/live"
+            with client.stream("GET", path, params={"frames": 1000}) as answer:
+                events = read_events(answer)
+                assert next(events)["object"] == "live.frame"
+                admin.delete(f"/admin/keys/{made['key_id']}").raise_for_status()
+                *_, last = events
+    assert last["error"]["code"] == "invalid_api_key"
+    assert "revoked" in last["error"]["message"]
+
+
+def test_viewers_share_observations_and_a_slow_one_skips_frames() -> None:
+    async def watch() -> None:
+        engine = ScriptedEngine(live=STATE)
+        feed = LiveFeed(engine, lambda versions: {})
+        slow, *others = [feed.watch("mine") for _ in range(20)]
+        await anext(slow)
+        for _ in range(5):
+            await asyncio.gather(*map(anext, others))
+        engine.live = replace(STATE, time_s=2000.0)
+        await asyncio.gather(*map(anext, others))
+        await asyncio.gather(*map(anext, others))
+        assert b'"time":2000.0' in await anext(slow)  # the newest, not the second
+        assert engine.num_observations <= 10
+        for viewer in (slow, *others):
+            await viewer.aclose()
+        num_observations = engine.num_observations
+        await asyncio.sleep(1.0)
+        assert engine.num_observations <= num_observations + 1  # nothing is observed without viewers
+
+    asyncio.run(watch())
+
+
+def test_a_tenant_may_open_a_bounded_number_of_feeds() -> None:
+    async def watch() -> None:
+        feed = LiveFeed(ScriptedEngine(live=STATE), lambda versions: {})
+        open_ones = [feed.watch("mine") for _ in range(64)]
+        await asyncio.gather(*map(anext, open_ones))
+        with pytest.raises(TenantBusy, match="64 consoles"):
+            await anext(feed.watch("mine"))
+        other = feed.watch("other")
+        await anext(other)
+        await open_ones.pop().aclose()
+        again = feed.watch("mine")
+        await anext(again)
+        for viewer in (*open_ones, other, again):
+            await viewer.aclose()
+
+    asyncio.run(watch())
+
+
+def test_a_feed_ends_when_the_server_stops() -> None:
+    async def watch() -> None:
+        is_stopping = False
+        feed = LiveFeed(ScriptedEngine(live=STATE), lambda versions: {}, lambda: is_stopping)
+        viewer = feed.watch("mine")
+        await anext(viewer)
+        is_stopping = True
+        with pytest.raises(StopAsyncIteration):
+            await anext(viewer)
+
+    asyncio.run(watch())

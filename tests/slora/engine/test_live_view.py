@@ -1,0 +1,128 @@
+"""What a console sees of the engine: rates, times and events while it watches, and nothing recorded otherwise."""
+
+import time
+from collections.abc import Callable
+
+import msgpack
+import pytest
+
+from slora.engine.engine import Engine
+from slora.engine.live_state import LiveState
+from slora.engine.messages import decode_live_state, encode_live_state
+from slora.request import EngineRequest, single_adapter
+from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import encode
+from tests.support.driving import drive, make_engine, make_source
+from tests.support.model_kit import ModelKit
+
+
+class Clock:
+    """Replaces the monotonic clock of the engine."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        patch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def ask(name: str, tenant: str, adapter: AdapterVersion | None = None, num_tokens: int = 8) -> EngineRequest:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return EngineRequest(name, tenant, [7] * 20, single_adapter(adapter), params)
+
+
+def observe(engine: Engine, clock: Clock, *tenants: str) -> LiveState:
+    clock.now += 1.0
+    return engine.observe(tenants)
+
+
+def make(kits: Callable[[str], ModelKit], num_pages: int = 100) -> tuple[Engine, AdapterVersion]:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    return make_engine(kit, source, num_pages), next(iter(versions.values()))
+
+
+def test_tokens_times_and_adapters_are_those_of_the_watched_steps(
+    kits: Callable[[str], ModelKit], clock: Clock
+) -> None:
+    engine, version = make(kits)
+    drive(engine, [[ask("before", "early")]])
+    observe(engine, clock)
+    engine.add(ask("a", version.tenant, version))
+    engine.add(ask("b", "plain", num_tokens=4))
+    while engine.num_unfinished:
+        clock.now += 0.1
+        engine.step()
+    state = observe(engine, clock, "silent")
+    adapted, plain = state.tenants[version.tenant], state.tenants["plain"]
+    assert adapted.tokens_per_s == pytest.approx(2 * plain.tokens_per_s)
+    assert adapted.first_token is not None and adapted.first_token.num_times == 1
+    assert adapted.interval is not None and adapted.interval.num_times == 7
+    assert adapted.interval.p50 == pytest.approx(0.1)
+    assert state.total.interval is not None and state.total.interval.num_times == 10
+    assert [(one.tenant, one.digest) for one in state.adapters] == [
+        (version.tenant, version.digest),
+        ("plain", ""),
+    ]
+    assert [one.num_tokens for one in state.adapters] == [27, 23]
+    assert state.tenants["silent"].tokens_per_s == 0
+    assert "early" in state.tenants and state.tenants["early"].first_token is None
+
+
+def test_steps_are_not_recorded_while_no_console_watches(
+    kits: Callable[[str], ModelKit], clock: Clock
+) -> None:
+    engine, _ = make(kits)
+    observe(engine, clock)
+    clock.now += 60
+    drive(engine, [[ask("a", "t")]])
+    state = observe(engine, clock)
+    assert state.step is None and state.total.tokens_per_s == 0 and state.adapters == ()
+
+
+def test_loads_evictions_and_preemptions_are_events(kits: Callable[[str], ModelKit], clock: Clock) -> None:
+    engine, version = make(kits)
+    observe(engine, clock)
+    drive(engine, [[ask("a", version.tenant, version)]])
+    events = observe(engine, clock).events
+    assert [(one.kind, one.tenant, one.digest) for one in events] == [
+        ("load", version.tenant, version.digest)
+    ]
+    engine.remove_adapter(version)
+    events = observe(engine, clock).events
+    assert [one.kind for one in events] == ["load", "eviction"] and events[1].number == events[0].number + 1
+    tight, _ = make(kits, num_pages=6)
+    observe(tight, clock)
+    drive(tight, [[ask(name, name, num_tokens=40) for name in ("x", "y")]])
+    found = observe(tight, clock).events
+    assert sum(one.num_times for one in found if one.kind == "preemption") == tight.stats().preemptions > 0
+    assert (
+        sum(one.num_times for one in found if one.kind == "prefix_eviction") == tight.stats().prefix_evictions
+    )
+
+
+def test_consoles_that_ask_at_the_same_time_share_one_observation(
+    kits: Callable[[str], ModelKit], clock: Clock
+) -> None:
+    engine, _ = make(kits)
+    first = observe(engine, clock)
+    assert engine.observe(()) is first
+    assert "late" in engine.observe(["late"]).tenants  # not in the first one, so it is made again
+    clock.now += 1
+    assert engine.observe(()) is not first
+
+
+def test_a_state_arrives_unchanged(kits: Callable[[str], ModelKit], clock: Clock) -> None:
+    engine, version = make(kits)
+    observe(engine, clock)
+    engine.add(ask("a", version.tenant, version))
+    for _ in range(4):
+        clock.now += 0.1
+        engine.step()
+    state = observe(engine, clock)
+    assert state.events and state.adapters and state.page_map.owners and state.step is not None
+    assert decode_live_state(msgpack.unpackb(encode(encode_live_state(state, 3))[4:])) == state
