@@ -2,6 +2,7 @@
 
 `CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
 and model; `model` is the name that the client sent. Token ids are added in vLLM's form if the request asks for them.
+Otherwise, an answer that is not streamed has null in their place.
 In a stream, each event is one `data: {json}`, and `data: [DONE]` ends the stream. This module does not depend on the
 engine.
 """
@@ -279,13 +280,11 @@ class CompletionFormat:
         choices: list[Json] = []
         for completion in completions:
             prompt = self._logprobs.prompt(completion)
-            if self._has_ids:
-                prompt["prompt_token_ids"] = _long_list(completion.prompt_token_ids)
+            prompt["prompt_token_ids"] = _long_list(completion.prompt_token_ids) if self._has_ids else None
             for choice in completion.choices:
                 logprobs = self._logprobs.columns(choice.tokens, LongList)
                 made = _text_choice(len(choices), choice.text, logprobs, choice.finish_reason)
-                if self._has_ids:
-                    made["token_ids"] = _long_list(choice.token_ids)
+                made["token_ids"] = _long_list(choice.token_ids) if self._has_ids else None
                 choices.append(made | prompt)
         return self._envelope.whole("text_completion", choices) | {"usage": usage.to_json()}
 
@@ -371,13 +370,11 @@ class ChatFormat:
                 "message": message,
                 "logprobs": self._logprobs.content(choice.tokens, LongList),
                 "finish_reason": reason,
+                "token_ids": _long_list(choice.token_ids) if self._has_ids else None,
             }
-            if self._has_ids:
-                made["token_ids"] = _long_list(choice.token_ids)
             choices.append(made)
         about: Json = {"usage": usage.to_json()} | self._logprobs.prompt(completion)
-        if self._has_ids:
-            about["prompt_token_ids"] = _long_list(completion.prompt_token_ids)
+        about["prompt_token_ids"] = _long_list(completion.prompt_token_ids) if self._has_ids else None
         return self._envelope.whole("chat.completion", choices) | about
 
     def _event(

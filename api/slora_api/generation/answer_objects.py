@@ -65,8 +65,8 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     prompt_logprobs: PromptLogprobs | None
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
 
 
 class Completion(TypedDict):
@@ -150,7 +150,7 @@ class ChatChoice(TypedDict):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
 
 
 class ChatCompletion(TypedDict):
@@ -161,7 +161,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: UsageObject
     prompt_logprobs: PromptLogprobs | None
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int] | None
     service_tier: NotRequired[ServiceTier]
 
 

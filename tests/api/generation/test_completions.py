@@ -90,7 +90,9 @@ def test_a_completion_has_openais_shape(platform: Platform, key: str) -> None:
                 "text": "Hi!",
                 "logprobs": None,
                 "finish_reason": "stop",
+                "token_ids": None,
                 "prompt_logprobs": None,
+                "prompt_token_ids": None,
             }
         ],
         "usage": usage(5, 4),
@@ -107,9 +109,12 @@ def test_a_chat_completion_has_openais_shape_and_went_through_the_template(
     assert body == {
         "object": "chat.completion",
         "model": "base",
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
+        "choices": [
+            {"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "token_ids": None}
+        ],
         "usage": usage(11, 3),
         "prompt_logprobs": None,
+        "prompt_token_ids": None,
     }
     assert bytes(platform.engine.requests[0].prompt_token_ids) == b"[user]hello"
 

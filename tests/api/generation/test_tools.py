@@ -75,6 +75,7 @@ def test_a_call_has_openais_shape(platform: Platform, key: str) -> None:
         },
         "logprobs": None,
         "finish_reason": "tool_calls",
+        "token_ids": None,
     }  # fmt: skip
     assert f"{json.dumps(WEATHER)}\n" in platform.last_prompt()
 
