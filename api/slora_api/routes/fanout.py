@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Message
@@ -28,6 +29,7 @@ from slora_api.generation.json_slices import encode_ascii
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.request_bounds import JsonBounds
+from slora_api.request_context import current_request
 from slora_api.routes.completions import answer_chat, answer_completion
 from slora_api.routes.json_body import read_object, validate_object
 from slora_api.routes.openapi import errors, event_stream, json_body
@@ -126,6 +128,8 @@ class _Call:
         yield [self._envelope.closing()]
 
     async def _answer(self) -> AnswerResponse | ErrorAnswer:
+        if (context := current_request.get()) is not None:  # the task of this answer has a context of its own
+            current_request.set(replace(context, request_id=self._request_id))
         try:
             meter = await open_meter(self._request, self._key, self._services)
             if isinstance(self._body, ChatFanoutRequest):

@@ -13,6 +13,7 @@ import pytest
 
 from slora.errors import StepFailed
 from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora_api.request_context import current_request
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -174,6 +175,25 @@ def test_a_model_that_fails_in_a_stream_ends_only_its_answer(
         None,
     ]
     assert "".join(event["chunk"]["choices"][0]["text"] for event in fine[1:-1]) == "loud"
+
+
+def test_an_unforeseen_error_is_a_500_of_its_answer_and_is_logged_with_its_id(
+    platform: Platform, key: str, engine: EngineOfModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.scripts[""] = [ZeroDivisionError("secret detail")]
+    seen: list[str] = []
+
+    def note(request: EngineRequest) -> None:
+        context = current_request.get()
+        assert context is not None and context.tenant == "acme"
+        seen.append(context.request_id)
+
+    engine.on_request = note
+    made = post(platform, key, FANOUT, {"models": ["loud", "base"], **PROMPT})
+    call_id, (fine, broken) = made.headers["x-request-id"], made.json()["answers"]
+    assert (fine["status_code"], broken["status_code"]) == (200, 500) and "secret" not in made.text
+    assert f"request {call_id}-1 failed" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert sorted(seen) == [f"{call_id}-0", f"{call_id}-1"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
