@@ -193,12 +193,14 @@ _Metadata = Annotated[
 class StreamOptions(BaseModel):
     """include_usage: a last chunk has the usage. continuous_usage_stats: as in vLLM, if `include_usage` is true, every
     chunk has the usage so far.
+    include_timing: if `include_usage` is true, the last chunk also has `metrics`: how long each stage took.
     include_obfuscation: padding of chunks against traffic analysis.
     """
 
     model_config = STRICT
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_timing: bool | None = None
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
@@ -325,6 +327,10 @@ class GenerationFields(AnswerFields, OutputFields):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def include_timing(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.include_timing)
 
     @property
     def continuous_usage(self) -> bool:

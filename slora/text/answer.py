@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.request import EngineRequest, FinishReason, RequestTiming, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.text.detokenizer import Detokenizer
 from slora.text.stop_matcher import StopString
@@ -92,6 +92,7 @@ class Answer:
     needs to rank the answers.
     prompt_logprobs: log-probabilities of the prompt tokens, if they were requested. The list is complete when the first
     answer token arrives.
+    timing: when the request passed the stages of the engine, if the caller has set it.
     shown: special tokens that the text contains, such as those that mark tool calls.
     prompt_only: the answer is empty and ends when its first token arrives. The engine has to compute that token: it
     computes log-probabilities of a prompt only for a request that generates a token.
@@ -109,6 +110,7 @@ class Answer:
         self.index = index
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.timing: RequestTiming | None = None
         self._sampling = request.sampling
         self._prompt_only = prompt_only
         self._num_cached = 0

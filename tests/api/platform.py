@@ -44,12 +44,12 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files
 from slora_api.generation.generation import Generator
-from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.live.live_feed import LiveFeed
+from slora_api.metrics.metrics import Metrics
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota

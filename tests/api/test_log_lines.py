@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, serving
+from tests.api.served import ADMIN_KEY, environment, serving
 
 KEY = "slora_abcdefgh_" + "S" * 43
 
@@ -63,11 +63,14 @@ def test_lines_of_text_have_the_number_of_the_worker() -> None:
 def test_all_processes_of_a_server_log_json(
     kit: Kit, tmp_path: Path, workers: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--api-workers", workers, "--log-format", "json", "--max-connections", "9")
-    with serving(kit.base, tmp_path / "data", *flags) as served:
+    flags = ("--api-workers", workers, "--log-format", "json")
+    env = environment(SLORA_ADMIN_KEY=ADMIN_KEY, SLORA_TYPO="1")
+    with serving(kit.base, tmp_path / "data", *flags, env=env) as served:
         served.wait_until_ready()
-        with served.client(ADMIN_KEY) as operator:
-            assert operator.get("/metrics").status_code == 200
-        served.kill_everything()
+        served.child("loader_process").kill()
+        served.wait_for_metric('slora_process_restarts_total{process="loader"}', 1)
+        served.wait_until_ready()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
-    assert all(line["message"] and line["process"] for line in lines)
+    assert {"API", "engine"} <= {line["process"] for line in lines}
+    assert any("SLORA_TYPO is not a setting" in line["message"] for line in lines)
+    assert any(line["message"] == "loader lost" for line in lines)

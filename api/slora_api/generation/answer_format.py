@@ -22,6 +22,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_api.chat.chat_parts import ChatParts
 from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.errors import ErrorAnswer
+from slora_api.generation.answer_timing import TimingObject
 from slora_api.generation.json_slices import LongList, encode_ascii
 from slora_api.schemas import GenerationFields
 
@@ -40,6 +41,7 @@ class Usage:
     reasoning: counts the tokens of reasoning; None if the answers have none.
     completion_tokens, reasoning_tokens: grow with each delta.
     cached_tokens: tokens of the prompt that were found in the prefix cache.
+    timing: of the answer, at its end.
     """
 
     prompt_tokens: int
@@ -47,6 +49,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    timing: TimingObject | None = None
 
     def add(self, delta: CompletionDelta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -108,11 +111,19 @@ class _Envelope:
     model: the name in the request. fields: the request. chunk_kind: the field `object` of the chunks of a stream.
     """
 
-    __slots__ = ("_chunk_start", "_includes_usage", "_is_usage_continuous", "_shared", "_usage_field")
+    __slots__ = (
+        "_chunk_start",
+        "_includes_timing",
+        "_includes_usage",
+        "_is_usage_continuous",
+        "_shared",
+        "_usage_field",
+    )
 
     def __init__(self, prefix: str, model: str, fields: GenerationFields, chunk_kind: str) -> None:
         self._includes_usage = fields.include_usage
         self._is_usage_continuous = fields.continuous_usage
+        self._includes_timing = fields.include_timing
         self._shared: Json = {
             "id": f"{prefix}-{fields.request_id or uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -134,7 +145,10 @@ class _Envelope:
 
     def closing(self, usage: Usage) -> Iterator[bytes]:
         if self._includes_usage:
-            yield f"{self._chunk_start}]{_encode_usage(usage)}}}\n\n".encode("ascii")
+            metrics = ""
+            if self._includes_timing and usage.timing is not None:
+                metrics = f',"metrics":{encode_ascii(usage.timing)}'
+            yield f"{self._chunk_start}]{_encode_usage(usage)}{metrics}}}\n\n".encode("ascii")
         yield _DONE
 
     def failure(self, error: ErrorAnswer) -> Iterator[bytes]:

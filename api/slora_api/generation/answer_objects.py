@@ -8,6 +8,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from slora.request import FinishReason
+from slora_api.generation.answer_timing import TimingObject
 
 __all__ = ["ChatCompletion", "ChatCompletionChunk", "Completion", "CompletionChunk"]
 
@@ -99,6 +100,7 @@ class CompletionChunk(TypedDict):
     model: str
     choices: list[CompletionChunkChoice]
     usage: NotRequired[UsageObject | None]
+    metrics: NotRequired[TimingObject]
     service_tier: NotRequired[ServiceTier]
 
 
@@ -211,5 +213,6 @@ class ChatCompletionChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageObject | None]
+    metrics: NotRequired[TimingObject]
     prompt_token_ids: NotRequired[list[int]]
     service_tier: NotRequired[ServiceTier]

@@ -12,6 +12,7 @@ from fastapi import Request
 from slora.text.answer import Answer, Completion, CompletionDelta
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.answer_format import AnswerFormat, Usage
+from slora_api.generation.answer_timing import timing_headers, timing_object
 from slora_api.generation.generation import Generator
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
@@ -58,10 +59,11 @@ async def answer_request(
         work = _complete(deltas, answers, echoes, usage, generator)
         completions = await unless_disconnected(request.receive, work)
         write = _write_answer(shape, completions, usage, answers[0].request.tenant, writing)
-        return PartedResponse(await unless_disconnected(request.receive, write), headers)
+        body = await unless_disconnected(request.receive, write)
+        return PartedResponse(body, headers | timing_headers(answers))
     if echoes:
         deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
-    events = _events(deltas, shape, usage)
+    events = _events(deltas, shape, usage, answers)
     first = await unless_disconnected(request.receive, take_first(events))
     return EventStream(first, events, shape.failure, headers)
 
@@ -103,7 +105,7 @@ async def take_first(events: _Events) -> bytes:
         raise
 
 
-async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage) -> _Events:
+async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> _Events:
     """Yields the events of a stream in writes of a bounded size."""
     opened = False
     async with aclosing(deltas):
@@ -113,6 +115,7 @@ async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage) -> _Events
                 if len(events) >= _EVENT_BYTES:
                     await asyncio.sleep(0)
             opened = True
+    usage.timing = timing_object(answers)
     for events in _join(shape.closing(usage)):
         yield events
         await asyncio.sleep(0)

@@ -17,13 +17,13 @@ from slora_api.errors import Starting
 from slora_api.generation.completion_stream import merge_streams, stream_completion
 from slora_api.generation.embedding_run import EmbeddedInput, run_lanes
 from slora_api.generation.json_slices import LongList
-from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompts import Prompt
 from slora_api.generation.readiness import Readiness
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.usage_recorder import OpenRequest, UsageRecorder
+from slora_api.metrics.metrics import Metrics
 from slora_api.quotas.quota_meter import RequestMeter, Spending
 
 __all__ = ["Generator", "embedding_requests"]
@@ -77,8 +77,9 @@ class Generator:
         """Fills the answers of one tenant and streams their deltas as they arrive. No list is empty. Closing the stream
         early aborts all of their requests.
 
-        The last list leaves when the usage of all requests is durable. Raises what the meter, the limiter, the engine
-        and the usage journal raise. No request is left running then.
+        The last list leaves when the usage of all requests is durable and the answers have their timing.
+
+        Raises what the meter, the limiter, the engine and the usage journal raise. No request is left running then.
         """
         self.usage.check()
         started_at = time.perf_counter()
@@ -111,6 +112,9 @@ class Generator:
                         else:
                             last = arrived
                 await self.usage.wait(sent)
+                timings = {one.answer.request.request_id: one.timing for one in sent}
+                for answer in answers:
+                    answer.timing = timings.get(answer.request.request_id)
                 if last:
                     yield last
 

@@ -54,7 +54,6 @@ from slora_api.batches.batches import Batches
 from slora_api.batches.files import FileLimits, Files
 from slora_api.data_dir import DataDir
 from slora_api.generation.generation import Generator
-from slora_api.generation.metrics import Metrics, share_metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
@@ -64,6 +63,7 @@ from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.http_server import HttpServer
 from slora_api.key_masking import mask_keys
 from slora_api.live.live_feed import LiveFeed
+from slora_api.metrics.metrics import Metrics, share_metrics
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota

@@ -1,4 +1,4 @@
-"""The folder in which API workers keep their counters; see `generation/metrics.py`."""
+"""The folder in which API workers keep their counters; see `metrics/metrics.py`."""
 
 import tempfile
 from contextlib import AsyncExitStack
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slora_adapters.full_disk import is_full
 from slora_api.data_dir import DataDir
-from slora_api.generation.metrics import allocate_files
+from slora_api.metrics.metrics import allocate_files
 
 __all__ = ["open_metrics_files"]
 

@@ -141,7 +141,7 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "skip_special_tokens": [False],
     "prompt_logprobs": [0, 5],
     "stream": [True],
-    "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}],
+    "stream_options": [{"include_usage": True, "include_timing": True}, {"continuous_usage_stats": True}],
     "user": ["somebody"],
     "metadata": [{"a": "b"}],
     "request_id": ["mine"],

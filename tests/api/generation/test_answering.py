@@ -55,7 +55,7 @@ def test_events_that_arrive_together_are_sent_in_bounded_writes() -> None:
         yield [CompletionDelta(0, "a", (7,))] * 7
 
     async def collect() -> list[bytes]:
-        return [events async for events in _events(arrive(), Shape(), Usage(1))]
+        return [events async for events in _events(arrive(), Shape(), Usage(1), [])]
 
     sent = asyncio.run(collect())
     assert b"".join(sent) == EVENT * 7

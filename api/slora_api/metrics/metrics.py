@@ -20,8 +20,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from slora.engine.info import EngineInfo, EngineStats
 from slora.request import FinishReason
-from slora_api.generation.engine_metrics import engine_metrics
-from slora_api.generation.request_metrics import (
+from slora_api.metrics.engine_metrics import engine_metrics
+from slora_api.metrics.request_metrics import (
     ENGINE,
     FIRST_TOKEN_S,
     LATENCY_S,

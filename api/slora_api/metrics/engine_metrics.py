@@ -11,7 +11,7 @@ from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats
 from slora.pool.page_counts import PageCounts
 from slora.scheduler.served_counts import OTHERS, ServedCounts
-from slora_api.generation.request_metrics import ENGINE, VLLM_LABELS
+from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS
 
 __all__ = ["engine_metrics"]
 
