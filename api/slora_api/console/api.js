@@ -9,10 +9,12 @@ let key = sessionStorage.getItem(STORED);
 let isOnline = true;
 const listeners = { signout: new Set(), online: new Set() };
 
-// An error that the server has answered. `code` is the API's code, `reasons` the rules that a refused adapter breaks.
+// An error that the server has answered. `code` is the API's code, `reasons` the rules that a refused adapter breaks,
+// `retryAfterS` when a retry may succeed, or null.
 export class ApiError extends Error {
-  constructor(status, error) {
+  constructor(status, error, retryAfterS = null) {
     super(error.message);
+    this.retryAfterS = retryAfterS;
     this.status = status;
     this.code = error.code;
     this.param = error.param;
@@ -55,9 +57,10 @@ export async function call(path, { method = "GET", body, signal } = {}) {
 }
 
 // Sends a request and yields the data of each server-sent event as an object, until the stream ends. Throws ApiError for
-// an event with an error.
-export async function* stream(path, { method = "GET", body, signal } = {}) {
+// an event with an error. `onHeaders(headers)` gets the headers of the answer.
+export async function* stream(path, { method = "GET", body, signal, onHeaders = () => {} } = {}) {
   const response = await send(path, { method, body, signal });
+  onHeaders(response.headers);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -86,7 +89,7 @@ export function upload(path, form, { onProgress = () => {}, signal } = {}) {
       setOnline(true);
       const answer = parse(request.responseText);
       if (request.status < 300) resolve(answer);
-      else reject(refusal(request.status, answer?.error));
+      else reject(refusal(request.status, answer?.error, request.getResponseHeader("Retry-After")));
     };
     request.onerror = () => {
       setOnline(false);
@@ -120,7 +123,7 @@ async function send(path, { method, body, signal }) {
   if (body !== undefined) options.body = JSON.stringify(body);
   const response = await reach(fetch(path, options), signal);
   if (response.ok) return response;
-  throw refusal(response.status, parse(await response.text())?.error);
+  throw refusal(response.status, parse(await response.text())?.error, response.headers.get("Retry-After"));
 }
 
 // Awaits an answer of the server and notes whether it came.
@@ -137,10 +140,11 @@ async function reach(promise, signal) {
 }
 
 // Makes the error of an answer. It ends the session if the key is no longer accepted.
-function refusal(status, error = { message: `The server answered with status ${status}.`, code: null }) {
+function refusal(status, error, retryAfter = null) {
+  error ??= { message: `The server answered with status ${status}.`, code: null };
   if (key !== null && status === 401) signOut("The server no longer accepts this key. It was revoked or has expired.");
   if (key !== null && error.code === "tenant_suspended") signOut(error.message);
-  return new ApiError(status, error);
+  return new ApiError(status, error, retryAfter === null ? null : Number(retryAfter));
 }
 
 function setOnline(value) {

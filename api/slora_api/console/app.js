@@ -8,6 +8,12 @@ import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 const VIEWS = [
   { id: "pool", title: "Pool", scopes: ["usage:read", "admin"], load: () => import("./views/pool.js") },
   { id: "traffic", title: "Traffic", scopes: ["usage:read", "admin"], load: () => import("./views/traffic.js") },
+  { id: "adapters", title: "Adapters", scopes: ["adapters:read", "adapters:write", "admin"],
+    load: () => import("./views/adapters.js") },
+  { id: "playground", title: "Playground", scopes: ["inference"], load: () => import("./views/playground.js") },
+  { id: "usage", title: "Usage", scopes: ["usage:read"], load: () => import("./views/usage.js") },
+  { id: "tenants", title: "Tenants", scopes: ["admin"], load: () => import("./views/tenants.js") },
+  { id: "audit", title: "Audit log", scopes: ["admin"], load: () => import("./views/audit.js") },
   { id: "key", title: "Key", scopes: null, load: () => import("./views/key.js") },
 ];
 // How often the key is checked while a view makes no request.
@@ -50,7 +56,7 @@ function SignIn({ reason, onKey }) {
         ${reason && !error && html`<${Notice} kind="warning">${reason}</${Notice}>`}
         ${error && html`<${Notice} kind="error">${error}</${Notice}>`}
         <label for="key">API key or admin key</label>
-        <input id="key" name="key" type="password" autocomplete="off" spellcheck="false" required autofocus
+        <input id="key" name="key" type="password" autocomplete="off" spellcheck=${false} required autofocus
           aria-describedby="key-note" />
         <p id="key-note" class="note">The key stays in this tab. It is sent only to this server.</p>
         <button class="primary" disabled=${isBusy}>${isBusy ? "Signing in …" : "Sign in"}</button>

@@ -1,6 +1,6 @@
 // Parts that the views share.
 
-import { html, useCallback, useEffect, useLayoutEffect, useState } from "./vendor/preact.js";
+import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 
 // A region of a view with a heading. `actions` stands beside the heading.
 export const Panel = ({ title, actions, children, wide }) => html`
@@ -12,6 +12,15 @@ export const Panel = ({ title, actions, children, wide }) => html`
 // A message. kind: "info", "good", "warning" or "error"; warnings and errors are read out at once.
 export const Notice = ({ kind = "info", children }) => html`
   <p class="notice ${kind}" role=${kind === "error" || kind === "warning" ? "alert" : "status"}>${children}</p>`;
+
+// Why a request failed, with all reasons of the server. Nothing for null.
+export const ErrorNotice = ({ error }) => error && html`
+  <div class="notice error" role="alert">
+    ${error.message}
+    ${error.retryAfterS ? ` You can try again in ${error.retryAfterS} s.` : ""}
+    ${error.reasons?.length > 0 && html`
+      <ul>${error.reasons.map((one) => html`<li>${one.message} <code>${one.code}</code></li>`)}</ul>`}
+  </div>`;
 
 // One number with its name.
 export const Figure = ({ name, value, unit, title }) => html`
@@ -25,12 +34,20 @@ export const Table = ({ caption, columns, rows, rowKey, empty = "There is nothin
       <thead><tr>${columns.map(({ name, isNumber }) => html`
         <th scope="col" class=${isNumber ? "number" : ""}>${name}</th>`)}</tr></thead>
       <tbody>
-        ${rows.map((row) => html`<tr key=${rowKey(row)}>${columns.map(({ cell, isNumber }) => html`
-          <td class=${isNumber ? "number" : ""}>${cell(row)}</td>`)}</tr>`)}
+        ${rows.map((row) => html`<tr key=${rowKey(row)}>${columns.map(({ name, cell, isNumber }) => html`
+          <td class=${isNumber ? "number" : ""} data-name=${name}>${cell(row)}</td>`)}</tr>`)}
         ${rows.length === 0 && html`<tr><td colspan=${columns.length} class="empty">${empty}</td></tr>`}
       </tbody>
     </table>
   </div>`;
+
+// Buttons that turn the pages of a list. Nothing if there is only one page.
+export const Pager = ({ isFirst, hasMore, onBack, onNext, back = "Previous", next = "Next" }) =>
+  (!isFirst || hasMore) && html`
+    <div class="buttons">
+      <button disabled=${isFirst} onClick=${onBack}>${back}</button>
+      <button disabled=${!hasMore} onClick=${onNext}>${next}</button>
+    </div>`;
 
 // Loads a value with `load(signal)` when the view opens, and again after `reload()`. Returns {value, error, reload}.
 export function useLoad(load, inputs = []) {
@@ -56,6 +73,29 @@ export function useWidth(element) {
     return () => observer.disconnect();
   }, []);
   return width;
+}
+
+// For requests that change something. `run(act)` awaits `act()`, keeps its error, and returns whether it succeeded. A
+// second run while one is in progress does nothing; buttons show that with `aria-disabled`, since a button that is
+// disabled loses the focus.
+export function useAction() {
+  const [state, setState] = useState({ isBusy: false, error: null });
+  const isRunning = useRef(false);
+  const run = useCallback(async (act) => {
+    if (isRunning.current) return false;
+    isRunning.current = true;
+    setState({ isBusy: true, error: null });
+    let error = null;
+    try {
+      await act();
+    } catch (thrown) {
+      error = thrown;
+    }
+    isRunning.current = false;
+    setState({ isBusy: false, error });
+    return error === null;
+  }, []);
+  return { ...state, run };
 }
 
 const whole = new Intl.NumberFormat("en");

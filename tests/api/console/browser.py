@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 __all__ = ["ConsolePage", "Theme", "open_page", "running_browser"]
 
@@ -21,6 +21,15 @@ Theme = Literal["light", "dark"]
 # Chromium's own sandbox needs privileges that root in a container lacks.
 _ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
 _PATIENCE_MS = 120_000
+# The default of 5 s is too short for a busy machine.
+expect.set_options(timeout=_PATIENCE_MS)
+
+
+# Null, or the first elements that may make the page wider than the window.
+_WIDE_ELEMENTS = """() => document.documentElement.scrollWidth <= innerWidth ? null :
+  [...document.querySelectorAll("body *")]
+    .filter((one) => one.getBoundingClientRect().left + one.scrollWidth > innerWidth)
+    .slice(0, 3).map((one) => one.outerHTML.slice(0, 200))"""
 
 
 @dataclass
@@ -62,9 +71,8 @@ class ConsolePage:
 
     def check_width(self) -> None:
         """Asserts that the page needs no horizontal scrolling."""
-        assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-            "the page is too wide"
-        )
+        wide = self.page.evaluate(_WIDE_ELEMENTS)
+        assert wide is None, f"{self.page.url} is too wide: {wide}"
 
     def check_errors(self) -> None:
         left = [error for error in self.errors if not any(text in error for text in self._allowed)]

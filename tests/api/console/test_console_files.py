@@ -2,24 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.api.platform import Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine
+from tests.api.platform import Platform
 
 _FILES = Path(str(files("slora_api"))) / "console"
 _MAX_BYTES = 300_000
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
 
 
 def get(platform: Platform, path: str, **headers: str) -> httpx.Response:

@@ -1,0 +1,87 @@
+// The adapters that an operator sees: what was used today, and what is pinned. Names that have no traffic and no pin
+// belong to their tenants.
+
+import { call } from "../api.js";
+import { link, path } from "../address.js";
+import { Targets } from "./adapter.js";
+import { loadToday } from "../usage.js";
+import { ErrorNotice, Notice, Panel, Table, formatBytes, formatCount, formatNumber, useAction, useLoad } from "../ui.js";
+import { html, useState } from "../vendor/preact.js";
+
+const MOST_USED = 100;
+
+export function OperatorAdapters() {
+  const pins = useLoad(async (signal) => (await call("admin/pins", { signal })).data);
+  const tenants = useLoad(async (signal) => (await call("admin/tenants", { signal })).data);
+  const used = useLoad((signal) => loadToday("admin/usage", "tenant,model", signal));
+  const [done, setDone] = useState(null);
+  const { run, isBusy, error } = useAction();
+
+  async function pin(tenant, name, method) {
+    setDone(null);
+    await run(async () => {
+      await call(path`admin/tenants/${tenant}/adapters/${name}/pin`, { method });
+      setDone(method === "PUT" ? `${name} of ${tenant} is pinned.` : `${name} of ${tenant} is not pinned any more.`);
+      pins.reload();
+    });
+  }
+  async function submit(event) {
+    event.preventDefault();
+    const { tenant, adapter } = event.target.elements;
+    await pin(tenant.value.trim(), adapter.value.trim(), "PUT");
+  }
+
+  // The alias latest is what the bare name serves.
+  const referenceOf = (one) => (one.alias === "latest" ? one.name : `${one.name}@${one.alias}`);
+  const pinColumns = [
+    { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>` },
+    { name: "Adapter", cell: referenceOf },
+    { name: "Versions", cell: (one) => html`<${Targets} versions=${one.versions} />` },
+    { name: "Actions", cell: (one) => html`<button aria-disabled=${isBusy} aria-label=${`Unpin ${one.name} of ${one.tenant}`}
+      onClick=${() => pin(one.tenant, referenceOf(one), "DELETE")}>Unpin</button>` },
+  ];
+  const adapters = (used.value ?? []).filter((one) => one.adapter_digest !== null)
+    .sort((one, other) => other.num_model_requests - one.num_model_requests);
+  const usedColumns = [
+    { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>` },
+    { name: "Adapter", cell: (one) => one.model ?? html`<span class="note">deleted</span>
+      <code title=${one.adapter_digest}>${one.adapter_digest.slice(0, 19)}</code>` },
+    { name: "Requests", isNumber: true, cell: (one) => formatCount(one.num_model_requests) },
+    { name: "Tokens in", isNumber: true, cell: (one) => formatCount(one.input_tokens) },
+    { name: "Tokens out", isNumber: true, cell: (one) => formatCount(one.output_tokens) },
+    { name: "Loaded", isNumber: true, cell: (one) => formatBytes(one.adapter_bytes) },
+    { name: "Page seconds", isNumber: true, cell: (one) => formatNumber(one.page_seconds) },
+    { name: "Actions", cell: (one) => one.model && !one.model.includes("+") && html`
+      <button aria-disabled=${isBusy} aria-label=${`Pin ${one.model} of ${one.tenant}`}
+        onClick=${() => pin(one.tenant, one.model.split("@")[0], "PUT")}>Pin</button>` },
+  ];
+  return html`
+    <${ErrorNotice} error=${error} />
+    <div aria-live="polite">${done && html`<${Notice} kind="good">${done}</${Notice}>`}</div>
+    <div class="panels">
+      <${Panel} title="Adapters used today (UTC)" wide
+        actions=${html`<button onClick=${() => [pins, used].forEach((one) => one.reload())}>Refresh</button>`}>
+        <${ErrorNotice} error=${used.error} />
+        ${used.value && html`<${Table} caption="Adapters used today" columns=${usedColumns}
+          rows=${adapters.slice(0, MOST_USED)} rowKey=${(one) => `${one.tenant} ${one.adapter_digest}`}
+          empty="No adapter was used today." />`}
+        ${adapters.length > MOST_USED && html`<p class="note">The ${MOST_USED} with the most requests of
+          ${formatCount(adapters.length)}.</p>`}
+        <p class="note">An operator's key has no adapters of its own. Sign in with a tenant's key to upload adapters, move
+          aliases and roll back.</p>
+      </${Panel}>
+      <${Panel} title="Pinned adapters" wide>
+        <p class="note">A pinned adapter is loaded before it is needed and is never evicted.</p>
+        <${ErrorNotice} error=${pins.error} />
+        ${pins.value && html`<${Table} caption="Pinned adapters" columns=${pinColumns} rows=${pins.value}
+          rowKey=${(one) => `${one.tenant} ${one.name} ${one.alias}`} empty="No adapter is pinned." />`}
+        <form class="fields" onSubmit=${submit}>
+          <label>Tenant <input name="tenant" list="tenants" required autocomplete="off" spellcheck=${false} /></label>
+          <datalist id="tenants">${tenants.value?.map((one) => html`<option key=${one.name} value=${one.name}></option>`)}
+          </datalist>
+          <label>Adapter <input name="adapter" placeholder="adapter or adapter@alias" required autocomplete="off" spellcheck=${false} /></label>
+          <button aria-disabled=${isBusy}>Pin</button>
+        </form>
+      </${Panel}>
+    </div>`;
+}

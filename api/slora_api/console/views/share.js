@@ -1,0 +1,20 @@
+// The fields of a tenant's share of the engine.
+
+import { html } from "../vendor/preact.js";
+
+const FIELDS = [
+  { field: "weight", title: "Weight", initial: 1, note: "service relative to other tenants" },
+  { field: "min_pool_share", title: "Least share of the pool", initial: 0, note: "0 to 1, kept once the tenant holds it" },
+  { field: "max_pool_share", title: "Greatest share of the pool", initial: 1, note: "0 to 1, never exceeded" },
+  { field: "priority", title: "Priority", initial: 0, note: "a lower number goes first" },
+];
+
+// tenant: the tenant whose share is shown, or undefined for a new one.
+export const ShareFields = ({ tenant }) => html`
+  <div class="grid">
+    ${FIELDS.map(({ field, title, initial, note }) => html`
+      <label key=${field}>${title} <small>${note}</small>
+        <input name=${field} type="number" step="any" required defaultValue=${tenant?.[field] ?? initial} /></label>`)}
+  </div>`;
+
+export const readShare = (form) => Object.fromEntries(FIELDS.map(({ field }) => [field, Number(form.get(field))]));

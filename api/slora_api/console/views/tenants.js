@@ -1,0 +1,81 @@
+// The tenants of the server, for operators.
+
+import { call } from "../api.js";
+import { link, path, useSubject } from "../address.js";
+import { FormDialog } from "../dialog.js";
+import { fullest } from "./quota.js";
+import { ShareFields, readShare } from "./share.js";
+import { Tenant } from "./tenant.js";
+import { ErrorNotice, Pager, Panel, Table, formatCount, formatShare, useLoad } from "../ui.js";
+import { addUp, loadToday } from "../usage.js";
+import { html, useState } from "../vendor/preact.js";
+
+const PAGE = 20;
+
+export function View() {
+  const name = useSubject();
+  return name === null ? html`<${Tenants} />` : html`<${Tenant} name=${name} key=${name} />`;
+}
+
+function Tenants() {
+  const list = useLoad(async (signal) => (await call("admin/tenants", { signal })).data);
+  const usage = useLoad(async (signal) => addUp(await loadToday("admin/usage", "tenant", signal), (one) => one.tenant));
+  const [wanted, setWanted] = useState("");
+  const [page, setPage] = useState(0);
+  const [window, setWindow] = useState(null);
+  const found = (list.value ?? []).filter((one) => one.name.includes(wanted.trim().toLowerCase()));
+  const shown = found.slice(page * PAGE, (page + 1) * PAGE);
+  const columns = [
+    { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.name)}>${one.name}</a>` },
+    { name: "State", cell: (one) => html`<span class=${`tag ${one.status}`}>${one.status}</span>` },
+    { name: "Requests today", isNumber: true, cell: (one) => formatCount(usage.value?.get(one.name)?.requests ?? 0) },
+    { name: "Tokens today", isNumber: true, cell: (one) => formatCount(tokens(usage.value?.get(one.name))) },
+    { name: "Fullest quota", cell: (one) => html`<${Fullest} tenant=${one.name} key=${one.name} />` },
+    { name: "Weight", isNumber: true, cell: (one) => one.weight },
+    { name: "Share of the pool", isNumber: true,
+      cell: (one) => `${formatShare(one.min_pool_share)} to ${formatShare(one.max_pool_share)}` },
+    { name: "Priority", isNumber: true, cell: (one) => one.priority },
+  ];
+  const reload = () => [list, usage].forEach((one) => one.reload());
+  return html`
+    <div class="panels">
+      <${Panel} title=${list.value ? `${formatCount(list.value.length)} tenants` : "Tenants"} wide actions=${html`
+          <span class="row-actions">
+            <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" value=${wanted}
+              onInput=${(event) => { setWanted(event.target.value); setPage(0); }} />
+            <button onClick=${reload}>Refresh</button>
+            <button onClick=${() => setWindow(html`<${NewTenant} onClose=${() => setWindow(null)} />`)}>New tenant</button>
+          </span>`}>
+        <${ErrorNotice} error=${list.error ?? usage.error} />
+        ${list.value && html`
+          <${Table} caption="Tenants" columns=${columns} rows=${shown} rowKey=${(one) => one.name}
+            empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} />
+          <${Pager} isFirst=${page === 0} hasMore=${found.length > (page + 1) * PAGE}
+            onBack=${() => setPage(page - 1)} onNext=${() => setPage(page + 1)} />`}
+      </${Panel}>
+    </div>
+    ${window}`;
+}
+
+const tokens = (sum) => (sum ? sum.input + sum.output : 0);
+
+// The limit of which a tenant has used the greatest part.
+function Fullest({ tenant }) {
+  const { value } = useLoad((signal) => call(path`admin/tenants/${tenant}/quota`, { signal }));
+  const found = value && fullest(value);
+  if (!found) return html`<span class="note">${value ? "no limits" : "…"}</span>`;
+  return html`<span class="fullest"><meter min="0" max="1" high="0.9" optimum="0" value=${found.part} aria-label=${found.title} />
+    ${formatShare(Math.round(found.part * 1000) / 1000)} <small>${found.title.toLowerCase()}</small></span>`;
+}
+
+function NewTenant({ onClose }) {
+  const send = async (form) => {
+    const made = await call("admin/tenants", { method: "POST", body: { name: form.get("name").trim(), ...readShare(form) } });
+    location.hash = link("tenants", made.name);
+  };
+  return html`
+    <${FormDialog} title="New tenant" verb="Create" send=${send} onClose=${onClose}>
+      <label>Name <input name="name" required maxlength="128" autocomplete="off" spellcheck=${false} /></label>
+      <${ShareFields} />
+    </${FormDialog}>`;
+}
