@@ -88,7 +88,7 @@ export function View() {
               ? `Up to ${MAX_MODELS} models answer at the same time.`
               : `These are the ${MAX_MODELS} models that can answer at the same time.`}</p>
           </fieldset>
-          <div class="grid">
+          <div class="field-grid">
             ${FIELDS.map(({ field, title, step }) => html`
               <label key=${field}>${title} <input type="number" step=${step} value=${sampling[field]} placeholder="default"
                 onInput=${(event) => setSampling({ ...sampling, [field]: event.target.value })} /></label>`)}

@@ -11,7 +11,7 @@ const FIELDS = [
 
 // tenant: the tenant whose share is shown, or undefined for a new one.
 export const ShareFields = ({ tenant }) => html`
-  <div class="grid">
+  <div class="field-grid">
     ${FIELDS.map(({ field, title, initial, note }) => html`
       <label key=${field}>${title} <small>${note}</small>
         <input name=${field} type="number" step="any" required defaultValue=${tenant?.[field] ?? initial} /></label>`)}

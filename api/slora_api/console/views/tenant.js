@@ -67,7 +67,7 @@ export function Tenant({ name }) {
     <div aria-live="polite">${done && html`<${Notice} kind="good">${done}</${Notice}>`}</div>
     <${ErrorNotice} error=${tenant.error ?? quota.error} />
     ${tenant.value && html`
-      <div class="panels pair">
+      <div class="panels halves">
         <${Panel} title="Share of the engine" actions=${html`<button onClick=${setShare}>Change the share</button>`}>
           <dl class="figures">
             <${Figure} name="Weight" value=${tenant.value.weight} />

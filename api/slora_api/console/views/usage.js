@@ -10,7 +10,7 @@ export function View() {
   const quotas = useLoad(async (signal) => (await call("v1/quotas", { signal })).data);
   return html`
     <${ErrorNotice} error=${quotas.error} />
-    <div class="panels pair">
+    <div class="panels halves">
       ${quotas.value?.map((quota) => html`
         <${Panel} key=${quota.key_id} title=${quota.key_id === null ? "Quota of the tenant" : "Quota of this key"}
           actions=${quota.key_id === null && html`<button onClick=${quotas.reload}>Refresh</button>`}>

@@ -57,7 +57,7 @@ function Chart({ buckets, title }) {
   const high = (tokens) => (tokens / highest) * 100;
   const all = bars.reduce((sum, one) => sum + one.input + one.output, 0);
   return html`
-    <figure class="chart">
+    <figure class="usage-chart">
       <svg viewBox=${`0 0 ${bars.length * 10} 100`} preserveAspectRatio="none" role="img"
         aria-label=${`${title}: ${formatCount(all)} tokens, at most ${formatCount(highest)} in one bar`}>
         ${bars.map((one, index) => html`
