@@ -37,7 +37,8 @@ def main() -> None:
     # Jobs are in reverse order because attention, the last kernel, takes longest to compile.
     jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
     print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    # A forked process does not have to import torch and numba again.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
         waiting = [pool.submit(_compile, *job) for job in jobs]
         for num_done, done in enumerate(as_completed(waiting), 1):
             done.result()
