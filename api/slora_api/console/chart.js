@@ -3,7 +3,7 @@
 import { useWidth } from "./ui.js";
 import { html, useRef, useState } from "./vendor/preact.js";
 
-const HEIGHT = 160, LEFT = 50, BOTTOM = 18, TOP = 12;
+const LEFT = 50, BOTTOM = 18, TOP = 12;
 const MAX_COLUMNS = 240;
 const MARKS = { load: "▲", eviction: "▼", prefix_eviction: "▽", preemption: "◆" };
 
@@ -20,8 +20,8 @@ function roundUp(value) {
 }
 
 // points: [{time, ...}], oldest first. series: [{name, color, value: point => number or null}]. stacked: areas on top of
-// one another. events: marks at their times. format(value) makes the texts.
-export function Chart({ title, points, series, format, stacked = false, events = [] }) {
+// one another. height: in pixels. events: marks at their times. format(value) makes the texts.
+export function Chart({ title, points, series, format, stacked = false, height = 160, events = [] }) {
   const [cursor, setCursor] = useState(null);
   const box = useRef(null);
   const width = useWidth(box);
@@ -34,7 +34,7 @@ export function Chart({ title, points, series, format, stacked = false, events =
   const sums = stacked ? shown.map((_, at) => rows.reduce((sum, row) => sum + (row[at] ?? 0), 0)) : rows.flat();
   const bound = roundUp(Math.max(...sums.filter((value) => value !== null), 0));
   const x = (time) => LEFT + ((width - LEFT) * (time - begin)) / (end - begin);
-  const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / bound);
+  const y = (value) => TOP + (height - TOP - BOTTOM) * (1 - value / bound);
   const at = cursor === null ? shown.length - 1 : Math.min(cursor, shown.length - 1);
 
   function point(event) {
@@ -49,19 +49,19 @@ export function Chart({ title, points, series, format, stacked = false, events =
   const ticks = [0, bound / 2, bound];
   return html`
     <figure class="chart" ref=${box}>
-      <svg width=${width} height=${HEIGHT} role="img" aria-label=${`${title}: ${readOut(series, rows, at, format)}`}
+      <svg width=${width} height=${height} role="img" aria-label=${`${title}: ${readOut(series, rows, at, format)}`}
         onPointerMove=${point} onPointerLeave=${() => setCursor(null)}>
         ${ticks.map((value) => html`<g key=${value}>
           <line class="grid" x1=${LEFT} x2=${width} y1=${y(value)} y2=${y(value)} />
           <text x=${LEFT - 6} y=${y(value) + 4} text-anchor="end">${format(value)}</text></g>`)}
-        <text x=${LEFT} y=${HEIGHT - 3}>${ago(end - begin)}</text>
-        <text x=${width} y=${HEIGHT - 3} text-anchor="end">now</text>
+        <text x=${LEFT} y=${height - 3}>${ago(end - begin)}</text>
+        <text x=${width} y=${height - 3} text-anchor="end">now</text>
         ${series.map((one, index) => html`<path key=${one.name} d=${paths[index]} class=${stacked ? "area" : "line"}
           style=${stacked ? { fill: one.color } : { stroke: one.color }} />`)}
         ${marksOf(events, begin, end).map(({ kind, time }) => html`
           <text key=${kind + time} class="mark ${kind}" x=${x(time)} y="9" text-anchor="middle">${MARKS[kind]}</text>`)}
         ${cursor !== null && html`<line class="cursor" x1=${x(shown[at].time)} x2=${x(shown[at].time)} y1=${TOP}
-          y2=${HEIGHT - BOTTOM} />`}
+          y2=${height - BOTTOM} />`}
       </svg>
       <figcaption>
         ${series.map((one, index) => html`<span key=${one.name}><i style=${{ background: one.color }}></i>${one.name}

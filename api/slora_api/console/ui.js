@@ -98,6 +98,12 @@ export function useAction() {
   return { ...state, run };
 }
 
+// Sorts rows by tenant and adapter, so that they keep their places while their numbers change. Others come last.
+export const sortByName = (rows) => {
+  const text = ({ tenant, adapter }) => (tenant === null ? "\uffff" : `${tenant} ${adapter ?? ""}`);
+  return [...rows].sort((one, other) => (text(one) < text(other) ? -1 : 1));
+};
+
 const whole = new Intl.NumberFormat("en");
 const rounded = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 

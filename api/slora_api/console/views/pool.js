@@ -3,7 +3,7 @@
 import { Chart, Marks } from "../chart.js";
 import { colorOf, cssColor } from "../colors.js";
 import { useLive } from "../live.js";
-import { Figure, Notice, Panel, Table, formatCount, formatNumber, formatShare, useWidth } from "../ui.js";
+import { Figure, Notice, Panel, Table, formatCount, formatNumber, formatShare, sortByName, useWidth } from "../ui.js";
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 
 const CONTENTS = {
@@ -130,13 +130,14 @@ function PageMap({ pool }) {
       <li><i class="swatch prefix"></i>cached prefixes</li>
       <li><i class="swatch adapter"></i>adapters in use</li>
       <li><i class="swatch idle_adapter"></i>idle adapters</li>
+      ${pool.owners.some((owner) => owner.content === "other") && html`<li><i class="swatch others"></i>other tenants</li>`}
       <li><i class="swatch free"></i>free</li>
       ${pool.stride > 1 && html`<li class="note">Each square shows one of ${pool.stride} pages.</li>`}
     </ul>`;
 }
 
 function rowsOf({ pool, tenants }) {
-  const rows = tenants.map((one) => ({ ...one, total: one.kv + one.prefixes + one.adapters + one.idle_adapters }));
+  const rows = sortByName(tenants).map((one) => ({ ...one, total: one.kv + one.prefixes + one.adapters + one.idle_adapters }));
   if (pool.counts.other > 0) rows.push({ tenant: null, total: pool.counts.other });
   rows.push({ isFree: true, total: pool.counts.free });
   return rows;
@@ -178,7 +179,7 @@ export function View({ me }) {
         <${PageMap} pool=${pool} />
       </${Panel}>
       <${Panel} title="The last minutes">
-        <${Chart} title="Pages by content" points=${points} series=${series} stacked format=${formatNumber}
+        <${Chart} title="Pages by content" points=${points} series=${series} stacked height=${300} format=${formatNumber}
           events=${events} />
         <${Marks} />
       </${Panel}>

@@ -3,7 +3,7 @@
 import { Chart } from "../chart.js";
 import { colorOf, cssColor } from "../colors.js";
 import { useLive } from "../live.js";
-import { Figure, Notice, Panel, Table, formatNumber, formatSeconds, formatShare } from "../ui.js";
+import { Figure, Notice, Panel, Table, formatNumber, formatSeconds, formatShare, sortByName } from "../ui.js";
 import { html } from "../vendor/preact.js";
 
 const quantile = (kind, name) => (point) => point.traffic[kind]?.[name] ?? null;
@@ -38,7 +38,8 @@ export function View({ me }) {
   if (frame === null) {
     return html`<${Notice} kind="warning">No engine answers. It may be starting; the view continues by itself.</${Notice}>`;
   }
-  const { traffic, adapters, tenants } = frame;
+  const { traffic } = frame;
+  const [adapters, tenants] = [frame.adapters, frame.tenants].map(sortByName);
   const whose = me.tenant === null ? "all tenants" : me.tenant;
   return html`
     <div class="panels">

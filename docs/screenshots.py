@@ -1,0 +1,126 @@
+"""Makes the screenshots of the console in docs/images: `python -m docs.screenshots`.
+
+It serves the demo with a small pool, sends requests of all tenants, and opens the console in the machine's Chromium. It
+takes about two minutes.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+IMAGES = Path(__file__).parent / "images"
+MAX_BYTES = 150_000
+ADMIN_KEY = "the-key-of-the-screenshots"
+URL = "http://127.0.0.1:8459"
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
+# Seconds until the charts have something to show.
+WATCHED_S = 45
+WIDE, NARROW = (1440, 1120), (390, 844)
+
+
+@contextmanager
+def demo(directory: str) -> Iterator[dict[str, str]]:
+    """Serves the demo. Yields the keys of its tenants."""
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from slora_api.cli.main import main; raise SystemExit(main())",
+        "demo",
+    ]
+    command += ["--port", URL.rpartition(":")[2], "--data-dir", directory, "--pool-bytes", "9MiB"]
+    server = subprocess.Popen([*command, "--admin-key", ADMIN_KEY], stdout=subprocess.DEVNULL)
+    try:
+        while not is_ready():
+            assert server.poll() is None, "the server could not start"
+            time.sleep(0.5)
+        yield json.loads((Path(directory) / "demo-keys.json").read_text())
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def is_ready() -> bool:
+    try:
+        return httpx.get(f"{URL}/readyz").is_success
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def load(keys: dict[str, str]) -> Iterator[None]:
+    """Three clients of each tenant send chats."""
+    is_over = threading.Event()
+
+    def chat(key: str) -> None:
+        with httpx.Client(base_url=URL, headers={"Authorization": f"Bearer {key}"}, timeout=120) as client:
+            while not is_over.wait(random.random() * 2):
+                text = " ".join(random.choices(WORDS, k=random.randint(3, 12)))
+                messages = [{"role": "user", "content": text}]
+                body = {"model": "default", "messages": messages, "max_tokens": 100, "ignore_eos": True}
+                client.post("/v1/chat/completions", json=body)
+
+    threads = [threading.Thread(target=chat, args=(key,)) for key in keys.values() for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def console(browser: Browser, key: str, theme: str, size: tuple[int, int]) -> Iterator[Page]:
+    width, height = size
+    context = browser.new_context(color_scheme=theme, viewport={"width": width, "height": height})
+    page = context.new_page()
+    page.goto(f"{URL}/console#key={key}")
+    page.get_by_role("navigation").wait_for()
+    yield page
+    context.close()
+
+
+def save(page: Page, view: str, name: str) -> None:
+    page.goto(f"{URL}/console#/{view}")
+    page.locator(".chart svg").first.wait_for()
+    page.wait_for_timeout(1000)
+    path = IMAGES / f"console-{name}.png"
+    page.screenshot(path=path)
+    assert path.stat().st_size <= MAX_BYTES, f"{path} has {path.stat().st_size} bytes"
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory, demo(directory) as keys, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        with (
+            load(keys),
+            console(browser, ADMIN_KEY, "light", WIDE) as light,
+            console(browser, ADMIN_KEY, "dark", WIDE) as dark,
+            console(browser, keys["upper"], "light", NARROW) as narrow,
+        ):
+            for page in (light, dark, narrow):
+                page.goto(f"{URL}/console#/pool")
+            time.sleep(WATCHED_S)
+            save(light, "pool", "pool-light")
+            save(dark, "pool", "pool-dark")
+            save(light, "traffic", "traffic-light")
+            save(dark, "traffic", "traffic-dark")
+            save(narrow, "pool", "pool-narrow")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
