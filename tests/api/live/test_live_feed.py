@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 
 from slora_api.errors import TenantBusy
 from slora_api.live.live_feed import LiveFeed
@@ -40,6 +41,19 @@ def test_each_key_gets_the_frames_of_its_rights(platform: Platform) -> None:
     with platform.client(ADMIN_KEY) as operator:
         (frame,) = read_events(operator.get("/admin/live"))
     assert [one["tenant"] for one in frame["tenants"]] == ["rival", "mine"]
+
+
+@pytest.mark.parametrize("path", ["/v1/live", "/admin/live"])
+def test_frames_are_as_the_openapi_document_says(platform: Platform, path: str) -> None:
+    document = httpx.get(f"{platform.url}/openapi.json", verify=False).json()
+    answer = document["paths"][path]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    schema = answer["schema"]["contentSchema"] | {"components": document["components"]}
+    with platform.client(platform.key("mine") if path == "/v1/live" else ADMIN_KEY) as client:
+        (frame,) = read_events(client.get(path))
+    Draft202012Validator(schema).validate(frame)
+    assert frame is not None
+    wrong = {**frame, "pool": {}}
+    assert not Draft202012Validator(schema).is_valid(wrong)
 
 
 def test_frames_are_null_while_no_engine_answers(platform: Platform) -> None:
