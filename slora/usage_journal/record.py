@@ -6,7 +6,7 @@ other newline and no NUL byte.
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from slora.request import RequestUsage
 
@@ -14,6 +14,7 @@ __all__ = ["MAX_LINE_BYTES", "BadLine", "UsageRecord"]
 
 MAX_LINE_BYTES = 2048
 _CHECKSUM_CHARS = 8
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class BadLine(ValueError):
@@ -43,8 +44,9 @@ class UsageRecord:
     is_batch: bool = False
 
     def to_line(self) -> bytes:
-        values = {name: getattr(self, name) for name in _OWN_FIELDS} | asdict(self.usage)
-        body = json.dumps(values, separators=(",", ":")).encode("ascii")
+        values = {name: getattr(self, name) for name in _OWN_FIELDS}
+        values |= {name: getattr(self.usage, name) for name in _USAGE_FIELDS}
+        body = _encode(values).encode("ascii")
         line = b"%08x %s\n" % (zlib.crc32(body), body)
         assert len(line) <= MAX_LINE_BYTES, f"a usage record has {len(line)} bytes; at most {MAX_LINE_BYTES}"
         return line

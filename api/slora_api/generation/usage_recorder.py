@@ -5,6 +5,9 @@ recorder therefore keeps each request until its report arrives, independently of
 If the engine dies first, the recorder counts the tokens that have arrived.
 
 A request for which nothing was computed has no record.
+
+One batch of records at a time is with the journal, and the next one collects meanwhile. So the event loop and the
+thread of the journal wake each other once for each sync of the disk, not once for each request.
 """
 
 import asyncio
@@ -12,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from slora.engine.client import EngineClient
 from slora.request import EngineRequest, RequestTiming, RequestUsage
@@ -43,17 +46,27 @@ class Recorded(Protocol):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request whose usage may be unknown yet. on_report: called with the usage. written: the write to the journal, if
-    there is a record. timing: when the request passed the stages of the engine, once its usage is known; None if it was
-    refused or the engine died. span: that of the HTTP request, if it is traced.
+    """A request whose usage may be unknown yet.
+
+    on_report: called with the usage.
+    ended: set when the usage is durable or cannot be recorded.
+    failure: why it cannot be recorded.
+    timing: when the request passed the stages of the engine, once its usage is known; None if it was refused or the
+        engine died.
+    span: that of the HTTP request, if it is traced.
     """
 
     answer: Recorded
     on_report: Callable[[RequestUsage], None]
-    reported: asyncio.Event = field(default_factory=asyncio.Event)
-    written: "Future[None] | None" = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: BaseException | None = None
     timing: RequestTiming | None = None
     span: RequestSpan | None = None
+
+
+class _Waiting(NamedTuple):
+    opened: OpenRequest
+    record: UsageRecord
 
 
 class UsageRecorder:
@@ -75,12 +88,15 @@ class UsageRecorder:
         self._journal = journal
         self._clock = clock
         self._open: dict[str, OpenRequest] = {}
+        # The next batch for the journal, and the number of records in it and in the batch that is with the journal.
+        self._batch: list[_Waiting] = []
+        self._num_waiting = 0
         client.listen_for_usage(self._receive)
 
     @property
     def num_open(self) -> int:
-        """Requests whose usage is not known yet."""
-        return len(self._open)
+        """Requests whose usage is not durable yet."""
+        return len(self._open) + self._num_waiting
 
     def check(self) -> None:
         """Raises UsageJournalFull while a new request could not be recorded."""
@@ -99,51 +115,78 @@ class UsageRecorder:
     async def wait(self, opened: Sequence[OpenRequest]) -> None:
         """Returns when the records of these requests are durable. Raises UsageJournalFull."""
         for one in opened:
-            await one.reported.wait()
-            if one.written is not None:
-                await asyncio.wrap_future(one.written)
+            await one.ended.wait()
+            if one.failure is not None:
+                raise one.failure
+
+    def close(self) -> None:
+        """Hands over the records that still wait for the journal. Call it before the journal is closed."""
+        for _, record in self._batch:
+            self._journal.append(record)
+        self._batch = []
 
     def _receive(self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
         """usage: None if the engine died before it reported the usage."""
         opened = self._open.pop(request_id, None)
         found = usage if usage is not None or opened is None else _seen(opened.answer)
-        if opened is None or found == RequestUsage():  # the canary of an upload, or nothing to record
+        if opened is None:  # the canary of an upload
             self._client.acknowledge_usage(request_id)
+            return
+        assert found is not None
+        if found == RequestUsage():
+            self._client.acknowledge_usage(request_id)
+            opened.ended.set()
         else:
-            assert found is not None
-            opened.written = self._record(opened.answer, found, is_complete=usage is not None)
-        if opened is not None:
-            assert found is not None
-            opened.timing = timing
-            if timing is not None:
-                self._observe(opened.answer.request, found, timing)
-                if opened.span is not None:
-                    opened.span.add_engine_request(opened.answer.request, found, timing)
-            opened.on_report(found)
-            opened.reported.set()
+            self._record(opened, found, is_complete=usage is not None)
+        opened.timing = timing
+        if timing is not None:
+            self._observe(opened.answer.request, found, timing)
+            if opened.span is not None:
+                opened.span.add_engine_request(opened.answer.request, found, timing)
+        opened.on_report(found)
 
-    def _record(self, answer: Recorded, usage: RequestUsage, *, is_complete: bool) -> "Future[None]":
-        request, loop = answer.request, asyncio.get_running_loop()
-        written = self._journal.append(
-            UsageRecord(
-                request.request_id,
-                request.tenant,
-                request.account,
-                request.adapter_digests,
-                self._clock(),
-                usage,
-                is_complete,
-                request.is_background,
-            )
+    def _record(self, opened: OpenRequest, usage: RequestUsage, *, is_complete: bool) -> None:
+        request = opened.answer.request
+        record = UsageRecord(
+            request.request_id,
+            request.tenant,
+            request.account,
+            request.adapter_digests,
+            self._clock(),
+            usage,
+            is_complete,
+            request.is_background,
         )
+        self._batch.append(_Waiting(opened, record))
+        self._num_waiting += 1
+        if self._num_waiting == 1:
+            # The engine reports all requests that ended in one step at once.
+            asyncio.get_running_loop().call_soon(self._write)
 
-        def acknowledge(done: "Future[None]") -> None:
+    def _write(self) -> None:
+        batch, self._batch = self._batch, []
+        if not batch:  # `close` has handed it over
+            return
+        loop = asyncio.get_running_loop()
+        written = [self._journal.append(record) for _, record in batch]
+
+        def end_batch(_last: "Future[None]") -> None:
             # Called on the thread of the journal. The loop may be closed at the end of the process.
-            if done.exception() is None and not loop.is_closed():
-                loop.call_soon_threadsafe(self._client.acknowledge_usage, request.request_id)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._end_batch, batch, written)
 
-        written.add_done_callback(acknowledge)
-        return written
+        # The journal writes records in their order.
+        written[-1].add_done_callback(end_batch)
+
+    def _end_batch(self, batch: "Sequence[_Waiting]", written: "Sequence[Future[None]]") -> None:
+        for (opened, record), done in zip(batch, written, strict=True):
+            opened.failure = done.exception()
+            if opened.failure is None:
+                self._client.acknowledge_usage(record.request_id)
+            opened.ended.set()
+        self._num_waiting -= len(batch)
+        if self._batch:
+            self._write()
 
 
 def _seen(answer: Recorded) -> RequestUsage:

@@ -170,6 +170,8 @@ async def open_services(
     stack.callback(usage_journal.close)
     shipper = UsageShipper(usage_journal, data.usage, ledger, settings.usage_days if is_main else None)
     stack.callback(shipper.ship)
+    recorder = UsageRecorder(client, usage_journal, observe=counted.requests.count)
+    stack.callback(recorder.close)
     return Services(
         settings,
         reserve,
@@ -207,13 +209,7 @@ async def open_services(
         ),
         templates,
         grammars,
-        Generator(
-            client,
-            model.tokenizer,
-            limiter,
-            counted,
-            UsageRecorder(client, usage_journal, observe=counted.requests.count),
-        ),
+        Generator(client, model.tokenizer, limiter, counted, recorder),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name, settings.batch_price_percent),
         TenantLife(tenant_store, ledger, adapters, client),

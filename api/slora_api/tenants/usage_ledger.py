@@ -10,6 +10,7 @@ Every call blocks, so an event loop should make it on a thread.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add, attrgetter
 from typing import Any
 
 from sqlalchemy import Select, Table, bindparam, delete, func, select, tuple_, union_all
@@ -50,6 +51,7 @@ _INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "postgresql": postgresql.insert,
 }
 _BUCKET_KEY = (_b.width, _b.tenant, _b.start, _b.key_id, _b.adapter)
+_read_sums = attrgetter(*_SUMS)
 _OLD_RECORDS = delete(schema.usage_records).where(
     _r.request_id.in_(select(_r.request_id).where(_r.ended_at < bindparam("before")).limit(_DELETED_AT_ONCE))
 )
@@ -147,7 +149,7 @@ class UsageLedger:
             erased = set(connection.execute(_ERASED_KEYS, key_ids).scalars())
             owners = {key_id: tenant for key_id, tenant in connection.execute(_OWNERS, key_ids)}
             rows = {
-                name: replace(record, tenant=owners.get(record.account, record.tenant))
+                name: _with_tenant(record, owners.get(record.account, record.tenant))
                 for name, record in rows.items()
                 if record.account not in erased
             }
@@ -221,6 +223,10 @@ class UsageLedger:
         return max(counts) >= _DELETED_AT_ONCE
 
 
+def _with_tenant(record: UsageRecord, tenant: str) -> UsageRecord:
+    return record if tenant == record.tenant else replace(record, tenant=tenant)
+
+
 def _record_row(record: UsageRecord) -> dict[str, Any]:
     return {
         "request_id": record.request_id,
@@ -236,15 +242,19 @@ def _record_row(record: UsageRecord) -> dict[str, Any]:
 
 def _add_to_buckets(connection: Connection, records: Iterable[UsageRecord]) -> None:
     columns = ("num_requests", *_SUMS, *_BATCH_SUMS)
-    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(columns))
+    of_minutes: defaultdict[tuple[Any, ...], list[tuple[float, ...]]] = defaultdict(list)
     for record in records:
+        minute = int(record.ended_at // MINUTE_S) * MINUTE_S
+        usage = record.usage
+        of_batch = (1, usage.prompt_tokens, usage.generated_tokens) if record.is_batch else (0, 0, 0)
+        amounts = (1, *_read_sums(usage), *of_batch)
+        of_minutes[record.tenant, minute, record.account, record.adapter_digest or ""].append(amounts)
+    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(columns))
+    for (tenant, minute, *others), amounts_of_minute in of_minutes.items():
+        of_minute = [sum(column) for column in zip(*amounts_of_minute, strict=True)]
         for width in _WIDTHS:
-            start = int(record.ended_at // width) * width
-            of_bucket = sums[width, record.tenant, start, record.account, record.adapter_digest or ""]
-            usage = record.usage
-            of_batch = (1, usage.prompt_tokens, usage.generated_tokens) if record.is_batch else (0, 0, 0)
-            for at, amount in enumerate((1, *(getattr(usage, name) for name in _SUMS), *of_batch)):
-                of_bucket[at] += amount
+            of_bucket = sums[width, tenant, minute // width * width, *others]
+            of_bucket[:] = map(add, of_bucket, of_minute)
     names = [column.name for column in _BUCKET_KEY] + [*columns]
     insert = _INSERT[connection.dialect.name](schema.usage_buckets)
     added = {name: _b[name] + insert.excluded[name] for name in columns}
