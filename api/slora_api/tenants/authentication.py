@@ -120,11 +120,11 @@ class AuthenticationMiddleware:
         match = _BEARER.fullmatch(header.strip())
         if match is None:
             return None
-        if self._admin_key is not None and self._admin_key.matches(match[1]):
+        is_local = self._key_store.is_lookup_local(match[1])
+        caller = self._key_store.authenticate(match[1]) if is_local else None
+        if caller is None and self._admin_key is not None and self._admin_key.matches(match[1]):
             return BOOTSTRAP_KEY
-        if self._key_store.is_lookup_local(match[1]):
-            return self._key_store.authenticate(match[1])
-        return await self._look_up(match[1], address)
+        return caller if is_local else await self._look_up(match[1], address)
 
     async def _look_up(self, secret: str, address: str) -> Caller | None:
         """Looks a key up in the database. Clients at other addresses get their turn, however many unknown keys one
