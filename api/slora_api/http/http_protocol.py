@@ -85,11 +85,32 @@ class _Reader:
             self._since, self._rested_at = None, now_s
 
 
+class _Connection(h11.Connection):
+    """Gives out the head of an answer with the first bytes of its body, so that one system call sends both.
+
+    ASGI has servers wait for these bytes before they send the head.
+    """
+
+    _head: list[bytes] | None = None
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """`send` joins the parts that this method returns."""
+        parts = super().send_with_data_passthrough(event)
+        if isinstance(event, h11.Response):
+            self._head = parts
+            return []
+        if parts is None or self._head is None:
+            return parts
+        head, self._head = self._head, None
+        return head + parts
+
+
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol of one connection, with the deadlines of `ConnectionLimits`. It implements `Connection`."""
 
     def __init__(self, connections: Connections, config: Config, server_state: ServerState) -> None:
         super().__init__(config, server_state, app_state={})
+        self.conn = _Connection(h11.SERVER)
         self._all = connections
         self._limits = connections.limits
         self._quiet_at = self.loop.time()

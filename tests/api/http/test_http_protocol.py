@@ -4,6 +4,7 @@ import asyncio
 import re
 import socket
 import time
+from asyncio import selector_events
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -109,6 +110,23 @@ def test_the_rest_of_a_response_is_dropped_if_the_client_does_not_read(url: str)
         wait_until(lambda: httpx.get(url + "/").status_code == 200 and is_ended(silent))
         assert len(read_all(silent)) < 4 << 20
         assert len(httpx.get(url + "/large").content) == 4 << 20
+
+
+def test_the_head_of_an_answer_is_sent_with_its_first_bytes(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    write = selector_events._SelectorSocketTransport.write  # type: ignore[attr-defined]
+
+    def record(transport: asyncio.Transport, data: bytes) -> None:
+        if data:
+            sent.append(bytes(data))
+        write(transport, data)
+
+    monkeypatch.setattr(selector_events._SelectorSocketTransport, "write", record)  # type: ignore[attr-defined]
+    assert httpx.get(url + "/").json() == {"status": "ok"}
+    (answer,) = sent
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"ok"}')
 
 
 def is_ended(connection: socket.socket) -> bool:
