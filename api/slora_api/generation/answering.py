@@ -6,6 +6,7 @@ The first delta is awaited before anything is sent. Until then, a failure can st
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from itertools import chain
 
 from fastapi import Request
 
@@ -106,19 +107,33 @@ async def take_first(events: _Events) -> bytes:
 
 
 async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> _Events:
-    """Yields the events of a stream in writes of a bounded size."""
-    opened = False
+    """Yields the events of a stream in writes of a bounded size.
+
+    The events of the last deltas leave with those that end the stream, when `deltas` has given back what the request
+    held.
+    """
+    opened, last = False, list[CompletionDelta]()
+    num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
     async with aclosing(deltas):
         async for arrived in deltas:
+            num_unfinished -= sum(delta.finish_reason is not None for delta in arrived)
+            if not num_unfinished:
+                last += arrived
+                continue
             for events in _join(_make_events(arrived, shape, usage, opens=not opened)):
                 yield events
                 if len(events) >= _EVENT_BYTES:
                     await asyncio.sleep(0)
             opened = True
-    usage.timing = timing_object(answers)
-    for events in _join(shape.closing(usage)):
+    ending = _make_events(last, shape, usage, opens=not opened)
+    for events in _join(chain(ending, _make_closing(shape, usage, answers))):
         yield events
         await asyncio.sleep(0)
+
+
+def _make_closing(shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> Iterator[bytes]:
+    usage.timing = timing_object(answers)
+    yield from shape.closing(usage)
 
 
 def _make_events(

@@ -41,7 +41,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
     """Awaits `work`. If the client hangs up first, cancels it and raises ClientGone. The body must have been read
     before.
 
-    It works like `asyncio.timeout`: the work runs in the task of the caller, and only the disconnect has its own.
+    It works like `asyncio.timeout`: the work runs in the task of the caller, and only the disconnect has its own. That
+    task starts when the work first waits.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -53,7 +54,13 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
         is_gone = True
         task.cancel()
 
-    watching = asyncio.create_task(watch())
+    watching: asyncio.Task[None] | None = None
+
+    def start() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    starting = asyncio.get_running_loop().call_soon(start)
     try:
         return await work
     except asyncio.CancelledError:
@@ -62,7 +69,9 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
             raise ClientGone("the client closed the connection") from None
         raise
     finally:
-        watching.cancel()
+        starting.cancel()
+        if watching is not None:
+            watching.cancel()
         if is_gone:
             task.uncancel()
 

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
-from slora.request import FinishReason
-from slora.text.answer import Choice, Completion, CompletionDelta
+from slora.request import EngineRequest, FinishReason
+from slora.sampling_params import SamplingParams
+from slora.text.answer import Answer, Choice, Completion, CompletionDelta
 from slora_api.errors import ErrorAnswer
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.answer_format import Usage
@@ -60,6 +61,31 @@ def test_events_that_arrive_together_are_sent_in_bounded_writes() -> None:
     sent = asyncio.run(collect())
     assert b"".join(sent) == EVENT * 7
     assert all(len(events) <= (1 << 16) + len(EVENT) for events in sent)
+
+
+def test_the_last_deltas_leave_with_the_end_of_the_stream_after_the_request_has_ended() -> None:
+    class ClosedShape(Shape):
+        def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
+            return (delta.text.encode(),)
+
+        def closing(self, usage: Usage) -> Iterable[bytes]:
+            return (b"[DONE]",)
+
+    log: list[bytes] = []
+
+    async def arrive() -> AsyncGenerator[list[CompletionDelta], None]:
+        yield [CompletionDelta(0, "a", (7,))]
+        yield [CompletionDelta(0, "b", (7,), FinishReason.STOP), CompletionDelta(0, "c", (7,), choice=1)]
+        yield [CompletionDelta(0, "d", (7,), FinishReason.STOP, choice=1)]
+        log.append(b"ended")
+
+    async def collect() -> None:
+        answer = Answer(EngineRequest("request", "acme", [1], (), SamplingParams(n=2)), None)
+        async for events in _events(arrive(), ClosedShape(), Usage(1), [answer]):
+            log.append(events)
+
+    asyncio.run(collect())
+    assert log == [b"a", b"bc", b"ended", b"d[DONE]"]
 
 
 def test_reading_a_long_text_takes_a_slot_of_the_tenant() -> None:
