@@ -56,7 +56,7 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   return response.status === 204 ? null : response.json();
 }
 
-// Sends a request and yields the data of each server-sent event as an object, until the stream ends. Throws ApiError for
+// Sends a request and yields the data of each server-sent event, until the stream ends. Throws ApiError for
 // an event with an error. `onHeaders(headers)` gets the headers of the answer.
 export async function* stream(path, { method = "GET", body, signal, onHeaders = () => {} } = {}) {
   const response = await send(path, { method, body, signal });
@@ -72,7 +72,7 @@ export async function* stream(path, { method = "GET", body, signal, onHeaders = 
       const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
       if (data === "" || data === "[DONE]") continue;
       const event = JSON.parse(data);
-      if (event.error) throw refusal(event.error.code === "invalid_api_key" ? 401 : 200, event.error);
+      if (event?.error) throw refusal(event.error.code === "invalid_api_key" ? 401 : 200, event.error);
       yield event;
     }
   }

@@ -16,9 +16,9 @@ export const Notice = ({ kind = "info", children }) => html`
 // Why a request failed, with all reasons of the server. Nothing for null.
 export const ErrorNotice = ({ error }) => error && html`
   <div class="notice error" role="alert">
-    ${error.message}
+    ${error.reasons?.length > 1 ? `There are ${error.reasons.length} reasons for the refusal:` : error.message}
     ${error.retryAfterS ? ` You can try again in ${error.retryAfterS} s.` : ""}
-    ${error.reasons?.length > 0 && html`
+    ${error.reasons?.length > 1 && html`
       <ul>${error.reasons.map((one) => html`<li>${one.message} <code>${one.code}</code></li>`)}</ul>`}
   </div>`;
 

@@ -8,8 +8,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.adapters.hand_made import make_members, make_tensors, write_directory
+from tests.api.conftest import Kit
 from tests.api.console.browser import ConsolePage
 from tests.api.platform import ADMIN_KEY, Platform
+from tests.api.served import Served
 
 _REFUSED = "status of 422"
 _MARKUP = "<img src=x onerror=\"document.title='owned'\">"
@@ -214,3 +216,23 @@ def test_an_operator_pins_and_unpins_an_adapter(platform: Platform, view: Consol
     view.check_accessibility()
     page.get_by_role("button", name="Unpin greeter of pinned").click()
     expect(pins).to_contain_text("No adapter is pinned.")
+
+
+@pytest.mark.soak
+def test_an_adapter_of_a_real_server_is_uploaded_and_seen_in_the_page_pool(
+    server: Served, kit: Kit, console: ConsolePage
+) -> None:
+    key, page = server.make_key("console-upload"), console.page
+    console.sign_in(key, "adapters")
+    files = [kit.wide / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    choose(page, files, "wide")
+    expect(page.locator(".notice.good")).to_contain_text("wide@1 passed all checks")
+    with server.client(key) as client:
+        body = {"model": "wide", "prompt": "hello", "max_tokens": 4}
+        client.post("/v1/completions", json=body).raise_for_status()
+    page.get_by_role("button", name="Refresh").click()
+    row = page.get_by_role("region", name="Adapters").get_by_role("row").filter(has_text="wide")
+    expect(row).to_contain_text("loaded")
+    row.get_by_role("link", name="wide").click()
+    page.get_by_role("button", name="Prewarm version 1").click()
+    expect(page.get_by_text("wide@1 is in the page pool")).to_be_visible()

@@ -5,6 +5,7 @@ import { link, path } from "../address.js";
 import { AliasForm } from "./alias_form.js";
 import { CopyButton } from "../copy.js";
 import { Confirm } from "../dialog.js";
+import { loadResidency } from "../residency.js";
 import { loadTraffic } from "../usage.js";
 import { ErrorNotice, Notice, Pager, Panel, Table, formatBytes, formatCount, formatTime, useAction, useLoad } from "../ui.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
@@ -30,6 +31,7 @@ export function Adapter({ me, name }) {
     call(path`v1/adapters/${name}/versions?limit=${PAGE}` + (after ? `&after=${after}` : ""), { signal }), [after]);
   const aliases = useLoad((signal) => call(path`v1/adapters/${name}/aliases`, { signal }));
   const traffic = useLoad((signal) => loadTraffic(me, signal));
+  const residency = useLoad((signal) => loadResidency(me, signal));
   const [window, setWindow] = useState(null);
   const [done, setDone] = useState(null);
   const { run, isBusy, error } = useAction();
@@ -37,7 +39,7 @@ export function Adapter({ me, name }) {
   useEffect(() => heading.current?.focus(), []);
 
   const close = () => setWindow(null);
-  const reload = () => [versions, aliases, traffic].forEach((one) => one.reload());
+  const reload = () => [versions, aliases, traffic, residency].forEach((one) => one.reload());
   async function change(method, route, what) {
     await call(route, { method });
     setDone(what);
@@ -62,6 +64,7 @@ export function Adapter({ me, name }) {
     { name: "Rank", isNumber: true, cell: (one) => one.rank },
     { name: "Modules", cell: (one) => html`<span class="note">${one.target_modules.join(", ")}</span>` },
     { name: "Size", isNumber: true, cell: (one) => formatBytes(one.bytes) },
+    ...residency.value ? [{ name: "Page pool", cell: (one) => residency.value.of({ ...one, name }) }] : [],
     ...traffic.value ? [
       { name: "Requests today", isNumber: true,
         cell: (one) => formatCount(traffic.value.of(`${name}@${one.version}`).requests) },

@@ -5,6 +5,7 @@ import { link, useSubject } from "../address.js";
 import { Adapter, Targets } from "./adapter.js";
 import { OperatorAdapters } from "./operator_adapters.js";
 import { Upload } from "./upload.js";
+import { loadResidency } from "../residency.js";
 import { loadTraffic } from "../usage.js";
 import { ErrorNotice, Pager, Panel, Table, formatBytes, formatCount, formatTime, useLoad } from "../ui.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
@@ -33,9 +34,12 @@ function List({ me, round }) {
   // The names after which the pages before this one ended.
   const [pages, setPages] = useState([null]);
   const after = pages.at(-1);
-  const list = useLoad((signal) => call(`v1/adapters?limit=${PAGE}${after ? `&after=${encodeURIComponent(after)}` : ""}`, { signal }), [after, round]);
+  const list = useLoad((signal) =>
+    call(`v1/adapters?limit=${PAGE}${after ? `&after=${encodeURIComponent(after)}` : ""}`, { signal }), [after, round]);
   const traffic = useLoad((signal) => loadTraffic(me, signal), [round]);
+  const residency = useLoad((signal) => loadResidency(me, signal), [round]);
   useEffect(() => setPages([null]), [round]);
+  const reload = () => [list, traffic, residency].forEach((one) => one.reload());
   const columns = [
     { name: "Adapter", cell: (one) => html`<a href=${link("adapters", one.name)}>${one.name}</a>
       ${one.pinned && html` <span class="tag">pinned</span>`}` },
@@ -43,6 +47,7 @@ function List({ me, round }) {
     { name: "Aliases", cell: (one) => html`<${Aliases} name=${one.name} key=${`${one.name} ${round}`} />` },
     { name: "Rank", isNumber: true, cell: (one) => one.rank },
     { name: "Size", isNumber: true, cell: (one) => formatBytes(one.bytes) },
+    ...residency.value ? [{ name: "Page pool", cell: residency.value.of }] : [],
     ...traffic.value ? [
       { name: "Requests today", isNumber: true, cell: (one) => formatCount(traffic.value.of(one.name).requests) },
       { name: "Tokens today", isNumber: true, cell: (one) => formatCount(traffic.value.of(one.name).tokens) },
@@ -50,7 +55,7 @@ function List({ me, round }) {
     { name: "Newest version", cell: (one) => formatTime(one.updated) },
   ];
   return html`
-    <${Panel} title="Adapters" wide actions=${html`<button onClick=${list.reload}>Refresh</button>`}>
+    <${Panel} title="Adapters" wide actions=${html`<button onClick=${reload}>Refresh</button>`}>
       <${ErrorNotice} error=${list.error} />
       <${ErrorNotice} error=${traffic.error} />
       ${list.value === null
