@@ -259,6 +259,8 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, memory = self._scheduler, self._scheduler.paging
         residents = list(memory.residency)
+        served = scheduler.served.adapters
+        loaded = {resident.version.label for resident in residents if resident.is_loaded}
         running = tuple(sorted(resident.version.label for resident in residents if resident.num_users))
         return EngineStats(
             running=scheduler.num_running,
@@ -300,7 +302,8 @@ class Engine:
             step_tokens=self._step_tokens.read(),
             token_gaps=self._token_gaps.read(),
             tenants=scheduler.served.tenants,
-            adapters=scheduler.served.adapters,
+            adapters=served,
+            pooled_adapters=tuple(sorted(served.keys() & loaded)),
             pages=memory.count_pages(),
             tenant_pages=memory.count_tenant_pages(self._config.metrics_tenants),
             load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),

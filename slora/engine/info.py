@@ -67,6 +67,7 @@ class EngineStats:
     step_seconds, step_tokens: times and numbers of computed tokens of the steps that computed something.
     token_gaps: seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
     tenants, adapters: what ended requests have used, see `ServedRequests`.
+    pooled_adapters: the names in `adapters` whose adapters are in the pool now.
     pages: the pages that are not free, by what they hold.
     tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
     load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
@@ -113,6 +114,7 @@ class EngineStats:
     token_gaps: HistogramCounts
     tenants: Mapping[str, ServedCounts]
     adapters: Mapping[str, ServedCounts]
+    pooled_adapters: tuple[str, ...]
     pages: PageCounts
     tenant_pages: Mapping[str, PageCounts]
     load_paces: LoadPaces

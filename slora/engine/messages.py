@@ -49,7 +49,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 Message = dict[str, Any]
 
@@ -173,6 +173,7 @@ def decode_stats(message: Message) -> EngineStats:
         stats[name] = HistogramCounts(tuple(bounds), tuple(counts), total)
     for name in ("tenants", "adapters"):
         stats[name] = {one: ServedCounts(**counts) for one, counts in stats[name].items()}
+    stats["pooled_adapters"] = tuple(stats["pooled_adapters"])
     stats["pages"] = PageCounts(**stats["pages"])
     stats["tenant_pages"] = {name: PageCounts(**counts) for name, counts in stats["tenant_pages"].items()}
     stats["load_paces"] = LoadPaces(**stats["load_paces"])

@@ -220,7 +220,8 @@ class ScriptedEngine:
             {"fetched": 3, "corrupt": 1},
             *([HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)] * 3),
             {"t": ServedCounts(3, 40, 32, 20, 1, 0.5), "other": ServedCounts(1, 7)},
-            {"t/abc": ServedCounts(2, 20, 16, 10, 1), "other": ServedCounts()},
+            {"t/abc": ServedCounts(2, 20, 16, 10, 1), "t/def": ServedCounts(1), "other": ServedCounts()},
+            ("t/abc",),
             PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
             LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
         )  # fmt: skip

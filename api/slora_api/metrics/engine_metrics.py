@@ -267,13 +267,20 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
         "Prompt tokens, those of them that the prefix cache had, and generated tokens of ended requests, by adapter.",
         labels=[*labels, "kind"],
     )
+    resident = GaugeMetricFamily(
+        "slora_adapter_resident",
+        "1 while the adapter is in the pool, for the busiest adapters.",
+        labels=labels,
+    )
     for name, counts in stats.adapters.items():
         tenant, _, digest = name.partition("/")
         values = [tenant, digest or OTHERS]
+        if digest:
+            resident.add_metric(values, name in stats.pooled_adapters)
         requests.add_metric(values, counts.requests)
         colds.add_metric(values, counts.cold_starts)
         _add_tokens(tokens, values, counts)
-    yield from (requests, colds, tokens)
+    yield from (requests, colds, tokens, resident)
 
 
 def _add_tokens(family: CounterMetricFamily, values: list[str], counts: ServedCounts) -> None:

@@ -808,6 +808,8 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         'slora_tenant_requests_total{tenant="other"} 1.0',
         'slora_adapter_cold_starts_total{adapter="abc",tenant="t"} 1.0',
         'slora_adapter_requests_total{adapter="other",tenant="other"} 0.0',
+        'slora_adapter_resident{adapter="abc",tenant="t"} 1.0',
+        'slora_adapter_resident{adapter="def",tenant="t"} 0.0',
         'slora_pages_by_owner{owner="idle_adapters"} 2.0',
         'slora_tenant_pages{owner="kv",tenant="t"} 20.0',
         # 7 pages of further tenants. The tenant that is named "other" is one of them.

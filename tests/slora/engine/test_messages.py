@@ -109,6 +109,7 @@ def test_numbers_arrive_by_name() -> None:
         *(HistogramCounts((0.5, 1.0), (1, 2, number), 1.5) for number in range(3)),
         {"t": ServedCounts(1, 2, 3, 4, 5, 0.5)},
         {"t/0": ServedCounts(6)},
+        ("t/0",),
         PageCounts(1, 2, 3, 4),
         {"t": PageCounts(1, 2)},
         LoadPaces(1e-10, {"file": 2e-10}),

@@ -41,3 +41,7 @@ def test_pages_are_counted_by_what_they_hold_and_by_tenant(kits: Callable[[str],
     big, tiny = PageCounts(prefixes=adapter + 9), PageCounts(prefixes=1)
     # Only two tenants are listed. The third still counts in the whole pool.
     check(engine, local + big + tiny, big=big, local=local)
+    assert engine.stats().pooled_adapters == (version.label,)
+    engine.remove_adapter(version)
+    check(engine, big + tiny, big=big, tiny=tiny)
+    assert engine.stats().pooled_adapters == () and version.label in engine.stats().adapters
