@@ -19,7 +19,9 @@ import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
+ADAPTERS = Path(__file__).parent.parent / "demo" / "adapters"
 MAX_BYTES = 150_000
+TENANT = "acme"
 ADMIN_KEY = "the-key-of-the-screenshots"
 URL = "http://127.0.0.1:8459"
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
@@ -96,9 +98,55 @@ def save(page: Page, view: str, name: str) -> None:
     page.goto(f"{URL}/console#/{view}")
     page.locator(".chart svg").first.wait_for()
     page.wait_for_timeout(1000)
+    write(page, name)
+
+
+def write(page: Page, name: str) -> None:
     path = IMAGES / f"console-{name}.png"
     page.screenshot(path=path)
     assert path.stat().st_size <= MAX_BYTES, f"{path} has {path.stat().st_size} bytes"
+
+
+def make_tenant() -> str:
+    """Creates a tenant with several adapters, one of which has two versions. Returns its key."""
+    with httpx.Client(base_url=URL, timeout=120) as client:
+        client.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+        client.post("/admin/tenants", json={"name": TENANT}).raise_for_status()
+        quota = {"tokens_per_minute": 50_000, "tokens_per_month": 20_000}
+        client.patch(f"/admin/tenants/{TENANT}/quota", json=quota).raise_for_status()
+        key: str = client.post(f"/admin/tenants/{TENANT}/keys", json={"name": "console"}).json()["key"]
+        client.headers["Authorization"] = f"Bearer {key}"
+        for name, source in (("shout", "upper"), ("shout", "title"), ("reverse", "reverse")):
+            parts = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+            files = {field: (ADAPTERS / source / file).read_bytes() for field, file in parts.items()}
+            client.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
+        move = {"versions": {"1": 90, "2": 10}}
+        client.put("/v1/adapters/shout/aliases/prod", json=move).raise_for_status()
+        messages = [{"role": "user", "content": "the quick brown fox"}]
+        for model in ["shout@prod"] * 20 + ["reverse"] * 10:
+            body = {"model": model, "messages": messages, "max_tokens": 50}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
+    return key
+
+
+def upload(page: Page) -> None:
+    """Uploads an adapter, and shows its certificate."""
+    page.goto(f"{URL}/console#/adapters")
+    page.get_by_text("Drop the folder").wait_for()
+    page.get_by_label("Files of the adapter").set_input_files(sorted((ADAPTERS / "snake").iterdir()))
+    page.get_by_label("Name of the adapter").fill("snake")
+    page.get_by_role("button", name="Upload").click()
+    page.get_by_role("heading", name="Certificate").wait_for()
+
+
+def ask(page: Page) -> None:
+    """Sends a prompt in the playground."""
+    page.goto(f"{URL}/console#/playground")
+    page.get_by_label("Answer of shout").wait_for()
+    page.get_by_label("User").fill("the quick brown fox jumps over the lazy dog")
+    page.get_by_role("button", name="Send").click()
+    for answer in page.locator(".answer").all():
+        answer.get_by_text("complete", exact=True).wait_for()
 
 
 def main() -> None:
@@ -119,6 +167,23 @@ def main() -> None:
             save(light, "traffic", "traffic-light")
             save(dark, "traffic", "traffic-dark")
             save(narrow, "pool", "pool-narrow")
+        key = make_tenant()
+        with (
+            console(browser, key, "light", WIDE) as light,
+            console(browser, key, "light", NARROW) as narrow,
+            console(browser, ADMIN_KEY, "dark", WIDE) as dark,
+        ):
+            upload(light)
+            write(light, "adapters")
+            ask(light)
+            write(light, "playground")
+            narrow.goto(f"{URL}/console#/adapters/shout")
+            narrow.get_by_text("prod 10 %").wait_for()
+            write(narrow, "adapter-narrow")
+            dark.goto(f"{URL}/console#/tenants/{TENANT}")
+            dark.locator(".usage-chart svg").wait_for()
+            dark.wait_for_timeout(1000)
+            write(dark, "tenant")
         browser.close()
 
 
