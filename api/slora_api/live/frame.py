@@ -68,7 +68,7 @@ class PoolObject(TypedDict):
     counts: CountsObject
 
 
-class TenantObject(TypedDict):
+class LiveTenantObject(TypedDict):
     """tenant: null for all other tenants."""
 
     tenant: str | None
@@ -124,7 +124,7 @@ class FrameObject(TypedDict):
     object: Literal["live.frame"]
     time: float
     pool: PoolObject
-    tenants: list[TenantObject]
+    tenants: list[LiveTenantObject]
     traffic: TrafficObject
     adapters: list[WorkObject]
     events: list[EventObject]
@@ -210,7 +210,7 @@ def _pages_of(state: LiveState, tenant: str | None) -> PageCounts:
     return state.tenants[tenant].pages if tenant in state.tenants else PageCounts()
 
 
-def _list_tenants(state: LiveState, tenant: str | None) -> list[TenantObject]:
+def _list_tenants(state: LiveState, tenant: str | None) -> list[LiveTenantObject]:
     listed = [_describe_tenant(name, one) for name, one in state.tenants.items() if tenant in (None, name)]
     seen = [one for name, one in state.tenants.items() if tenant in (None, name)]
     rest = TenantState(
@@ -224,7 +224,7 @@ def _list_tenants(state: LiveState, tenant: str | None) -> list[TenantObject]:
     return listed
 
 
-def _describe_tenant(name: str | None, state: TenantState) -> TenantObject:
+def _describe_tenant(name: str | None, state: TenantState) -> LiveTenantObject:
     return {
         "tenant": name,
         "kv": state.pages.kv,
