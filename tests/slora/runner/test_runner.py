@@ -59,17 +59,16 @@ def test_pages_are_swapped_out_before_their_space_is_reused(kits: Kits) -> None:
 
 def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
     """Swaps all held KV out to the host, and swaps it in to other pages in another order."""
-    sequences = engine._scheduler._batch
-    kv = engine._scheduler.paging.kv
+    sequences, paging = engine._scheduler._batch, engine._scheduler.paging
     pages = [page for sequence in sequences for page in sequence.blocks.held_pages]
     host_pages = range(len(pages))
-    targets = engine._scheduler.paging.pool.allocate(len(pages), TenantAccount("t"))
+    targets = paging.pool.allocate(len(pages), paging.tenants.find("t"))
     plans.append(StepPlan(swaps_out=list(zip(pages, host_pages, strict=True))))
     plans.append(StepPlan(swaps_in=list(zip(host_pages, reversed(targets), strict=True))))
     moved = dict(zip(pages, reversed(targets), strict=True))
     for sequence in sequences:
         held = sequence.blocks.held_pages
-        kv.release(held)
+        paging.kv.release(held)
         sequence.blocks.num_pages = 0
         sequence.blocks.extend([moved[page] for page in held])
 
