@@ -25,8 +25,10 @@ from slora_api.request_context import RequestSpan, current_span
 
 __all__ = ["OpenRequest", "UsageRecorder"]
 
-
 Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
+
+# Records that the event loop hands to the journal at once, in a few milliseconds.
+_MAX_BATCH = 256
 
 
 class Recorded(Protocol):
@@ -164,7 +166,7 @@ class UsageRecorder:
             asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
-        batch, self._batch = self._batch, []
+        batch, self._batch = self._batch[:_MAX_BATCH], self._batch[_MAX_BATCH:]
         if not batch:  # `close` has handed it over
             return
         loop = asyncio.get_running_loop()
