@@ -51,6 +51,30 @@ class SlowCallback:
     where: str = ""
 
 
+class _RunQueue:
+    """The kernel's run queue, as the thread that creates this sees it."""
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def waited_s(self) -> float:
+        """How long the thread has waited for a CPU."""
+        return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+class _OfThread(threading.local):
+    """Closed when its thread ends. A loop may still be polling when the recording has ended."""
+
+    def __init__(self) -> None:
+        self.run_queue = _RunQueue()
+
+
+_of_thread = _OfThread()
+
+
 class _LoopThread:
     """A thread that runs an event loop: its clocks and the callback that it runs now.
 
@@ -62,16 +86,11 @@ class _LoopThread:
         self.id = threading.get_ident()
         self.running_since: float | None = None
         self.sampled = ""
-        self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def read_clocks(self) -> tuple[float, float, float]:
         """Three times in seconds: wall-clock time, CPU time of this thread, and its wait for a CPU in the kernel's
-        run queue."""
-        queued_ns = int(os.pread(self._schedstat, 64, 0).split()[1])
-        return time.perf_counter(), time.thread_time(), queued_ns * 1e-9
-
-    def close(self) -> None:
-        os.close(self._schedstat)
+        run queue. Called by the thread."""
+        return time.perf_counter(), time.thread_time(), _of_thread.run_queue.waited_s()
 
 
 class Recorder:
@@ -136,10 +155,6 @@ class Recorder:
                 if thread.running_since == since and where not in thread.sampled:
                     thread.sampled = f"{thread.sampled} || {where}" if thread.sampled else where
 
-    def close(self) -> None:
-        for thread in self._threads.values():
-            thread.close()
-
     def _this_thread(self) -> _LoopThread:
         thread = self._threads.get(threading.get_ident())
         if thread is None:
@@ -184,7 +199,6 @@ def recording(
         selectors.EpollSelector.select = poll  # type: ignore[method-assign,assignment]
         done.set()
         sampler.join()
-        recorder.close()
 
 
 def _describe(frame: FrameType | None) -> str:
