@@ -209,7 +209,7 @@ def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(mortal: 
 def test_a_thousand_streams_leak_nothing_and_their_ledger_equals_the_engines_counters(
     kit: Kit, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
-    flags = ("--max-concurrent-requests", "1200", "--max-concurrent-per-tenant", "1200")
+    flags = ("--max-concurrent-requests", "1600", "--max-concurrent-per-tenant", "1200")
     with serving(kit.base, tmp_path / "data", *flags, kernels="auto") as served:
         served.wait_until_ready()
         keys = [upload_both(served, kit, "acme"), *(served.make_key("acme") for _ in range(9))]
