@@ -33,15 +33,16 @@ def recorder() -> Iterator[Recorder]:
 def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     engine = ScriptedEngine(max_model_len=4096, max_num_seqs=128)
     with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
-        # The server does the same. Otherwise a full collection would visit all imported modules of the tests.
-        gc.collect()
-        gc.freeze()
         yield running
         gc.unfreeze()
 
 
 @pytest.fixture
 def platform(shared: Platform, recorder: Recorder) -> Platform:
+    # The server does the same. Otherwise a full collection would visit all imported modules of the tests, and what
+    # earlier tests left.
+    gc.collect()
+    gc.freeze()
     shared.engine.requests.clear()
     recorder.found.clear()
     return shared

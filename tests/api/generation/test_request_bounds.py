@@ -38,9 +38,6 @@ def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
         # Imports and compilation at the first request are not measured.
         assert post(running, running.key("warm"), COMPLETIONS, PROMPT).status_code == 200
-        # The server does the same. Otherwise a full collection would visit all imported modules of the tests.
-        gc.collect()
-        gc.freeze()
         yield running
         gc.unfreeze()
 
@@ -48,6 +45,10 @@ def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 def platform(shared: Platform, recorder: Recorder) -> Platform:
     """The shared server, with its scripted engine and its recorder reset."""
+    # The server does the same. Otherwise a full collection would visit all imported modules of the tests, and what
+    # earlier tests left.
+    gc.collect()
+    gc.freeze()
     shared.engine.reset(deltas_of(b"Hi!"))
     recorder.found.clear()
     return shared
