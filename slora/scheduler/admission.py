@@ -74,7 +74,7 @@ class Admission:
         skipped: set[TenantAccount] = set()
         while budget.num_tokens > 0 and len(self._queue):
             sequence = self._queue.peek(skipped)
-            if sequence is None or sequence.is_background:
+            if sequence is None or sequence.is_background or budget.left(sequence.tenant) <= 0:
                 break
             fitting = budget.fit(sequence.tenant)
             if fitting <= 0:

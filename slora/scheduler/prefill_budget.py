@@ -47,9 +47,13 @@ class PrefillBudget:
         self._without_part = set(prefilling)
         self._parts: dict[TenantAccount, int] = {}
 
+    def left(self, tenant: TenantAccount) -> int:
+        """How many prompt tokens the step has left for the tenant, whatever its part is."""
+        return min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
+
     def fit(self, tenant: TenantAccount) -> int:
         """How many prompt tokens of the tenant fit into the step."""
-        left = min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
+        left = self.left(tenant)
         if tenant not in self._parts:
             self._without_part.discard(tenant)
             self._parts[tenant] = -(-left // 2) if self._without_part else left

@@ -1,11 +1,14 @@
 """Prefills of one tenant delay the tokens and the prompts of other tenants only a little."""
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
-from slora.pool.tenant_account import TenantAccounts
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.prefill_budget import PrefillBudget, short_prefill_s
+from slora.scheduler.sequence import Sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench
 
 # A step may prefill 40 tokens in the time of four fixed costs, and at least 64 at once.
@@ -88,6 +91,27 @@ def test_a_tenant_that_used_its_part_leaves_the_rest_to_the_next_one() -> None:
     bench.add("single", tenant="honest", prompt=40)
     bench.step()
     assert chunks_of(bench) == {"first": 50, "single": 40}
+
+
+def test_a_step_without_room_for_prompts_looks_at_few_of_the_waiting_tenants() -> None:
+    """It looked at each of them, and each look took time for each of them."""
+    bench = make_bench(max_num_seqs=200, max_num_batched_tokens=2000)
+    for name in ("a chat", "another chat"):
+        bench.add(name, tenant=name, max_tokens=500)
+    bench.step()
+    for number in range(300):
+        bench.add(str(number), tenant=f"tenant {number}", prompt=1000)
+    queue, looks = bench.scheduler._lifecycle.queue, Counter[str]()
+    peek = queue.peek
+
+    def count(*skipped: Collection[TenantAccount]) -> Sequence | None:
+        looks["peek"] += 1
+        return peek(*skipped)
+
+    queue.peek = count  # type: ignore[method-assign]
+    for _ in range(10):
+        bench.step()
+    assert looks["peek"] < 10 * 15
 
 
 @pytest.mark.parametrize(("token_s", "seconds"), [(0.001, 0.4), (0.01, 0.64)])
