@@ -6,7 +6,7 @@ pages they hold together, their share of the work, and the times of the engine's
 
 import base64
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Literal, NotRequired
 
@@ -14,10 +14,10 @@ from typing_extensions import TypedDict
 
 from slora.engine.live_state import LiveState, Quantiles, TenantState
 from slora.pool.page_counts import PageCounts
-from slora.pool.page_map import PageMap, PageOwner
+from slora.pool.page_map import PageOwner
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["FrameObject", "make_frame"]
+__all__ = ["FrameMaker", "FrameObject"]
 
 # One byte for each cell: 0 is a free page, and the last number is that of all further owners.
 _MAX_OWNERS = 250
@@ -130,71 +130,76 @@ class FrameObject(TypedDict):
     events: list[EventObject]
 
 
-def make_frame(state: LiveState, tenant: str | None, names: Names) -> FrameObject:
-    """tenant: the viewer's; None for an operator. names: of adapter versions, as far as they are known."""
-    tenants = _list_tenants(state, tenant)
-    return {
-        "object": "live.frame",
-        "time": state.time_s,
-        "pool": _draw_pool(state, tenant, names),
-        "tenants": tenants,
-        "traffic": _describe_traffic(state, tenant),
-        "adapters": _list_work(state, tenant, names),
-        "events": [
-            {
-                "number": one.number,
-                "time": one.time_s,
-                "kind": one.kind,  # type: ignore[typeddict-item]
-                "tenant": one.tenant,
-                "adapter": _name(one.tenant, one.digest, names) if one.digest else None,
-                "times": one.num_times,
-            }
-            for one in state.events
-            if tenant in (None, one.tenant)
-        ],
-    }
+class FrameMaker:
+    """Makes the frames of one observation. names: of adapter versions, as far as they are known.
+
+    What all viewers need is computed once, because the frames are made on the event loop.
+    """
+
+    def __init__(self, state: LiveState, names: Names) -> None:
+        self._state = state
+        self._names = names
+        self._cells = array("H", state.page_map.cells)
+        # Numbers of owners by tenant, those with the most cells first. All of them are under None.
+        self._drawn: defaultdict[str | None, list[int]] = defaultdict(list)
+        for number, _ in Counter(self._cells).most_common():
+            if number:
+                self._drawn[None].append(number)
+                self._drawn[state.page_map.owners[number - 1].tenant].append(number)
+
+    def make(self, tenant: str | None) -> FrameObject:
+        """tenant: the viewer's; None for an operator."""
+        state = self._state
+        return {
+            "object": "live.frame",
+            "time": state.time_s,
+            "pool": self._draw_pool(tenant),
+            "tenants": _list_tenants(state, tenant),
+            "traffic": _describe_traffic(state, tenant),
+            "adapters": _list_work(state, tenant, self._names),
+            "events": [
+                {
+                    "number": one.number,
+                    "time": one.time_s,
+                    "kind": one.kind,  # type: ignore[typeddict-item]
+                    "tenant": one.tenant,
+                    "adapter": _name(one.tenant, one.digest, self._names) if one.digest else None,
+                    "times": one.num_times,
+                }
+                for one in state.events
+                if tenant in (None, one.tenant)
+            ],
+        }
+
+    def _draw_pool(self, tenant: str | None) -> PoolObject:
+        state, drawn = self._state, self._state.page_map
+        shown = self._drawn.get(tenant, [])[:_MAX_OWNERS]
+        owners = [drawn.owners[number - 1] for number in shown]
+        table = [0] * (len(drawn.owners) + 1)
+        if len(shown) < len(self._drawn[None]):
+            owners.append(_OTHER)
+            table[1:] = [len(owners)] * len(drawn.owners)
+        for position, number in enumerate(shown, start=1):
+            table[number] = position
+        own = _pages_of(state, tenant)
+        return {
+            "num_pages": state.num_pages,
+            "stride": drawn.stride,
+            "cells": base64.b64encode(bytes(map(table.__getitem__, self._cells))).decode(),
+            "owners": [_describe_owner(owner, self._names) for owner in owners],
+            "counts": {
+                "free": state.num_pages - state.pages.total,
+                "kv": own.kv,
+                "prefixes": own.prefixes,
+                "adapters": own.adapters,
+                "idle_adapters": own.idle_adapters,
+                "other": state.pages.total - own.total,
+            },
+        }
 
 
 def _name(tenant: str, digest: str, names: Names) -> str:
     return names.get(AdapterVersion(tenant, digest)) or digest[:_DIGEST_CHARS]
-
-
-def _draw_pool(state: LiveState, tenant: str | None, names: Names) -> PoolObject:
-    drawn = state.page_map
-    cells = array("H", drawn.cells)
-    owners = _choose_owners(drawn, cells, tenant)
-    numbers = {owner: number for number, owner in enumerate(owners, start=1)}
-    other = numbers.get(_OTHER, 0)
-    table = [0, *(numbers.get(owner, other) for owner in drawn.owners)]
-    own = _pages_of(state, tenant)
-    free = state.num_pages - state.pages.total
-    return {
-        "num_pages": state.num_pages,
-        "stride": drawn.stride,
-        "cells": base64.b64encode(bytes(map(table.__getitem__, cells))).decode(),
-        "owners": [_describe_owner(owner, names) for owner in owners],
-        "counts": {
-            "free": free,
-            "kv": own.kv,
-            "prefixes": own.prefixes,
-            "adapters": own.adapters,
-            "idle_adapters": own.idle_adapters,
-            "other": state.pages.total - own.total,
-        },
-    }
-
-
-def _choose_owners(drawn: PageMap, cells: "array[int]", tenant: str | None) -> list[PageOwner]:
-    """Returns the owners that the viewer sees by name: those with the most cells. The last one stands for all
-    others, if there are any.
-    """
-    sizes: Counter[PageOwner] = Counter()
-    for number, count in Counter(cells).items():
-        if number:
-            sizes[drawn.owners[number - 1]] += count
-    visible = [owner for owner, _ in sizes.most_common() if tenant in (None, owner.tenant)]
-    shown = visible[:_MAX_OWNERS]
-    return shown if len(shown) == len(sizes) else [*shown, _OTHER]
 
 
 def _describe_owner(owner: PageOwner, names: Names) -> OwnerObject:
@@ -211,15 +216,17 @@ def _pages_of(state: LiveState, tenant: str | None) -> PageCounts:
 
 
 def _list_tenants(state: LiveState, tenant: str | None) -> list[LiveTenantObject]:
-    listed = [_describe_tenant(name, one) for name, one in state.tenants.items() if tenant in (None, name)]
-    seen = [one for name, one in state.tenants.items() if tenant in (None, name)]
+    if tenant is not None:
+        return [_describe_tenant(tenant, state.tenants[tenant])] if tenant in state.tenants else []
+    listed = [_describe_tenant(name, one) for name, one in state.tenants.items()]
+    seen = state.tenants.values()
     rest = TenantState(
         state.pages - sum((one.pages for one in seen), PageCounts()),
         state.total.running - sum(one.running for one in seen),
         state.total.waiting - sum(one.waiting for one in seen),
         max(0.0, state.total.tokens_per_s - sum(one.tokens_per_s for one in seen)),
     )
-    if tenant is None and (rest.pages.total or rest.running or rest.waiting):
+    if rest.pages.total or rest.running or rest.waiting:
         listed.append(_describe_tenant(None, rest))
     return listed
 

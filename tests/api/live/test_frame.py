@@ -8,7 +8,7 @@ from slora.engine.live_state import AdapterWork, LiveState, PoolEvent, Quantiles
 from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageMap, PageOwner
 from slora_adapters.version import AdapterVersion
-from slora_api.live.frame import make_frame
+from slora_api.live.frame import FrameMaker
 
 _SECRET, _OWN = "5ec" + "0" * 61, "aaa" + "0" * 61
 _OWNERS = (
@@ -41,7 +41,7 @@ NAMES = {AdapterVersion("mine", _OWN): "own@1", AdapterVersion("rival", _SECRET)
 
 
 def test_a_tenant_sees_itself_by_name_and_others_as_a_sum() -> None:
-    frame = make_frame(STATE, "mine", NAMES)
+    frame = FrameMaker(STATE, NAMES).make("mine")
     pool = frame["pool"]
     cells, owners = base64.b64decode(pool["cells"]), pool["owners"]
     shown = ["free" if cell == 0 else owners[cell - 1]["content"] for cell in cells]
@@ -70,13 +70,13 @@ def test_a_tenant_sees_itself_by_name_and_others_as_a_sum() -> None:
 
 
 def test_a_tenant_without_pages_sees_nothing_of_its_own() -> None:
-    frame = make_frame(STATE, "absent", NAMES)
+    frame = FrameMaker(STATE, NAMES).make("absent")
     assert frame["pool"]["counts"]["other"] == 6 and frame["tenants"] == []
     assert {one["content"] for one in frame["pool"]["owners"]} == {"other"}
 
 
 def test_an_operator_sees_all_tenants() -> None:
-    frame = make_frame(STATE, None, NAMES)
+    frame = FrameMaker(STATE, NAMES).make(None)
     assert [one["tenant"] for one in frame["tenants"]] == ["rival", "mine"]
     assert {one.get("adapter") for one in frame["pool"]["owners"]} == {None, "own@1", "hidden@7"}
     assert frame["traffic"]["awaiting_adapter"] == 7
@@ -89,6 +89,6 @@ def test_owners_beyond_the_limit_are_shown_as_others() -> None:
     state = LiveState(
         0.0, 400, PageMap(1, cells, owners), PageCounts(kv=400), 0, TenantState(), {}, (), None, 0.0, 0.0, ()
     )
-    pool = make_frame(state, None, {})["pool"]
+    pool = FrameMaker(state, {}).make(None)["pool"]
     assert len(pool["owners"]) == 251 and pool["owners"][-1]["content"] == "other"
     assert base64.b64decode(pool["cells"]).count(251) == 150
