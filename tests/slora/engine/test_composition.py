@@ -60,7 +60,7 @@ def name_adapters(kit: ModelKit, kind: str | None) -> list[LoraAdapter]:
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize(
     ("num_pages", "settings"),
-    [(400, {}), (40, {"max_model_len": 64, "max_num_seqs": 9, "max_num_batched_tokens": 11})],
+    [(400, {}), (32, {"max_model_len": 64, "max_num_seqs": 9, "max_num_batched_tokens": 11})],
     ids=["in one batch", "in chunks, preempted and evicted"],
 )
 def test_sums_of_adapters_answer_as_peft_does_beside_single_adapters_and_the_base(
