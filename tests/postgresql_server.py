@@ -23,6 +23,7 @@ import pytest
 
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
+from tests.support.debian_package import skip_without
 
 # Long, because a slow machine or disk is not an error.
 _DEADLINE_S = 120.0
@@ -190,10 +191,7 @@ def running_postgresql() -> Iterator[PostgresqlServer]:
     """Runs a server in a new folder. Skips the test if the machine has none, or fails it in CI."""
     binaries = _find_binaries()
     if binaries is None:
-        reason = "there is no PostgreSQL server on this machine; Debian's package is `postgresql`"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("PostgreSQL server", "postgresql")
     # A short path, because a socket path may have at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="pg-") as folder:
         Path(folder).chmod(0o755)

@@ -3,7 +3,6 @@
 Without it on the machine, tests that need it are skipped with the reason. In CI they fail instead.
 """
 
-import os
 import shutil
 import socket
 import subprocess
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
+
+from tests.support.debian_package import skip_without
 
 # Long, because a slow machine is not an error.
 _DEADLINE_S = 120.0
@@ -25,10 +25,7 @@ def find_program(name: str) -> str:
     """The path of `prometheus` or `promtool`."""
     found = shutil.which(name)
     if found is None:
-        reason = f"there is no {name} on this machine; Debian's package is `prometheus`"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without(name, "prometheus")
     return found
 
 

@@ -3,16 +3,16 @@
 Without Chromium on the machine, tests that need one are skipped with the reason. In CI they fail instead.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+
+from tests.support.debian_package import skip_without
 
 __all__ = ["ConsolePage", "Theme", "open_page", "running_browser"]
 
@@ -98,10 +98,7 @@ def running_browser() -> Iterator[Browser]:
     """Runs Chromium. Skips the test if the machine has none, or fails it in CI."""
     program = _find_chromium()
     if program is None:
-        reason = "there is no Chromium on this machine; Debian's package is `chromium`"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("Chromium", "chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=_ARGUMENTS, timeout=_PATIENCE_MS)
         try:

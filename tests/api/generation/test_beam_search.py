@@ -6,7 +6,6 @@ Searches run on a real server. Cases that depend only on the engine's answers us
 
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +261,6 @@ def scripted(shared: Platform) -> Platform:
     """An engine with answers that the test chooses, for at most 8 sequences at once."""
     shared.engine.reset(found())
     return shared
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("beams"), ScriptedEngine()) as running:
-        yield running
 
 
 def found() -> list[TokenDelta]:

@@ -2,7 +2,6 @@
 
 import json
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -40,22 +39,11 @@ PROMPT = {"model": "base", "prompt": "hello"}
 MESSAGES = {"model": "base", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
-
-
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
     shared.engine.reset(deltas_of(b"Hi!"))
     shared.engine.max_model_len = 64
     return shared
-
-
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
 
 
 def events(answer: httpx.Response) -> list[Any]:

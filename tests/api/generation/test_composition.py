@@ -38,11 +38,6 @@ def platform(shared: Platform) -> Platform:
     return shared
 
 
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
-
-
 def ask(platform: Platform, key: str, adapters: Any, **fields: Any) -> httpx.Response:
     body = {"model": "default", "prompt": "hello", "adapters": adapters, **fields}
     return post(platform, key, COMPLETIONS, body)

@@ -5,7 +5,6 @@ import base64
 import json
 import struct
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,10 @@ TEXT = {"model": "base", "input": "hello"}
 H = SHAPE.hidden_size
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
-
-
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
     shared.engine.reset()
     return shared
-
-
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
 
 
 def vector_of(text: str, size: int = H) -> list[float]:

@@ -48,11 +48,6 @@ def platform(shared: Platform, recorder: Recorder) -> Platform:
     return shared
 
 
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
-
-
 def scored_prompt() -> TokenDelta:
     return TokenDelta((), prompt_logprobs=(None, *[ENTRY] * (PROMPT_TOKENS - 1)))
 

@@ -10,29 +10,12 @@ import pytest
 
 from slora.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.api.conftest import Kit
-from tests.api.platform import Platform, post, running_platform
-from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
+from tests.api.platform import Platform, post
+from tests.api.scripted_engine import EOS
 from tests.api.served import CHARACTERS, Served
 from tests.support.oracle import Oracle
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
-
-
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.reset(deltas_of(b"Hi!"))
-    return shared
-
-
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
 
 
 def scored(prompt: bytes, answer: bytes) -> list[TokenDelta | Exception]:

@@ -54,11 +54,6 @@ def platform(shared: Platform, recorder: Recorder) -> Platform:
     return shared
 
 
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
-
-
 TOO_LARGE = {
     "600,000 prompts": (COMPLETIONS, {"prompt": ["a"] * 600_000}, "prompt", "values"),
     "300 prompts": (COMPLETIONS, {"prompt": ["a"] * 300}, "prompt", "300 prompts; this server accepts at most 256"),

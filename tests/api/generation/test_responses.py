@@ -60,11 +60,6 @@ def platform(shared: Platform) -> Platform:
 
 
 @pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
-
-
-@pytest.fixture(scope="module")
 def client(shared: Platform, key: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=shared.url + "/v1", api_key=key, max_retries=0) as made:
         yield made

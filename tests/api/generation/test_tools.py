@@ -47,11 +47,6 @@ def platform(shared: Platform) -> Platform:
     return shared
 
 
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
-
-
 def ask(platform: Platform, key: str, **fields: Any) -> Any:
     return post(platform, key, CHAT, BODY | fields).json()
 

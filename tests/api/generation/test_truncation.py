@@ -2,33 +2,14 @@
 prompts is a token, and the context has 64.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.api.platform import Platform, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import Platform, post
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 TEXT = "".join(map(chr, range(32, 127)))
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
-
-
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.reset(deltas_of(b"Hi!"))
-    return shared
-
-
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
 
 
 @pytest.mark.parametrize("prompt", [TEXT, list(TEXT.encode())], ids=["text", "token ids"])

@@ -20,18 +20,12 @@ from slora.usage_journal.record import UsageRecord
 from slora.usage_journal.segment import OpenSegment, closed_segments
 from slora_api.generation.usage_recorder import UsageRecorder
 from tests.adapters.hand_made import make_members
-from tests.api.platform import Platform, post, running_platform
+from tests.api.platform import Platform, post
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import ask_and_leave, wait_for
 
 PATH = "/v1/completions"
 BODY = {"model": "base", "prompt": "hello"}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,8 +10,8 @@ from tokenizers.processors import TemplateProcessing
 
 from slora.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
-from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
-from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of, fast_byte_tokenizer
+from tests.api.platform import ADMIN_KEY, Platform, post
+from tests.api.scripted_engine import EOS, deltas_of, fast_byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -21,21 +20,10 @@ BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, 
 RENDERED = list(b"[user]hello")
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
-
-
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
     shared.engine.reset(deltas_of(b"Hi!", FinishReason.STOP))
     return shared
-
-
-@pytest.fixture(scope="module")
-def key(shared: Platform) -> str:
-    return shared.key("acme")
 
 
 # A template with what published ones have: the generation prompt and a variable of the client.

@@ -1,0 +1,26 @@
+"""A platform with a scripted engine, which most tests of answers need. A module overrides what it needs otherwise."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
+        yield running
+
+
+@pytest.fixture
+def platform(shared: Platform) -> Platform:
+    """The shared platform. Its engine answers "Hi!"."""
+    shared.engine.reset(deltas_of(b"Hi!"))
+    return shared
+
+
+@pytest.fixture(scope="module")
+def key(shared: Platform) -> str:
+    return shared.key("acme")
