@@ -11,6 +11,7 @@ TORCH_INDEX ?= $(eval TORCH_INDEX := $(shell test -e /dev/nvidiactl || $(PYTHON)
 BIN := $(VENV)/bin
 SERVE := $(VENV)/.installed-serve
 TEST := $(VENV)/.installed-test
+DOCS := $(VENV)/.installed-docs
 COMPILED := $(VENV)/.compiled-for-tests
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
@@ -20,7 +21,7 @@ CLIENTS_TORCH := $(VENV)-clients-torch
 # imports a sixth.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help serve test check format soak bench bench-peers demo clean
+.PHONY: help serve test check format docs soak bench bench-peers demo clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 13
 
@@ -33,16 +34,21 @@ unexport PYTHONDONTWRITEBYTECODE
 test: $(COMPILED) ## the tests, in less than ten minutes on two cores; PYTEST_ARGS are options of pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -P tests/run.py $(PYTEST_ARGS)
 
-check: $(TEST) ## format, lint, types, import contracts, tests; changes nothing
+check: $(TEST) ## format, lint, types, import contracts, documentation, tests; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
 
 format: $(TEST) ## puts the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(DOCS) ## the documentation as a site in build/docs; fails on a warning
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
+	@echo "Read it at http://127.0.0.1:8080 with: $(BIN)/python -m http.server --directory build/docs --bind 127.0.0.1 8080"
 
 soak: $(COMPILED) $(CLIENTS)/.installed $(CLIENTS3)/.installed $(CLIENTS_TORCH)/.installed ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
@@ -75,6 +81,10 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 
 $(TEST): $(SERVE)
 	$(PIP) -e ".[serve,redis,postgresql,otel,cpu,test,lint]"
+	@touch $@
+
+$(DOCS): $(TEST)
+	$(PIP) -e ".[docs]"
 	@touch $@
 
 # All cores compile what the tests need from numba. Otherwise each process of the tests would compile it by itself.

@@ -1,0 +1,63 @@
+"""Hooks of MkDocs: pages that are files of the repository, and links to files that are no pages.
+
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. All links are written for readers of the repository.
+In the site, a link to a page is a link, and a link to any other file shows the file's path.
+"""
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+_ROOT = Path(__file__).parents[2]
+_DOCS = "docs"
+# The file in the repository -> the page of the site.
+_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_FILES = {page: file for file, page in _PAGES.items()}
+_LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
+# GitHub needs `\\|` for a bar inside code in a table. Python-Markdown would show the backslash.
+_BAR_IN_TABLE = re.compile(r"(?<=^\|)[^\n]*\\\|[^\n]*$", re.MULTILINE)
+_CODE = re.compile(r"`[^`]+`")
+_FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+# MkDocs counts the warnings of its own loggers, and `--strict` ends the build for them.
+_log = logging.getLogger("mkdocs.hooks.slora")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for file, page in _PAGES.items():
+        files.append(File.generated(config, page, content=(_ROOT / file).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replaces the links of the repository by those of the site, outside code blocks."""
+    source = _FILES.get(page.file.src_uri) or f"{_DOCS}/{page.file.src_uri}"
+    parts = _FENCE.split(markdown)
+    parts[::2] = [
+        _LINK.sub(lambda link: _replace_link(link, source, page, files), part) for part in parts[::2]
+    ]
+    parts[::2] = [_BAR_IN_TABLE.sub(_unescape_bars, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _unescape_bars(row: re.Match[str]) -> str:
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])
+
+
+def _replace_link(link: re.Match[str], source: str, page: Page, files: Files) -> str:
+    mark, text, target = link.groups()
+    place, hash_mark, anchor = target.partition("#")
+    if ":" in target or not place:
+        return link[0]
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), place))
+    uri = _PAGES.get(path) or posixpath.relpath(path, _DOCS)
+    if files.get_file_from_path(uri):
+        folder = posixpath.dirname(page.file.src_uri)
+        return f"{mark}[{text}]({posixpath.relpath(uri, folder or '.')}{hash_mark}{anchor})"
+    if not (_ROOT / path).exists():
+        _log.warning("%s has a link to %r, which does not exist", source, target)
+    return f'<span title="{path}">{text}</span>'
