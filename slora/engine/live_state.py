@@ -67,6 +67,7 @@ class LiveState:
     awaiting_adapter: number of sequences whose adapter is being fetched.
     total: all tenants together. tenants: the tenants with the most pages, and those that were asked for.
     adapters: the adapters with the most work, and those of the tenants that were asked for.
+    work_tokens: tokens that were computed with all adapters, those that are not listed included.
     step: times of recent steps. steps_per_s, tokens_per_step: in the last seconds; prompts included.
     events: the most recent ones, oldest first.
     """
@@ -79,6 +80,7 @@ class LiveState:
     total: TenantState
     tenants: Mapping[str, TenantState]
     adapters: tuple[AdapterWork, ...]
+    work_tokens: int
     step: Quantiles | None
     steps_per_s: float
     tokens_per_step: float

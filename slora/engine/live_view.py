@@ -94,6 +94,7 @@ class LiveView:
                 for name in {**owned, **dict.fromkeys(busiest), **dict.fromkeys(watched)}
             },
             adapters=tuple(adapters[: _MAX_ADAPTERS + _MAX_OWN_ADAPTERS]),
+            work_tokens=sum(one.num_tokens for one in rates.adapters),
             step=rates.steps,
             steps_per_s=rates.steps_per_s,
             tokens_per_step=rates.tokens_per_step,

@@ -30,7 +30,7 @@ from tests.adapters.hand_made import SHAPE
 EOS = 256
 # A pool of 100 free pages, without traffic.
 EMPTY = LiveState(
-    0.0, 100, PageMap(1, bytes(200), ()), PageCounts(), 0, TenantState(), {}, (), None, 0.0, 0.0, ()
+    0.0, 100, PageMap(1, bytes(200), ()), PageCounts(), 0, TenantState(), {}, (), 0, None, 0.0, 0.0, ()
 )
 
 

@@ -238,13 +238,19 @@ class ModelCatalog:
     def list_adapters(
         self, key: KeyRecord, limit: int = DEFAULT_LIMIT, after: str | None = None
     ) -> PageObject[AdapterObject]:
-        """Lists a page of the tenant's names, sorted."""
+        """Lists a page of the names that the key may use, sorted."""
         if key.models is None:
-            rollouts = self._adapters.registry.list(key.tenant, limit=limit + 1, after=after)
-        else:
-            names = [name for name in key.models.names() if key.models.permits(name) and name > (after or "")]
-            found = (self._find_rollout(key.tenant, name) for name in names)
-            rollouts = [rollout for rollout in found if rollout is not None][: limit + 1]
+            return self.list_tenant_adapters(key.tenant, limit, after)
+        names = [name for name in key.models.names() if key.models.permits(name) and name > (after or "")]
+        found = (self._find_rollout(key.tenant, name) for name in names)
+        rollouts = [rollout for rollout in found if rollout is not None][: limit + 1]
+        return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
+
+    def list_tenant_adapters(
+        self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None
+    ) -> PageObject[AdapterObject]:
+        """Lists a page of the tenant's names, sorted."""
+        rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
         return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
     def describe_adapter(self, tenant: str, reference: str) -> AdapterObject | VersionObject:

@@ -100,7 +100,9 @@ class TrafficObject(TypedDict):
 
 
 class WorkObject(TypedDict):
-    """share: of the tokens that were computed lately. tenant: null for all others. adapter: null for the base model."""
+    """share: of the tokens that were computed lately. tenant: null for all that is not listed. adapter: null for the
+    base model.
+    """
 
     tenant: str | None
     adapter: str | None
@@ -264,7 +266,7 @@ def _quantiles(found: Quantiles | None) -> QuantilesObject | None:
 
 
 def _list_work(state: LiveState, tenant: str | None, names: Names) -> list[WorkObject]:
-    total = sum(one.num_tokens for one in state.adapters)
+    total = state.work_tokens
     seen = [one for one in state.adapters if tenant in (None, one.tenant)]
     listed: list[WorkObject] = [
         {

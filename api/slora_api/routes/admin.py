@@ -9,10 +9,10 @@ from slora.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
 from slora_api.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
-from slora_api.listing import ListObject
+from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.schemas import NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
+from slora_api.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant
@@ -145,6 +145,18 @@ async def purge_tenant(tenant: str, body: PurgeRequest, _operator: Operator, ser
         "pool_bytes": report.num_page_bytes,
         "usage_records": report.num_usage_records,
     }
+
+
+@router.get("/tenants/{tenant}/adapters", responses=errors(NotFound))
+def list_tenant_adapters(
+    tenant: str,
+    _operator: Operator,
+    services: Wired,
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
+) -> PageObject[AdapterObject]:
+    services.tenant_store.find_tenant(tenant)  # an unknown tenant is a 404, not an empty list
+    return services.catalog.list_tenant_adapters(tenant, limit, after)
 
 
 @router.get("/pins")

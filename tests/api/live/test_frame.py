@@ -3,6 +3,7 @@
 import base64
 import json
 from array import array
+from dataclasses import replace
 
 from slora.engine.live_state import AdapterWork, LiveState, PoolEvent, Quantiles, TenantState
 from slora.pool.page_counts import PageCounts
@@ -29,6 +30,7 @@ STATE = LiveState(
         "mine": TenantState(PageCounts(kv=2, adapters=1), 1, 0, 10.0, Quantiles(0.2, 0.3, 1)),
     },
     adapters=(AdapterWork("rival", _SECRET, 60), AdapterWork("mine", _OWN, 30), AdapterWork("mine", "", 10)),
+    work_tokens=100,
     step=Quantiles(0.01, 0.02, 50),
     steps_per_s=20.0,
     tokens_per_step=5.0,
@@ -83,11 +85,34 @@ def test_an_operator_sees_all_tenants() -> None:
     assert len(frame["events"]) == 2
 
 
+def test_shares_count_the_work_of_adapters_that_are_not_listed() -> None:
+    state = replace(STATE, work_tokens=200)
+    assert FrameMaker(state, NAMES).make(None)["adapters"] == [
+        {"tenant": "rival", "adapter": "hidden@7", "share": 0.3},
+        {"tenant": "mine", "adapter": "own@1", "share": 0.15},
+        {"tenant": "mine", "adapter": None, "share": 0.05},
+        {"tenant": None, "adapter": None, "share": 0.5},
+    ]
+    assert FrameMaker(state, NAMES).make("mine")["adapters"][-1]["share"] == 0.8
+
+
 def test_owners_beyond_the_limit_are_shown_as_others() -> None:
     owners = tuple(PageOwner("kv", f"t{number}") for number in range(400))
     cells = array("H", range(1, 401)).tobytes()
     state = LiveState(
-        0.0, 400, PageMap(1, cells, owners), PageCounts(kv=400), 0, TenantState(), {}, (), None, 0.0, 0.0, ()
+        0.0,
+        400,
+        PageMap(1, cells, owners),
+        PageCounts(kv=400),
+        0,
+        TenantState(),
+        {},
+        (),
+        0,
+        None,
+        0.0,
+        0.0,
+        (),
     )
     pool = FrameMaker(state, {}).make(None)["pool"]
     assert len(pool["owners"]) == 251 and pool["owners"][-1]["content"] == "other"

@@ -13,7 +13,7 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main
-from tests.api.platform import Platform, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 NUM_NAMES = 25
@@ -75,6 +75,17 @@ def test_adapters_come_in_pages_that_hold_all_of_them_once(client: httpx.Client)
         assert list(chain(*pages)) == everything and all(len(page) == limit for page in pages[:-1])
         assert pages[-1], "has_more was said of nothing"
     assert walk(client, "/v1/adapters", "name", after="voice-24") == [[]]
+
+
+def test_an_operator_lists_the_adapters_of_one_tenant_in_pages(platform: Platform, key: str) -> None:
+    path, everything = "/admin/tenants/t/adapters", ["many", *NAMES]
+    with platform.client(key) as client, platform.client(ADMIN_KEY) as admin:
+        assert walk(admin, path, "name", limit=10) == [everything[:10], everything[10:20], everything[20:]]
+        shown = admin.get(path, params={"limit": 3, "after": "voice-03"}).json()
+        assert shown == client.get("/v1/adapters", params={"limit": 3, "after": "voice-03"}).json()
+        assert admin.get("/admin/tenants/nobody/adapters").status_code == 404
+        platform.key("without-adapters")
+        assert walk(admin, "/admin/tenants/without-adapters/adapters", "name") == [[]]
 
 
 def test_versions_come_in_pages_newest_first_with_their_aliases(client: httpx.Client) -> None:

@@ -73,6 +73,18 @@ def test_tokens_times_and_adapters_are_those_of_the_watched_steps(
     assert "early" in state.tenants and state.tenants["early"].first_token is None
 
 
+def test_all_computed_tokens_are_counted_however_few_adapters_are_listed(
+    kits: Callable[[str], ModelKit], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slora.engine.live_view._MAX_ADAPTERS", 1)
+    engine, version = make(kits)
+    observe(engine, clock)
+    drive(engine, [[ask("a", version.tenant, version), ask("b", "plain", num_tokens=4)]])
+    state = observe(engine, clock)
+    assert [one.num_tokens for one in state.adapters] == [27]
+    assert state.work_tokens == 27 + 23
+
+
 def test_steps_are_not_recorded_while_no_console_watches(
     kits: Callable[[str], ModelKit], clock: Clock
 ) -> None:

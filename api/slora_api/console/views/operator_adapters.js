@@ -1,5 +1,5 @@
-// The adapters that an operator sees: what was used today, and what is pinned. Names that have no traffic and no pin
-// belong to their tenants.
+// The adapters of all tenants, for an operator: what was used today, and what is pinned. The page of a tenant lists all of
+// its adapters.
 
 import { call } from "../api.js";
 import { link, path } from "../address.js";
@@ -67,8 +67,8 @@ export function OperatorAdapters() {
           empty="No adapter was used today." />`}
         ${adapters.length > MOST_USED && html`<p class="note">The ${MOST_USED} with the most requests of
           ${formatCount(adapters.length)}.</p>`}
-        <p class="note">An operator's key has no adapters of its own. Sign in with a tenant's key to upload adapters, move
-          aliases and roll back.</p>
+        <p class="note">The page of a tenant lists all of its adapters. Sign in with a tenant's key to upload adapters,
+          move aliases and roll back.</p>
       </${Panel}>
       <${Panel} title="Pinned adapters" wide>
         <p class="note">A pinned adapter is loaded before it is needed and is never evicted.</p>

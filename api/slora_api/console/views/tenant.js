@@ -6,6 +6,7 @@ import { Confirm, FormDialog } from "../dialog.js";
 import { Keys } from "./keys.js";
 import { QuotaForm, QuotaMeters } from "./quota.js";
 import { ShareFields, readShare } from "./share.js";
+import { TenantAdapters } from "./tenant_adapters.js";
 import { UsagePanel } from "./usage_panel.js";
 import { ErrorNotice, Figure, Notice, Panel, formatBytes, formatCount, formatShare, formatTime, useLoad } from "../ui.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
@@ -81,6 +82,7 @@ export function Tenant({ name }) {
           ${quota.value && html`<${QuotaMeters} quota=${quota.value} />`}
         </${Panel}>
         <${Keys} tenant=${name} />
+        <${TenantAdapters} tenant=${name} key=${name} />
         <${UsagePanel} route=${`admin/usage?tenant=${encodeURIComponent(name)}`} />
         <${Panel} title="Life of the tenant" wide>
           <span class="row-actions">

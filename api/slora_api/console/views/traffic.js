@@ -12,12 +12,12 @@ const times = (kind) => [
   { name: "p99", color: "var(--c2)", value: quantile(kind, "p99") },
 ];
 
-function nameOf({ tenant, adapter }) {
-  if (tenant === null) return "other tenants";
-  return adapter === null ? `base model (${tenant})` : `${adapter} (${tenant})`;
-}
-
-function Work({ adapters }) {
+// others: the name of all work that is not listed.
+function Work({ adapters, others }) {
+  const nameOf = ({ tenant, adapter }) => {
+    if (tenant === null) return others;
+    return adapter === null ? `base model (${tenant})` : `${adapter} (${tenant})`;
+  };
   if (adapters.length === 0) return html`<p class="note">The engine has computed nothing in the last seconds.</p>`;
   return html`
     <div class="bar-chart" aria-hidden="true">${adapters.map((one) => html`
@@ -26,7 +26,7 @@ function Work({ adapters }) {
     </div>
     <${Table} caption="Share of the computed tokens by adapter" rows=${adapters} rowKey=${nameOf} columns=${[
       { name: "Adapter", cell: (one) => html`<i class="swatch" style=${{ background: cssColor(colorOf(one.tenant)) }}></i>${
-        one.adapter ?? (one.tenant === null ? "other tenants" : "base model")}` },
+        one.adapter ?? (one.tenant === null ? others : "base model")}` },
       { name: "Tenant", cell: (one) => one.tenant ?? "" },
       { name: "Share", cell: (one) => formatShare(one.share), isNumber: true },
     ]} />`;
@@ -77,7 +77,8 @@ export function View({ me }) {
       </${Panel}>
     </div>
     <div class="panels halves">
-      <${Panel} title="Batch by adapter"><${Work} adapters=${adapters} /></${Panel}>
+      <${Panel} title="Batch by adapter"><${Work} adapters=${adapters}
+        others=${me.tenant === null ? "other adapters" : "other tenants"} /></${Panel}>
       ${me.tenant === null && html`
         <${Panel} title="Tenants">
           <${Table} caption="Traffic by tenant" rows=${tenants} rowKey=${(one) => one.tenant ?? "/other"} columns=${[

@@ -1,0 +1,50 @@
+// All adapters of a tenant, for an operator: those without traffic, too.
+
+import { call } from "../api.js";
+import { path } from "../address.js";
+import { ErrorNotice, Notice, Pager, Panel, Table, formatBytes, formatTime, useAction, useLoad } from "../ui.js";
+import { html, useState } from "../vendor/preact.js";
+
+const PAGE = 25;
+
+export function TenantAdapters({ tenant }) {
+  // The names after which the pages before this one ended.
+  const [pages, setPages] = useState([null]);
+  const after = pages.at(-1);
+  const route = path`admin/tenants/${tenant}/adapters`;
+  const list = useLoad((signal) =>
+    call(`${route}?limit=${PAGE}${after ? `&after=${encodeURIComponent(after)}` : ""}`, { signal }), [route, after]);
+  const [done, setDone] = useState(null);
+  const { run, isBusy, error } = useAction();
+
+  async function pin(name, method) {
+    setDone(null);
+    await run(async () => {
+      await call(`${route}/${encodeURIComponent(name)}/pin`, { method });
+      setDone(method === "PUT" ? `${name} is pinned.` : `${name} is not pinned any more.`);
+      list.reload();
+    });
+  }
+
+  const columns = [
+    { name: "Adapter", cell: (one) => html`${one.name} ${one.pinned && html`<span class="tag">pinned</span>`}` },
+    { name: "Version", isNumber: true, cell: (one) => one.version },
+    { name: "Rank", isNumber: true, cell: (one) => one.rank },
+    { name: "Size", isNumber: true, cell: (one) => formatBytes(one.bytes) },
+    { name: "Pushed", cell: (one) => formatTime(one.updated) },
+    { name: "Digest", cell: (one) => html`<code title=${one.digest}>${one.digest.slice(7, 19)}</code>` },
+    { name: "Actions", cell: (one) => html`<button aria-disabled=${isBusy}
+      aria-label=${`${one.pinned ? "Unpin" : "Pin"} ${one.name}`}
+      onClick=${() => pin(one.name, one.pinned ? "DELETE" : "PUT")}>${one.pinned ? "Unpin" : "Pin"}</button>` },
+  ];
+  return html`
+    <${Panel} title="Adapters of the tenant" wide>
+      <${ErrorNotice} error=${error ?? list.error} />
+      <div aria-live="polite">${done && html`<${Notice} kind="good">${done}</${Notice}>`}</div>
+      ${list.value && html`
+        <${Table} caption="Adapters of the tenant" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
+          empty="This tenant has no adapters." />
+        <${Pager} isFirst=${pages.length === 1} hasMore=${list.value.has_more}
+          onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, list.value.last_id])} />`}
+    </${Panel}>`;
+}
