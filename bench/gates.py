@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from bench.traces import TraceRequest
+from slora.simulation.traces import TraceRequest
 
 
 class StaticGate:

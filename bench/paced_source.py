@@ -4,7 +4,7 @@ import heapq
 import itertools
 import time
 
-from bench.virtual_source import FetchCosts
+from slora.simulation.virtual_source import FetchCosts
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 

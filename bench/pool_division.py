@@ -8,7 +8,6 @@ rules: first come first served, recompute, an adapter loaded in one step.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from bench.machines import Machine
 from bench.memory_layouts import (
     AdapterShelf,
     Budget,
@@ -20,9 +19,10 @@ from bench.memory_layouts import (
     reserve_pow2,
 )
 from bench.serving_loop import LoopResult, ServingLoop
-from bench.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.table import Row
-from bench.traces import S2, Setting, Trace, merge, slora_trace
+from slora.simulation.machine import Machine
+from slora.simulation.simulation import Policies, PoolMeter, Setup, Simulation
+from slora.simulation.traces import S2, Setting, Trace, merge, slora_trace
 
 WARM_UP_S = 30.0
 MAX_NUM_SEQS = 256

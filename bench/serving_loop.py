@@ -8,10 +8,10 @@ room, the newest request gives way and computes everything again. The same rules
 from collections import deque
 from dataclasses import dataclass
 
-from bench.machines import Machine
 from bench.memory_layouts import Job, Layout
-from bench.traces import Trace
 from slora.cost_model import StepWork
+from slora.simulation.machine import Machine
+from slora.simulation.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

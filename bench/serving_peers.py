@@ -42,8 +42,8 @@ from bench.parts import Tables, run_parts
 from bench.peer_environments import launch_peer
 from bench.sse_client import SseClient
 from bench.table import Row
-from bench.traces import zipf_trace
 from bench.workload import RANKS, SMALL, prompts
+from slora.simulation.traces import zipf_trace
 from tests.api.served import environment
 
 __all__ = [

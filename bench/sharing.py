@@ -16,14 +16,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from bench.lengths import ALPACA, SHAREGPT, SHAREGPT_SHAPED, LengthPair, Lognormal
 from bench.machines import A100_7B
-from bench.next_tokens import SENTENCE_TOKENS, NextTokens
-from bench.simulation import Policies, Setup, Simulation
 from bench.table import Row
-from bench.traces import base_trace
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
+from slora.simulation.lengths import ALPACA, SHAREGPT, SHAREGPT_SHAPED, LengthPair, Lognormal
+from slora.simulation.next_tokens import SENTENCE_TOKENS, NextTokens
+from slora.simulation.simulation import Policies, Setup, Simulation
+from slora.simulation.traces import base_trace
 
 WIDTHS = (2, 4, 6)
 BEAMS = {"alike": NextTokens(0), "sentence": NextTokens(SENTENCE_TOKENS), "independent": NextTokens(None)}

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bench.machines import A10G_7B, A100_7B, Machine
-from bench.simulation import Policies, PoolMeter, Setup, Simulation
+from bench.machines import A10G_7B, A100_7B
 from bench.table import Row, markdown, print_table, write_json
-from bench.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
-from bench.virtual_source import FetchCosts
 from slora.engine_config import EVICTION_POLICIES
+from slora.simulation.machine import Machine
+from slora.simulation.simulation import Policies, PoolMeter, Setup, Simulation
+from slora.simulation.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
+from slora.simulation.virtual_source import FetchCosts
 
 NUM_TENANTS = 20
 # An object store near by: a rank 64 adapter of 128 MiB takes 0.7 s.

@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
-from bench.request_log import percentile
+from slora.simulation.request_log import percentile
 
 __all__ = ["Noticed"]
 

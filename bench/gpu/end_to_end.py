@@ -33,8 +33,8 @@ from bench.gpu.replay import replay
 from bench.gpu.resumed_table import ResumedTable
 from bench.machines import ATTENTION
 from bench.table import Row, print_table
-from bench.traces import S1, Trace, slora_trace, zipf_trace
 from bench.workload import prompts
+from slora.simulation.traces import S1, Trace, slora_trace, zipf_trace
 
 KINDS = ("copy", "decode", "serving", "popular", "contest")
 DECODE_RANK = 16

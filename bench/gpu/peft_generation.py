@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.random_engine import EngineSize
 from bench.table import Row
-from bench.traces import Trace, TraceRequest
+from slora.simulation.traces import Trace, TraceRequest
 
 ONE_ADAPTER, ADAPTER_NAMES = "peft, one adapter", "peft, adapter_names"
 

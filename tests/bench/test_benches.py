@@ -9,7 +9,6 @@ from bench.fairness import back_from_idle, fair_setup, flood_rows, many_adapters
 from bench.gates import DynamicGate, StaticGate
 from bench.machines import A10G_7B, A100_7B
 from bench.overhead import page_rows, schedule_row
-from bench.request_log import SLO_S
 from bench.sharing import (
     BEAMS,
     ON_ALPACA,
@@ -21,10 +20,11 @@ from bench.sharing import (
     sharing_rows,
 )
 from bench.simulate import VALUES, Length, policy_rows, verdict_rows
-from bench.simulation import Policies, Setup, Simulation
 from bench.swapping import BLOCK_SIZES, swap_rows
 from bench.table import markdown, print_table
-from bench.traces import S2, TraceRequest, slora_trace
+from slora.simulation.request_log import SLO_S
+from slora.simulation.simulation import Policies, Setup, Simulation
+from slora.simulation.traces import S2, TraceRequest, slora_trace
 
 
 def request(arrival_s: float, thread: int) -> TraceRequest:

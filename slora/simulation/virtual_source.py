@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from bench.adapter_fleet import AdapterFleet
+from slora.simulation.adapter_fleet import AdapterFleet
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 

@@ -6,8 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bench.lengths import ALPACA, MAX_TOKENS, SHAREGPT, SHAREGPT_SHAPED, LengthPair
-from bench.traces import base_trace, chat_trace, merge, offered_tokens_per_s, slora_trace, zipf_trace
+from slora.simulation.lengths import ALPACA, MAX_TOKENS, SHAREGPT, SHAREGPT_SHAPED, LengthPair
+from slora.simulation.traces import (
+    base_trace,
+    chat_trace,
+    merge,
+    offered_tokens_per_s,
+    slora_trace,
+    zipf_trace,
+)
 
 
 @pytest.mark.parametrize(("alpha", "percent"), [(1.0, 1.3), (0.6, 4.8), (0.3, 22.5), (0.1, 57.0)])

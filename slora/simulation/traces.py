@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.lengths import SHAREGPT, LengthPair
+from slora.simulation.lengths import SHAREGPT, LengthPair
 
 # Token ids below are left to special tokens: a simulated model stops at one of them.
 FIRST_TOKEN = 16

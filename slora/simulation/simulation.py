@@ -10,12 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
-from bench.adapter_fleet import AdapterFleet
-from bench.machines import Machine
-from bench.next_tokens import NextTokens
-from bench.request_log import Outcome, Results, summarize
-from bench.traces import Trace, TraceRequest
-from bench.virtual_source import FetchCosts, VirtualSource
 from slora.kv_footprint import KVFootprint
 from slora.request import EngineRequest, StepOutput, single_adapter
 from slora.sampling_params import SamplingParams
@@ -23,6 +17,12 @@ from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
+from slora.simulation.adapter_fleet import AdapterFleet
+from slora.simulation.machine import Machine
+from slora.simulation.next_tokens import NextTokens
+from slora.simulation.request_log import Outcome, Results, summarize
+from slora.simulation.traces import Trace, TraceRequest
+from slora.simulation.virtual_source import FetchCosts, VirtualSource
 
 STOP_TOKEN = 2
 

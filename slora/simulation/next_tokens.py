@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
-from bench.traces import FIRST_TOKEN
 from slora.scheduler.beam_search import Proposal
+from slora.simulation.traces import FIRST_TOKEN
 
 SENTENCE_TOKENS = 20
 _STICKS_A_TOKEN = (
