@@ -797,14 +797,14 @@ _File = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
 
 
 class FileForm(BaseModel):
-    """POST /v1/files. `receive_file` reads the form; this describes it."""
+    """The form of POST /v1/files."""
 
     file: _File
     purpose: Literal["batch"]
 
 
 class UploadForm(BaseModel):
-    """POST /v1/adapters. `Uploads` reads the form; this describes it.
+    """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
 
     archive: replaces all files. It is a .zip, .tar or .tar.gz of them, each named as peft and transformers name it.
     base_fingerprint: of the base model that the adapter was trained on.

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages that are files of the repository, and links to files that are no pages.
+"""Hooks of MkDocs: generated pages, pages that are files of the repository, and links to files that are no pages.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. All links are written for readers of the repository.
 In the site, a link to a page is a link, and a link to any other file shows the file's path.
@@ -9,6 +9,10 @@ import posixpath
 import re
 from pathlib import Path
 
+import api_reference
+import benchmark_results
+import cli_reference
+import settings_reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -28,8 +32,13 @@ _log = logging.getLogger("mkdocs.hooks.slora")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for file, page in _PAGES.items():
-        files.append(File.generated(config, page, content=(_ROOT / file).read_text()))
+    pages = {page: (_ROOT / file).read_text() for file, page in _PAGES.items()}
+    pages |= {f"reference/{page}": content for page, content in api_reference.make_pages().items()}
+    pages["reference/cli.md"] = cli_reference.make_page()
+    pages["reference/settings.md"] = settings_reference.make_page()
+    pages["benchmark-results.md"] = benchmark_results.make_page()
+    for page, content in pages.items():
+        files.append(File.generated(config, page, content=content))
     return files
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from slora.engine_config import EngineConfig
 from slora.setting import ByteSize, SettingRefused
-from slora_api.cli.main import _make_parser
+from slora_api.cli.main import make_parser
 from slora_api.settings import Settings, read_settings, server_setting_specs, unknown_variables
 
 MODEL = {"model": "somewhere"}
@@ -126,7 +126,7 @@ def test_the_demo_uses_its_own_model_unless_another_is_named() -> None:
 
 
 def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
-    parser = _make_parser()
+    parser = make_parser()
     serve = next(
         action.choices["serve"]
         for action in parser._actions

@@ -13,7 +13,7 @@ from datetime import datetime
 from slora_api.package_version import find_package_version
 from slora_api.settings import server_setting_specs
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 # Subcommand -> the module and the function that takes the parsed arguments and returns the exit code.
 _HANDLERS = {
@@ -589,7 +589,8 @@ def _add_batches(commands: _Commands) -> None:
     output.add_argument("--errors", action="store_true", help="print the lines that failed instead")
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands. The reference of the commands in the documentation is made from it, too."""
     parser = argparse.ArgumentParser(
         prog="slora",
         description="Serves thousands of LoRA adapters on one base model, with API keys for each tenant.",
@@ -631,7 +632,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Unless the subcommand's help says otherwise, this is 0 for success, 1 for an explained failure, and 2 for wrong
     usage.
     """
-    parsed, unknown = _make_parser().parse_known_args(arguments)
+    parsed, unknown = make_parser().parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of slora, not of this subcommand
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:

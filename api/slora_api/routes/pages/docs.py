@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from slora_api.routes.lazy_content import LazyContent
 from slora_api.routes.openapi import OpenApiDocument
 
-__all__ = ["DocsPage", "router"]
+__all__ = ["DocsPage", "make_template", "router"]
 
 router = APIRouter(tags=["server"])
 
@@ -42,16 +42,21 @@ def show_docs(request: Request) -> HTMLResponse:
     return HTMLResponse(page.content(), headers=_HEADERS)
 
 
-def _render(document: dict[str, Any]) -> str:
+def make_template() -> jinja2.Template:
+    """The template of the page. The documentation uses its macros `type` and `fields`, too."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {"prose": _mark_code, "json": json.dumps}
     source = importlib.resources.files("slora_api.routes.pages").joinpath("docs_page.html").read_text()
+    return environment.from_string(source)
+
+
+def _render(document: dict[str, Any]) -> str:
     operations = [
         {**operation, "method": method.upper(), "path": path, "tag": operation["tags"][0]}
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]
-    return environment.from_string(source).render(
+    return make_template().render(
         info=document["info"], operations=operations, schemas=document["components"]["schemas"]
     )
 

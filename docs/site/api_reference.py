@@ -1,0 +1,89 @@
+"""The pages of all routes and of all objects of the API, from the application's own OpenAPI document.
+
+They share the macros of the server's page /docs, so both describe a schema in the same way.
+"""
+
+import json
+from collections import defaultdict
+from typing import Any
+
+from slora_api.routes.openapi import OpenApiDocument
+from slora_api.routes.pages.docs import make_template
+from slora_api.server.app import ROUTES
+
+_INTRODUCTION = """\
+# HTTP API
+
+Send `Authorization: Bearer KEY` with each request that needs a key. A star marks what is required. A server has the
+same reference at `/docs`, and as an OpenAPI document at `/openapi.json`. Clients of OpenAI's API work unchanged;
+[serving.md](../serving.md#which-request-fields-are-supported) says which of their fields have an effect.
+"""
+_OBJECTS_INTRODUCTION = """\
+# Objects of the HTTP API
+
+The JSON objects that [routes](api.md) take and answer. A star marks what is required.
+"""
+_TAGS = {"operator": "Operators", "server": "The server", "completions": "Answers"}
+
+
+def make_pages() -> dict[str, str]:
+    """Page -> Markdown."""
+    document = json.loads(OpenApiDocument(ROUTES).content())
+    template = make_template()
+    macros = template.make_module({"info": document["info"], "operations": [], "schemas": {}})
+    prose = template.environment.filters["prose"]
+
+    def describe_route(method: str, path: str, route: dict[str, Any]) -> str:
+        parts = [f"### {method.upper()} {path} {{ #{route['operationId']} }}", _describe_key(route)]
+        parts += [f"<p>{prose(route['description'])}</p>"] if route.get("description") else []
+        if route.get("parameters"):
+            rows = "".join(describe_parameter(parameter) for parameter in route["parameters"])
+            parts.append(f"<p><b>Parameters</b></p><table>{rows}</table>")
+        for media_type, content in route.get("requestBody", {}).get("content", {}).items():
+            schema = content["schema"]
+            body = macros.fields(schema) if schema.get("properties") else macros.type(schema)
+            parts.append(f"<div><p><b>Body</b>, <code>{media_type}</code></p>{body}</div>")
+        rows = "".join(describe_answer(status, answer) for status, answer in route["responses"].items())
+        return "\n\n".join([*map(_join_lines, parts), _join_lines(f"<table>{rows}</table>")])
+
+    def describe_parameter(parameter: dict[str, Any]) -> str:
+        star = "<b>*</b>" if parameter.get("required") else ""
+        text = f"<div>{prose(parameter['description'])}</div>" if parameter.get("description") else ""
+        name, kind = parameter["name"], macros.type(parameter["schema"])
+        return f"<tr><td><code>{name}</code>{star}</td><td>{kind}, {parameter['in']}{text}</td></tr>"
+
+    def describe_answer(status: str, answer: dict[str, Any]) -> str:
+        kinds = ", or ".join(
+            f"{macros.type(content['schema'].get('contentSchema') or content['schema'])} as <code>{kind}</code>"
+            for kind, content in answer.get("content", {}).items()
+        )
+        text = "" if status.startswith("2") else f"<div>{prose(answer['description'])}</div>"
+        return f"<tr><td><code>{status}</code></td><td>{kinds}{text}</td></tr>"
+
+    routes: defaultdict[str, list[str]] = defaultdict(list)
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            routes[route["tags"][0]].append(describe_route(method, path, route))
+    api = [_INTRODUCTION]
+    for tag, described in sorted(routes.items()):
+        api += [f"## {_TAGS.get(tag, tag.capitalize())}", *described]
+    objects = [_OBJECTS_INTRODUCTION]
+    for name, schema in sorted(document["components"]["schemas"].items()):
+        objects.append(f"## {name} {{ #{name} }}\n\n<div>{_join_lines(str(macros.fields(schema)))}</div>")
+    return {
+        # Both pages are folders of the site.
+        "api.md": "\n\n".join(api).replace('href="#', 'href="../objects/#'),
+        "objects.md": "\n\n".join(objects),
+    }
+
+
+def _describe_key(route: dict[str, Any]) -> str:
+    if not route.get("security"):
+        return "Needs no key."
+    scopes = ", ".join(f"`{scope}`" for scope in route["security"][0]["api_key"])
+    return f"Needs a key with the scope {scopes}." if scopes else "Needs any valid key."
+
+
+def _join_lines(html: str) -> str:
+    """Markdown would end a block of HTML at an empty line."""
+    return "\n".join(line for line in html.splitlines() if line.strip())
