@@ -23,7 +23,7 @@ from slora.structured_output import StructuredOutput
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import STRICT, Name, Text, check_depth, make_refusal
 from slora_api.responses_items import Input, make_messages
-from slora_api.schemas import AnswerFields, ChatMessage, TemplateFields
+from slora_api.schemas import AnswerFields, ChatMessage, ReasoningEffort, TemplateFields
 from slora_api.tool_schemas import (
     FunctionTool,
     Mode,
@@ -40,6 +40,18 @@ from slora_api.unsupported import Unsupported
 __all__ = ["ResponsesRequest"]
 
 _LOGPROBS = "message.output_text.logprobs"
+# All but the first are without effect. Reasoning items have their text in `content`, which serves the same purpose as
+# encrypted reasoning. An answer has no item of the other kinds.
+_INCLUDABLE = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
 _NO_STATE = "This server stores nothing: send the whole conversation in `input`."
 _CHAT_FORM = "Send `text.format`; the other forms are fields of /v1/chat/completions."
 
@@ -147,12 +159,10 @@ class TextFields(BaseModel):
 
 
 class ReasoningFields(BaseModel):
-    """None of these fields has an effect. The server returns the reasoning as the model wrote it."""
+    """effort: as `reasoning_effort` of a chat. The server returns the reasoning as the model wrote it."""
 
     model_config = STRICT
-    effort: Annotated[
-        Any, Unsupported(instead="Set what the chat template reads in `chat_template_kwargs`.")
-    ] = None
+    effort: ReasoningEffort | None = None
     summary: Annotated[
         Any, Unsupported("auto", instead="The answer has the reasoning itself, in `content`.")
     ] = None
@@ -172,18 +182,11 @@ class ResponsesStreamOptions(BaseModel):
 
 def _check_include(names: list[str]) -> list[str]:
     for name in names:
-        if name == "reasoning.encrypted_content":
+        if name not in _INCLUDABLE:
             raise make_refusal(
-                "`include` has {name}, which this server does not have; reasoning items have their text in `content`, "
-                "so omit it and send the items back as they are",
+                "`include` has {name}, which this server does not know; omit it (accepted: {known})",
                 param="include",
-                name=abbreviate(name),
-            )
-        if name != _LOGPROBS:
-            raise make_refusal(
-                "`include` has {name}, which this server does not have; omit it (accepted: '{known}')",
-                param="include",
-                known=_LOGPROBS,
+                known=", ".join(map(repr, _INCLUDABLE)),
                 name=abbreviate(name),
             )
     return names
@@ -200,7 +203,8 @@ class ResponsesRequest(TemplateFields, AnswerFields):
         is held to the schemas of the tools.
     parallel_tool_calls: with false, an answer has at most one call.
     text: the form of the answer.
-    include: `message.output_text.logprobs` adds log-probabilities to the text.
+    include: `message.output_text.logprobs` adds log-probabilities to the text. The other values have no effect:
+        reasoning items have their text in `content`, and can be sent back as they are.
     top_logprobs: how many of the most probable tokens they list for each token.
     max_tool_calls: limits calls of the server's own tools, of which there are none.
     """
@@ -252,9 +256,7 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     max_completion_tokens: Annotated[Any, Unsupported(instead="Send `max_output_tokens`.")] = None
     n: Annotated[Any, Unsupported(1, instead="An answer has one choice: send several requests.")] = None
     logprobs: Annotated[Any, Unsupported(False, instead=f'Send `include: ["{_LOGPROBS}"]`.')] = None
-    reasoning_effort: Annotated[
-        Any, Unsupported(instead="Set what the chat template reads in `chat_template_kwargs`.")
-    ] = None
+    reasoning_effort: Annotated[Any, Unsupported(instead="Send `reasoning.effort`.")] = None
     response_format: Annotated[Any, Unsupported({"type": "text"}, instead="Send `text.format`.")] = None
     structured_outputs: Annotated[Any, Unsupported(instead=_CHAT_FORM)] = None
 
@@ -276,11 +278,15 @@ class ResponsesRequest(TemplateFields, AnswerFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.include else None
+        return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
 
     @property
     def answer_limit(self) -> tuple[int | None, str]:
         return self.max_output_tokens, "max_output_tokens"
+
+    @property
+    def effort(self) -> tuple[ReasoningEffort | None, str]:
+        return None if self.reasoning is None else self.reasoning.effort, "reasoning.effort"
 
     @property
     def sent_tools(self) -> list[dict[str, Any]]:
@@ -334,7 +340,7 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     def _fields_that_depend_on_each_other(self) -> Self:
         if self.tool_choice != "auto":
             check_tool_choice(self.tool_choice, self._chat_tools)
-        if self.top_logprobs and not self.include:
+        if self.top_logprobs and self.num_top_logprobs is None:
             raise make_refusal(
                 '`top_logprobs` is only allowed with `include: ["{known}"]`.',
                 param="top_logprobs",

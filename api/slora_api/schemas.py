@@ -69,6 +69,7 @@ __all__ = [
     "NewTenantRequest",
     "PurgeRequest",
     "QuotaChanges",
+    "ReasoningEffort",
     "StreamOptions",
     "TemplateFields",
     "TenantChanges",
@@ -512,6 +513,10 @@ class ChatMessage(BaseModel):
         return made
 
 
+# OpenAI's values, and vLLM's `max`.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class TemplateFields(BaseModel):
     """How a conversation becomes a prompt, with vLLM's fields.
 
@@ -530,6 +535,11 @@ class TemplateFields(BaseModel):
     documents: Annotated[Any, Unsupported([])] = None
     media_io_kwargs: Annotated[Any, Unsupported({})] = None
     mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
+
+    @property
+    def effort(self) -> tuple[ReasoningEffort | None, str]:
+        """The effort of reasoning, and the field that sets it."""
+        return None, ""
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
@@ -566,6 +576,8 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, an answer
         is held to the schemas of the tools.
     parallel_tool_calls: with false, an answer has at most one call.
+    reasoning_effort: sets the variables of the chat template that switch the reasoning. An effort that the template
+        would ignore is refused, unless it asks for nothing.
     include_reasoning: as in vLLM, with false the reasoning is left out of the answer.
     """
 
@@ -584,9 +596,7 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
     prediction: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[
-        Any, Unsupported(instead="Set what the chat template reads in `chat_template_kwargs`.")
-    ] = None
+    reasoning_effort: ReasoningEffort | None = None
     verbosity: Annotated[Any, Unsupported("medium")] = None
     web_search_options: Annotated[Any, Unsupported()] = None
     # vLLM's fields.
@@ -622,6 +632,10 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens, "max_completion_tokens"
         return self.max_tokens, "max_tokens"
+
+    @property
+    def effort(self) -> tuple[ReasoningEffort | None, str]:
+        return self.reasoning_effort, "reasoning_effort"
 
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> Self:

@@ -109,7 +109,7 @@ def test_metadata_has_openais_bounds(metadata: Any) -> None:
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "cache_salt", "mine"),
         (ChatRequest, "truncate_prompt_tokens", 5),
-        (ChatRequest, "reasoning_effort", "high"),
+        (ChatRequest, "verbosity", "low"),
         (ChatRequest, "service_tier", "priority"),
         (ChatRequest, "store", True),
         (ChatRequest, "audio", {"voice": "a"}),

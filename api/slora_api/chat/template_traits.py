@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from slora_api.chat.answer_reader import THINK_END
 from slora_api.chat.call_format import CallFormat, find_call_format
+from slora_api.chat.reasoning_switch import ReasoningSwitch, find_reasoning_switch
 
 __all__ = ["TemplateTraits", "read_traits"]
 
@@ -22,13 +23,14 @@ _NUM_KEPT = 64
 class TemplateTraits:
     """reads_tools: the template shows the tools of a request to the model. max_calls: how many tool calls of an earlier
     answer it shows; None: all. call_format: None if it is unknown. thinks: the model may begin an answer with
-    reasoning.
+    reasoning. switch: how a request sets the effort of the reasoning.
     """
 
     reads_tools: bool
     max_calls: int | None
     call_format: CallFormat | None
     thinks: bool
+    switch: ReasoningSwitch
 
 
 @lru_cache(_NUM_KEPT)
@@ -36,7 +38,11 @@ def read_traits(template: str) -> TemplateTraits:
     """Reads the traits from the template's source, ignoring Jinja comments."""
     text = _COMMENT.sub("", template)
     return TemplateTraits(
-        _TOOLS.search(text) is not None, _find_max_calls(text), find_call_format(text), THINK_END in text
+        _TOOLS.search(text) is not None,
+        _find_max_calls(text),
+        find_call_format(text),
+        THINK_END in text,
+        find_reasoning_switch(text),
     )
 
 

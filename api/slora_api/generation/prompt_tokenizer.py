@@ -101,7 +101,10 @@ class PromptTokenizer:
         made = [message.for_template() for message in messages]
         if traits.call_format is not None and traits.call_format.has_short_ids:
             shorten_call_ids(made)
-        text = await self._render(made, tools, fields, param)
+        variables = self._variables(fields.chat_template_kwargs or {}) | self._set_effort(fields, traits)
+        if tools:
+            variables["tools"] = tools
+        text = await self._render(made, variables, fields, param)
         self.bounds.check_chars(len(text), param)
         encode = partial(
             self.encoder.tokenizer.encode_chat,
@@ -158,7 +161,7 @@ class PromptTokenizer:
     async def _render(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
         fields: TemplateFields,
         param: str,
     ) -> str:
@@ -170,8 +173,7 @@ class PromptTokenizer:
             mark_end(messages) if fields.continue_final_message else messages,
             self.model.chat_template,
             add_generation_prompt=add_generation_prompt,
-            variables=self._variables(fields.chat_template_kwargs or {})
-            | ({"tools": tools} if tools else {}),
+            variables=variables,
             param=param,
         )
         if not fields.continue_final_message:
@@ -198,6 +200,29 @@ class PromptTokenizer:
                 param,
             )
         return variables
+
+    def _set_effort(self, fields: TemplateFields, traits: TemplateTraits) -> dict[str, Any]:
+        """Returns the variables that set the effort of reasoning. Raises BadRequest if it would be ignored."""
+        effort, param = fields.effort
+        if effort is None:
+            return {}
+        accepted = traits.switch.list_accepted(thinks=traits.thinks)
+        if accepted is not None and effort not in accepted:
+            listed = " or ".join(map(repr, accepted))
+            raise BadRequest(
+                f"`{param}` is {effort!r}, but the chat template of the model {self.model.asked_for!r} has no variable "
+                f"that sets the effort of reasoning; omit it (accepted: {listed}).",
+                param,
+            )
+        chosen, sent = {**traits.switch.choose_variables(effort)}, fields.chat_template_kwargs or {}
+        for name, value in chosen.items():
+            if name in sent and sent[name] != value:
+                raise BadRequest(
+                    f"`{param}` is {effort!r}, which sets `{name}` to {to_json(value).decode()}, and "
+                    f"`chat_template_kwargs` sets it to another value; send only one of them.",
+                    param,
+                )
+        return chosen
 
     async def _encode(
         self, texts: Sequence[str], encode: Callable[[str], list[int]], param: str

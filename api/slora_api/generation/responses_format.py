@@ -289,7 +289,7 @@ def _describe_request(model: str, fields: ResponsesRequest, sampling: SamplingPa
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": fields.effort[0], "summary": None},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": False,

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from slora_api.generation.answer_objects import TokenLogprob
+from slora_api.schemas import ReasoningEffort
 
 __all__ = ["ResponseEvent", "ResponseObject"]
 
@@ -91,8 +92,8 @@ class ResponseError(TypedDict):
     message: str
 
 
-class NoReasoningSettings(TypedDict):
-    effort: None
+class ReasoningSettings(TypedDict):
+    effort: ReasoningEffort | None
     summary: None
 
 
@@ -122,7 +123,7 @@ class ResponseObject(TypedDict):
     parallel_tool_calls: bool
     previous_response_id: None
     prompt_cache_key: str | None
-    reasoning: NoReasoningSettings
+    reasoning: ReasoningSettings
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]

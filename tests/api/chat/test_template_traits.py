@@ -1,11 +1,19 @@
 """The format of tool calls is recognized by the chat template."""
 
+from typing import Any
+
 import pytest
 
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.template_traits import read_traits
 from slora_api.settings import TOOL_CALL_PARSERS
-from tests.support.tool_templates import HERMES, R1, TOOL_TEMPLATES
+from tests.support.tool_templates import HERMES, QWEN3, R1, TOOL_TEMPLATES
+
+# Switches in the manner of Qwen 3, SmolLM 3, DeepSeek V3.1, Granite and gpt-oss.
+SMOLLM3 = "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+DEEPSEEK31 = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+GRANITE = "{%- if thinking %}Write down your thinking.{% endif %}"
+GPT_OSS = '{{ "Reasoning: " + reasoning_effort }}'
 
 
 @pytest.mark.parametrize("family", TOOL_TEMPLATES)
@@ -76,3 +84,43 @@ def test_a_template_without_tools_and_reasoning_has_neither(template: str) -> No
 def test_a_format_that_this_server_cannot_read_is_unknown(template: str) -> None:
     traits = read_traits(template)
     assert traits.reads_tools and traits.call_format is None
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        (QWEN3, "none", {"enable_thinking": False}),
+        (QWEN3, "minimal", {"enable_thinking": False}),
+        (QWEN3, "low", {"enable_thinking": True}),
+        (SMOLLM3, "high", {"enable_thinking": True}),
+        (DEEPSEEK31, "medium", {"thinking": True}),
+        (GRANITE, "none", {"thinking": False}),
+        (GPT_OSS, "none", {"reasoning_effort": "none"}),
+        (QWEN3 + GPT_OSS, "low", {"enable_thinking": True, "reasoning_effort": "low"}),
+        (QWEN3 + GPT_OSS, "none", {"enable_thinking": False}),
+    ],
+)
+def test_an_effort_sets_the_variables_that_the_template_reads(
+    template: str, effort: str, variables: dict[str, Any]
+) -> None:
+    switch = read_traits(template).switch
+    assert switch.choose_variables(effort) == variables and switch.list_accepted(thinks=True) is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        R1,
+        "thinking enable_thinking reasoning_effort {{ messages }}",
+        "{{ 'thinking' }}{{ message.thinking }}{{ message['reasoning_effort'] }}{{ my_thinking }}",
+        "{% set thinking = message.thinking %}{% if thinking %}a{% endif %}",
+        "{# {{ reasoning_effort }} #}{{ messages }}",
+        "{{ " * 50_000,
+    ],
+)
+def test_an_effort_that_the_template_would_ignore_is_accepted_only_if_it_asks_for_nothing(
+    template: str,
+) -> None:
+    switch = read_traits(template).switch
+    assert switch.list_accepted(thinks=True) == ("medium",)
+    assert switch.list_accepted(thinks=False) == ("none", "minimal", "medium")

@@ -153,6 +153,7 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
     "parallel_tool_calls": [False],
     "include_reasoning": [False],
+    "reasoning_effort": ["none", "medium", "high"],
     "add_generation_prompt": [True, False],
     "continue_final_message": [True],
     "add_special_tokens": [True, False],

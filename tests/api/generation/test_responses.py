@@ -229,6 +229,25 @@ def test_a_client_that_leaves_aborts_its_request(platform: Platform, key: str) -
         platform.engine.hang = False
 
 
+def test_what_agents_ask_of_reasoning_is_honoured(platform: Platform, client: openai.OpenAI) -> None:
+    platform.says("<think>Hm.</think>Hi")
+    answer = client.responses.create(
+        model="qwen",
+        input="hi",
+        store=False,
+        reasoning={"effort": "low", "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+    )
+    assert answer.reasoning is not None and answer.reasoning.effort == "low"
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    again: Any = [{"role": "user", "content": "hi"}, *answer.output, {"role": "user", "content": "more"}]
+    client.responses.create(model="qwen", input=again, reasoning={"effort": "none"})
+    prompt = platform.last_prompt()
+    assert "<think>\nHm.\n</think>" in prompt and prompt.endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(openai.BadRequestError, match=r"`reasoning\.effort` is 'low', but the chat template"):
+        client.responses.create(model="base", input="hi", reasoning={"effort": "low"})
+
+
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [

@@ -204,6 +204,41 @@ def test_reasoning_is_a_field_of_its_own(
 
 
 @pytest.mark.parametrize(
+    ("model", "effort", "is_off"),
+    [("qwen", "none", True), ("qwen", "high", False), ("base", "none", False), ("r1", "medium", False)],
+)
+def test_an_effort_of_reasoning_switches_the_chat_template(
+    platform: Platform, key: str, model: str, effort: str, is_off: bool
+) -> None:
+    platform.says("Hi")
+    ask(platform, key, model=model, tools=None, reasoning_effort=effort)
+    assert platform.last_prompt().endswith("</think>\n\n") == is_off
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "base", "reasoning_effort": "high"}, "(accepted: 'none' or 'minimal' or 'medium')"),
+        (
+            {"model": "r1", "reasoning_effort": "none"},
+            "`reasoning_effort` is 'none', but the chat template of the model 'r1' has no variable that sets",
+        ),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "which sets `enable_thinking` to false, and `chat_template_kwargs` sets it to another value",
+        ),
+        ({"reasoning_effort": "some"}, "'none', 'minimal', 'low'"),
+    ],
+)
+def test_an_effort_that_would_be_ignored_is_refused(
+    platform: Platform, key: str, fields: dict[str, Any], message: str
+) -> None:
+    error = ask(platform, key, **{"tools": None} | fields)["error"]
+    assert message in error["message"] and error["param"] == "reasoning_effort"
+    assert not platform.engine.requests
+
+
+@pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
         ("base", {}, "`tools` has 1 tools, but the chat template of the model 'base' does not show tools"),

@@ -1,0 +1,58 @@
+"""How a request sets the effort of a model's reasoning: by variables that its chat template reads.
+
+Some templates switch the reasoning on and off, and some also pass the effort on to the model.
+"""
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["ReasoningSwitch", "find_reasoning_switch"]
+
+# Variables that are true or false: of Qwen 3, GLM and SmolLM 3, and of DeepSeek V3.1 and Granite.
+_TOGGLES = ("enable_thinking", "thinking")
+_EFFORT = "reasoning_effort"
+_EXPRESSION = re.compile(r"\{[{%].*?(?:[%}]\}|\Z)", re.DOTALL)
+_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+# A template that sets a name before it reads it does not mean a variable of the request.
+_FIRST_USE = r"(?P<is_set>\b(?:set|for)\s+)?(?<![.\w]){name}\b"
+_LEAST = ("none", "minimal")
+# The default of most models of OpenAI, which asks for nothing.
+_DEFAULT = "medium"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSwitch:
+    """toggles: variables that are true or false. reads_effort: the template also reads `reasoning_effort`."""
+
+    toggles: tuple[str, ...]
+    reads_effort: bool
+
+    def choose_variables(self, effort: str) -> dict[str, str | bool]:
+        """Returns the variables of the template that set this effort."""
+        is_off = effort in _LEAST
+        chosen: dict[str, str | bool] = dict.fromkeys(self.toggles, not is_off)
+        if self.reads_effort and not (self.toggles and is_off):
+            chosen[_EFFORT] = effort
+        return chosen
+
+    def list_accepted(self, *, thinks: bool) -> tuple[str, ...] | None:
+        """Returns the efforts that are not ignored. None: all.
+
+        thinks: whether the model may reason. If not, the least efforts are what it does anyway.
+        """
+        if self.toggles or self.reads_effort:
+            return None
+        return (_DEFAULT,) if thinks else (*_LEAST, _DEFAULT)
+
+
+def find_reasoning_switch(template: str) -> ReasoningSwitch:
+    """template: its source without comments."""
+    code = _STRING.sub("''", " ".join(_EXPRESSION.findall(template)))
+    return ReasoningSwitch(
+        tuple(name for name in _TOGGLES if _reads_variable(code, name)), _reads_variable(code, _EFFORT)
+    )
+
+
+def _reads_variable(code: str, name: str) -> bool:
+    first = re.search(_FIRST_USE.format(name=name), code)
+    return first is not None and first["is_set"] is None
