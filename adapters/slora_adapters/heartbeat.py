@@ -99,7 +99,7 @@ class Heartbeat:
     """The child's side of the heartbeat. descriptor: memfd of the supervisor's page; None if no supervisor started this
     process.
 
-    computes_here: whether CPU time of this process counts as progress, because its work does not run on a GPU.
+    computes_here: whether this process does its work on the CPU and not on a GPU. Its CPU time then counts as progress.
     """
 
     def __init__(self, descriptor: int | None, *, computes_here: bool) -> None:

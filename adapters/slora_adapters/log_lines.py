@@ -50,8 +50,11 @@ def set_up_logging(
     label: str = "",
     mask: Callable[[str], str] = lambda line: line,
 ) -> None:
-    """Logs to standard error. log_format: one of LOG_FORMATS. process: its name in JSON. label: a part of each line of
-    text, such as the number of a worker. filters: see each record first. mask: makes the line that is written.
+    """Makes this process log to standard error.
+
+    log_format: one of LOG_FORMATS. process: the name of the process in JSON lines. filters: applied to each record
+    before it is formatted. label: a part of each line of text, such as the number of a worker. mask: returns the text
+    to write in place of a formatted line.
     """
     lines = (
         _JsonLines(process)

@@ -1,7 +1,8 @@
-"""The identity of an adapter's weights. It is the key of page pool pages, host copies, prefix keys and charges.
+"""The identity of an adapter's weights: a tenant and a digest.
 
-The identity is never a name or a slot number: a name can be moved to other weights, a digest cannot. If two tenants
-upload the same weights, each tenant has an AdapterVersion of its own. Tenants may share stored bytes, and nothing else.
+Pages, host copies, the prefix cache and charges refer to an adapter by this identity, never by a name or a slot number.
+A name can be moved to other weights, but a digest always identifies the same weights. If two tenants upload the same
+weights, each tenant has an AdapterVersion of its own. Tenants may share stored bytes, and nothing else.
 """
 
 from dataclasses import dataclass

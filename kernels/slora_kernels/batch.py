@@ -1,6 +1,6 @@
 """The arguments that a step passes to the kernels: KV geometry, adapter tables and the batch.
 
-All of it is tensors and a few host numbers, independent of requests and adapters. A slot is a row of the adapter
+The arguments are tensors and a few host numbers, never requests or adapters. A slot is a row of the adapter
 tables. A tile is a run of consecutive tokens that use the same slot. A sequence is a run of consecutive tokens with a
 row of page ids.
 """

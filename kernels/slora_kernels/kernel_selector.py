@@ -39,7 +39,7 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     """
     chosen = _choose(device) if name == "auto" else name
     if chosen not in _CLASSES:
-        raise ValueError(f"no kernels named {name!r}; choose auto, {', '.join(_CLASSES)}")
+        raise ValueError(f"there are no kernels named {name!r}; choose one of auto, {', '.join(_CLASSES)}")
     if chosen == "numba" and device.type != "cpu":
         raise ValueError(f"the kernels 'numba' run only on a CPU, not on {device}; choose auto or triton")
     return cast(Kernels, kernel_class(chosen).on(device))  # type: ignore[attr-defined]

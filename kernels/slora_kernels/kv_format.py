@@ -11,7 +11,7 @@ class KVFormat(StrEnum):
     MODEL: elements of the model's dtype.
     FP8: float8 e4m3 (arXiv 2209.05433) with bfloat16 scales. A stored element is multiplied by its scale. The K of one
     token and head has one scale, and its V has another. A scale is the largest magnitude divided by 448, rounded up.
-    Nothing is clipped or calibrated, and the stored elements depend on this token alone.
+    Nothing is clipped or calibrated. What is stored for a token does not depend on other tokens.
 
     If K or V of one token and head is not finite, K is written as NaN (in FP8, the scale of K) and V as 0. Attention
     then gives NaN to every query that sees the token, and to no other query. V is not written as NaN, because queries

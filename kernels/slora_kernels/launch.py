@@ -16,7 +16,7 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The call kernel[grid](**arguments, **constants).
+    """One launch of a kernel, as the call `kernel[grid](**arguments, **constants)`.
 
     arguments: tensors and run-time scalars. constants: constexprs.
     """

@@ -67,7 +67,10 @@ class KVBlockLayout:
 def lay_out_kv_block(
     num_kv_heads: int, head_dim: int, block_tokens: int, element_bytes: int, kv_format: KVFormat
 ) -> KVBlockLayout:
-    """element_bytes: size of one element of the model's dtype. A block with scales is padded to whole segments."""
+    """Computes the layout. A block with scales is padded to whole segments.
+
+    element_bytes: size of one element of the model's dtype.
+    """
     vectors = 2 * num_kv_heads * block_tokens
     if kv_format is KVFormat.MODEL:
         size = vectors * head_dim * element_bytes
@@ -191,7 +194,7 @@ class ModelShape:
     def changes_kv(self, ranks: Sequence[int]) -> bool:
         """Whether an adapter whose module m has rank `ranks[m]` changes K or V of any layer.
 
-        It does not if it adapts only the head, and in the last layer only linears that K and V do not depend on. A
+        It does not if all adapted modules are the head, or linears of the last layer that K and V do not depend on. A
         module of an earlier layer changes the hidden states that the last layer reads.
         """
         last = self.module_id(self.num_layers - 1, 0)

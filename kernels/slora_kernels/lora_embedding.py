@@ -13,7 +13,7 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 def shrink_embedding(
     token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
 ) -> Tensor:
-    """Gathers the columns of A for token_ids int64 [T] -> [T, max_group_rank] of `dtype`.
+    """Gathers the columns of A at `token_ids` int64 [T]. Returns [T, max_group_rank] of `dtype`.
 
     Columns past a tile's rank and rows in no tile are 0.
     """

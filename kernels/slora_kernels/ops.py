@@ -38,7 +38,7 @@ class Kernels(Protocol):
         shrunk = kernels.shrink(x, pages, site, lora)   # for the embedding: kernels.shrink_embedding(token_ids, ...)
         kernels.expand(out, shrunk, pages, site, lora)
 
-    What shrink returns is opaque: pass it to expand without reading it, and do not modify x until expand has returned.
+    The shrink output is opaque: pass it to `expand` without reading it. Do not modify x until `expand` has returned.
     """
 
     @property
@@ -88,7 +88,7 @@ class Kernels(Protocol):
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
     ) -> Tensor:
-        """Norms and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
+        """Normalises and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
 
         qkv: [T, (Hq + 2 Hk) * D].
         cos_sin: float32 [max_positions, R], cos (R/2) then sin (R/2) of each position, with R even and R <= D. The
@@ -114,7 +114,7 @@ class Kernels(Protocol):
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         """Sets the logits of tokens that a mask does not allow to minus infinity, in place.
 
-        A row with a logit that is NaN or plus infinity may become NaN, even if its token is not allowed.
+        A logit of NaN or plus infinity may make its whole row NaN, even if the mask does not allow its token.
         logits: [B, V], float32 or the model dtype. rows: int64 [N], distinct and ascending, the rows with a mask.
         masks: int32 [N, ceil(V / 32)]; bit t % 32 of word t // 32 is 1 if token t is allowed.
         """
@@ -135,14 +135,17 @@ class Kernels(Protocol):
         """
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> ShrinkOutput:
-        """x [T, in] times A of each tile's adapter, for all modules of the site at once -> the shrink output."""
+        """Multiplies x [T, in] by A of each tile's adapter, for all modules of the site at once.
+
+        Returns the shrink output.
+        """
 
     def shrink_embedding(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> ShrinkOutput:
-        """The shrink of one-hot inputs: gathers the columns of A for token_ids int64 [T] -> the shrink output.
+        """Like `shrink`, for the one-hot inputs of the embedding: gathers the columns of A at `token_ids`.
 
-        dtype: the model's dtype. `expand` then adds the result to the embedding's output.
+        token_ids: int64 [T]. dtype: the model's dtype.
         """
 
     def expand(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 # Bytes of a widened tile. It is written and then read again, so it should fit the L2 cache.
 _TILE_BYTES = 2 << 20
-# Up to this many tokens torch's packed int8 kernel is faster than tiles. It reads each weight once per token.
+# Up to this many tokens, torch's packed int8 kernel is faster than tiles. It reads each weight once per token.
 _PACKED_TOKENS = 8
 # The packed kernel needs multiples of this size. With other sizes it returned wrong results or crashed (torch 2.13,
 # AVX-512).
@@ -33,7 +33,7 @@ _WIDER = {torch.bfloat16: (torch.int16, 4, 0x7800), torch.float32: (torch.int32,
 
 
 def widen(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 or float8_e4m3fn of any shape -> the same values in bfloat16 or float32, exactly. NaN is not supported."""
+    """Converts int8 or float8_e4m3fn of any shape to bfloat16 or float32, exactly. NaN is not supported."""
     if values.dtype == torch.int8 or values.device.type != "cpu":
         return values.to(dtype)
     # The shift moves the sign to the top bit. The 4 exponent bits align with the low bits of the wider exponent. The 3

@@ -93,7 +93,7 @@ def view_scales(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
 
 
 def round_scale_up(largest: Tensor) -> Tensor:
-    """Magnitudes, float64 -> scales, bfloat16.
+    """Converts magnitudes, float64, to scales, bfloat16.
 
     A scale is the smallest normal bfloat16 that is at least magnitude / 448.
     """

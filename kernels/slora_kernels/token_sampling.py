@@ -71,7 +71,7 @@ def compute_weights(logits: Tensor, max_logits: Tensor, temperature: Tensor) -> 
 
 
 def apply_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sets the weights of tokens that the filters drop to 0.
+    """Sets to 0 the weights of all tokens that the filters exclude.
 
     top_k: int64 [B, 1]. top_p, min_p: float32 [B, 1].
     """

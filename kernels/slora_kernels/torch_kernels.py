@@ -67,7 +67,7 @@ class TilePass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """passes: tile passes by (window, tokens per block). An entry is computed on first use."""
+    """The tile passes of a batch, by (window, tokens per block). An entry is computed on first use."""
 
     passes: dict[tuple[int | None, int], list[TilePass]]
 
@@ -179,7 +179,8 @@ def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> T
 class _OnlineSoftmax:
     """The online softmax of n tiles with M rows per KV head: maximum score, sum of weights and weighted sum of V.
 
-    Each `add` updates only the first tiles, those that still have tokens to attend to.
+    The tiles are sorted by length, longest first. Each `add` updates only the first tiles, which still have tokens
+    to attend to.
     """
 
     def __init__(self, rows: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
@@ -189,7 +190,10 @@ class _OnlineSoftmax:
         self.values = torch.zeros((*rows, head_dim), device=device)
 
     def add(self, scores: Tensor, v: Tensor) -> None:
-        """scores [Hk, active, M, N], -inf where a token is not visible. v [Hk, active, N, D]."""
+        """Adds N tokens to each of the first `active` tiles.
+
+        scores: [Hk, active, M, N], -inf where a token is not visible. v: [Hk, active, N, D].
+        """
         active = scores.shape[1]
         peak, total, values = (x[:, :active] for x in (self.peak, self.total, self.values))
         new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
@@ -259,7 +263,7 @@ def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
 
 
 class TorchKernels:
-    """See `Kernels`. The shrink output is [T, max_group_rank] in the model dtype, as torch's matmuls round to it."""
+    """See `Kernels`. The shrink output is [T, max_group_rank] in the model dtype, to which torch's matmuls round."""
 
     name = "torch"
     # A tile is one matmul, so longer tiles are more efficient.
@@ -319,7 +323,7 @@ class TorchKernels:
         if geometry.has_scales:
             elements, scales = _quantize_kv(_replace_wrong(sides.float()))
             _view_scales(shares, geometry).permute(0, 3, 1, 2).index_put_((page, offset), scales)
-            # Written as bytes: torch cannot index_put float8.
+            # The bytes are written, because torch cannot index_put float8.
             into = _view_elements(shares, geometry).view(torch.uint8)
             into.permute(0, 3, 1, 2, 4).index_put_((page, offset), elements.view(torch.uint8))
         else:

@@ -16,7 +16,7 @@ def test_auto_on_a_cpu_is_never_the_interpreter() -> None:
 
 
 def test_unknown_kernels_are_refused_with_the_names_that_exist() -> None:
-    with pytest.raises(ValueError, match="'cuda'; choose auto, triton, torch, numba"):
+    with pytest.raises(ValueError, match="'cuda'; choose one of auto, triton, torch, numba"):
         select_kernels("cuda", torch.device("cpu"))
 
 

@@ -45,9 +45,10 @@ def make_backup(
     target: Path,
     previous: Path | None = None,
 ) -> Manifest:
-    """Makes the directory `target`. secrets: files by their name in the backup; one that does not exist is left out.
+    """Makes a backup in the new directory `target`.
 
-    previous: an earlier backup on the same file system. Blobs that it has are hard links to its files.
+    secrets: files by their name in the backup; missing files are skipped.
+    previous: an earlier backup on the same file system. Blobs that it contains are not copied but hard-linked.
 
     Raises StoreUnfit if the target exists, if the previous backup is damaged, or if the store lacks a blob. Raises
     StoreUnavailable and OSError. A backup that fails leaves nothing behind; one that is killed leaves a directory
@@ -96,7 +97,7 @@ class _Backup:
         self._storage = RegistryStorage(database)
         self._store = store
         self._work = work
-        # All reservations of this backup begin with this text.
+        # The names of all reservations of this backup begin with this text.
         self._holder = f"backup-{uuid.uuid4().hex}"
         self._files: dict[str, StoredFile] = {}
 

@@ -1,6 +1,6 @@
 """The manifest of a backup: its files with their sizes and SHA-256.
 
-manifest.json       written last, so a directory without it is no complete backup
+manifest.json       written last, so a directory without it is not a complete backup
 slora.db            a SQLite file with all tables, whatever database they came from
 secrets/            the pepper and the hash of the admin key (mode 0600)
 adapters/blobs/...  the weights, as `FileStore` keeps them
@@ -34,7 +34,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """created_at: Unix time. files: by path relative to the backup, with `/`. digests: the blobs."""
+    """created_at: Unix time. files: by path relative to the backup, with `/`. digests: those of the blobs."""
 
     created_at: float
     files: Mapping[str, StoredFile]
@@ -51,7 +51,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises StoreUnfit if the directory is no complete backup, or one of a newer release."""
+    """Raises StoreUnfit if the directory is not a complete backup, or was made by a newer release."""
     try:
         content: dict[str, Any] = json.loads((directory / _NAME).read_text())
         if (found := content["format"]) != _FORMAT:

@@ -1,4 +1,4 @@
-"""Makes a data directory, and if asked the contents of a database and a store, from a backup.
+"""Restores a backup into a new data directory and, if asked, into a database and a store.
 
 Everything is verified and prepared in a directory beside the new one, which gets its name last. So a restore that
 fails, or is killed, leaves nothing that a server would take for its data.
@@ -31,7 +31,10 @@ _DATA = (schema.tenants, schema.api_keys, schema.adapter_names, schema.usage_rec
 def restore_backup(
     source: Path, data_dir: Path, database: Database | None = None, store: Store | None = None
 ) -> Manifest:
-    """Makes the directory `data_dir`. database, store: where tenants and weights go instead of the directory.
+    """Restores a backup into the new directory `data_dir`.
+
+    database: receives the tenants and names. None: they go into a SQLite file in `data_dir`.
+    store: receives the weights. None: they go into `data_dir`.
 
     The restored registry gets a new id, so that its servers and those of the original never delete each other's blobs
     in a store that both use.
@@ -74,7 +77,7 @@ def _check_directory(path: Path) -> None:
 
 
 def _open_copy(source: Path, directory: Path | str) -> Database:
-    """Copies the file of the backup into the directory, and makes it a database of its own."""
+    """Copies the database of the backup into the directory. The copy gets an id of its own."""
     path = Path(directory) / DATABASE
     shutil.copyfile(source / DATABASE, path)
     database = Database(path)

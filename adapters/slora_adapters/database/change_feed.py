@@ -23,7 +23,7 @@ __all__ = ["KEPT_CHANGES", "Change", "Changes", "publish", "read_changes"]
 
 # Length of the feed. A process that has missed more changes than this looks everything up again.
 KEPT_CHANGES = 10_000
-# Changes in one answer.
+# The most changes that one call returns.
 _MAX_CHANGES = 1000
 
 _COLUMNS = schema.changes.c
@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes after a cursor, oldest first. cursor: pass it to the next call.
+    """The changes after a cursor, oldest first. cursor: the cursor for the next call.
 
     resync: earlier changes may be missing, so the reader must look everything up again. is_all: whether the feed has no
     further changes.

@@ -7,7 +7,7 @@ SQLite has one writer at a time. On PostgreSQL, transactions take locks by name,
 
 - CHANGES for a transaction that publishes a change or adds to the audit log. No other such transaction runs at the same
   time, on any host.
-- `blob_lock(digest)` for a transaction that adds or removes a reference to a blob, or drops it.
+- `blob_lock(digest)` for a transaction that adds or removes a reference to a blob, or drops the blob.
 
 A transaction that needs both takes the lock of the blob first.
 
@@ -71,8 +71,8 @@ class Database:
 
     place: the path of a SQLite file, or a URL; see `parse_database_url`.
     reserve: the disk reserve on the disk of a SQLite file; None if there is no reserve.
-    on_change: called on the thread of a transaction that held the lock CHANGES, after its commit, unless no cache holds
-        what it changed.
+    on_change: called after the commit of each transaction that held the lock CHANGES, on the same thread. Not called if
+        the transaction has `is_cached=False`.
 
     Methods raise StoreUnavailable if the database does not answer, cannot be opened, read or written, or stays locked.
     They raise DiskFull if the disk of a SQLite file has no space. The constructor also raises StoreUnfit if the
@@ -87,13 +87,13 @@ class Database:
     ) -> None:
         url = parse_database_url(str(place))
         self._path = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
-        # For messages; it has no password.
+        # The name of the database in messages. It contains no password.
         self.label = repr(str(self._path) if self._path else url.render_as_string(hide_password=True))
         self._reserve = reserve if self._path else None
         self._on_change = on_change
         self._engine = make_sqlite_engine(self._path) if self._path else make_postgresql_engine(url)
-        # Only one transaction of this process waits for CHANGES in the database, so that waiting ones need no
-        # connection.
+        # Transactions of this process wait for CHANGES here, without a connection. Only one at a time waits in the
+        # database.
         self._changing = Lock()
         # The error of the last connection to PostgreSQL; empty if it succeeded. While there is an error, only one call
         # at a time tries to connect.

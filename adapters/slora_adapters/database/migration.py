@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # The lock of a migration.
 SCHEMA = "schema"
-# Alembic's own name is used by many products.
+# Not Alembic's default name, because other products may use that in the same database.
 VERSION_TABLE = "slora_schema"
 
 _SCRIPTS = Path(__file__).parent / "migrations"
@@ -49,7 +49,7 @@ _COLUMNS = {
     ),
 }
 _REVISION = select(table(VERSION_TABLE, column("version_num", Text)))
-# The table in which release 0.1 counted the migrations of each component, and its last counts.
+# The table in which release 0.1 kept the schema version of each component, and the last version of each.
 _VERSIONS_OF_0_1 = "schema_versions"
 _LAST_OF_0_1 = {"registry": 6, "tenancy": 2}
 _NEWER = "was written by a newer release: run that release, or restore an older copy of the database"
@@ -58,7 +58,8 @@ Read = Callable[[Executable], Sequence[Any]]
 
 
 def is_current(read: Read, dialect: str, label: str) -> bool:
-    """Returns whether the database has the schema of this release. Raises StoreUnavailable if it cannot get it.
+    """Returns whether the database has the schema of this release. Raises StoreUnavailable if `upgrade` would refuse
+    it.
 
     label: the database in error messages.
     """
@@ -112,7 +113,7 @@ def _is_about_schema(error: exc.DBAPIError) -> bool:
 
 @cache
 def _scripts() -> ScriptDirectory:
-    """Keeps the revisions, which are found by running the files of `migrations/versions`."""
+    """Returns the revisions. They are cached, because Alembic runs all files of `migrations/versions` to find them."""
     return ScriptDirectory(str(_SCRIPTS))
 
 
@@ -160,7 +161,10 @@ def _check_tables(read: Read, dialect: str, names: set[str], label: str) -> None
 
 
 def _check_0_1(read: Read, label: str) -> None:
-    """A server that was killed at its first start may have left only the first components."""
+    """Refuses components whose schema is not the last one of release 0.1.
+
+    Missing components are accepted, because a server may have been killed at its first start.
+    """
     for component, found in read(text(f"SELECT component, version FROM {_VERSIONS_OF_0_1}")):
         last = _LAST_OF_0_1.get(component, 0)
         if found > last:

@@ -9,12 +9,12 @@ from slora_adapters.errors import StoreUnfit
 
 __all__ = ["check_settings", "lock_by_name", "make_postgresql_engine"]
 
-# A request may wait for a connection, so a server that is away must be noticed soon.
+# A request may wait for a connection, so an unreachable server must be detected soon.
 _CONNECT_S = 5
 # Connections of one process: lookups that are not cached, and one change at a time.
 _MAX_CONNECTIONS = 16
-# A host that vanishes must not keep its locks, so the server checks idle connections. A process that hangs in a
-# transaction must not keep them either.
+# A host that crashes must not keep its locks, so the server checks idle connections. A process that hangs in a
+# transaction must not keep its locks either, so the server ends idle transactions.
 _SESSION = """
     SET lock_timeout = '10s';
     SET statement_timeout = '30s';
@@ -44,7 +44,7 @@ def make_postgresql_engine(url: URL) -> Engine:
             "keepalives_idle": 15,
             "keepalives_interval": 5,
             "keepalives_count": 3,
-            # A server that does not acknowledge what was sent to it for this long is away.
+            # Milliseconds after which a connection is closed if the server does not acknowledge sent data.
             "tcp_user_timeout": 20_000,
         },
     )

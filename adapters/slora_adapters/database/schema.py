@@ -46,7 +46,7 @@ __all__ = [
 
 metadata = MetaData()
 
-# Text that is sorted in byte order, as SQLite does. PostgreSQL would otherwise sort by its locale.
+# Text that is sorted in byte order, as in SQLite. PostgreSQL would otherwise sort by its locale.
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
 
 

@@ -1,7 +1,7 @@
 """The rows of one tenant in all tables.
 
-A table that has a column `tenant` belongs to tenants, so a new table needs no mention here. Tables that are keyed by
-something of a tenant must have that column, too.
+Every table with a column `tenant` is handled, so a new table need not be named here. A table whose rows belong to a
+tenant must have that column, even if its key is something else, such as the id of an API key.
 """
 
 from sqlalchemy import delete, insert, select, update
@@ -13,7 +13,7 @@ __all__ = ["MAX_FLOORS", "delete_tenant_rows", "rename_tenant_rows"]
 
 # The largest sum of all tenants' `min_pool_share`: the whole pool, with room for rounding errors as in 0.7 + 0.2 + 0.1.
 MAX_FLOORS = 1 + 1e-9
-# What outlives a tenant: who did what, what every process is told, and what the tenant has used.
+# Rows that outlive a tenant: the usage ledger, the audit log, and the changes that other processes have yet to read.
 _LEDGER = (schema.usage_records, schema.usage_buckets)
 _KEPT = (schema.audit_log, schema.changes, *_LEDGER)
 # Each table comes before the tables that its foreign keys refer to, so rows can be deleted in this order.

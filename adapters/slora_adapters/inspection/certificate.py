@@ -1,4 +1,4 @@
-"""The certificate of an adapter that passed every check. The owner of the adapter compares it with the training.
+"""The certificate of an adapter that passed every check. The owner of the adapter can compare it with what was trained.
 
 An adapter that covers only half of the trained modules, or whose delta is zero in some modules, passes every check but
 is wrong. The certificate shows such mistakes.

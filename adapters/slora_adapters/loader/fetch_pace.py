@@ -1,4 +1,4 @@
-"""A decayed average of the time that adapters take to load to the host, cached or not."""
+"""A decayed average of the time to load adapters to the host, whether they are cached there or not."""
 
 # The average covers about the last 20 fetches.
 _DECAY = 0.95

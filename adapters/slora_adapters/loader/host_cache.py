@@ -252,7 +252,10 @@ class HostCache:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A place for a new region. cost: (loss, bytes from its start to the next region that stays); smaller is better."""
+    """A place where a new region would fit if the regions in `evicted` were evicted.
+
+    cost: (total loss of the evicted regions, bytes of the resulting gap). The candidate with the least cost is chosen.
+    """
 
     cost: tuple[int, int]
     offset: int

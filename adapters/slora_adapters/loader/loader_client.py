@@ -207,7 +207,7 @@ class LoaderClient:
                     self._changed.wait(RECONNECT_S)
 
     def _serve(self, connection: _Connection) -> None:
-        """Handles one connection, from after the handshake to its end."""
+        """Handles one connection from the end of the handshake until the connection ends."""
         with self._changed:
             if self._closed:  # closed during the handshake, when `close` had no connection to end
                 return

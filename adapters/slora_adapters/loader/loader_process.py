@@ -84,7 +84,7 @@ class _Client:
         self._held.clear()
 
     def _call_in_loop(self, result: CachedAdapter | FetchFailed, number: int) -> None:
-        """Called on a loader's thread, or in the event loop."""
+        """Sends the result of a load, from any thread: `Loader` calls it on its own threads or in the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._answer, result, number)
 

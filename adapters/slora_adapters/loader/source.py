@@ -69,7 +69,7 @@ class AdapterSource(Protocol):
         """
 
     def request(self, version: AdapterVersion) -> None:
-        """Starts to fetch a version."""
+        """Starts fetching a version."""
 
     def poll(self) -> list[Fetched | FetchFailed]:
         """Returns the fetches that completed or failed since the last call."""
@@ -131,11 +131,10 @@ class DirectorySource:
     def hold(
         self, adapter: Adapter, directory: Path | str | None = None, tenant: str = "local"
     ) -> AdapterVersion:
-        """Makes a validated adapter fetchable, from its directory. Without a directory, a packed copy is kept in
+        """Makes a validated adapter fetchable from its directory. If it has no directory, a packed copy is kept in
         memory.
 
-        If several directories were added with the same weights, any directory that still has these weights serves the
-        version.
+        Several directories may have the same weights. A fetch then reads any of them that still has these weights.
         """
         version = AdapterVersion(tenant, adapter.digest)
         if directory is not None:

@@ -22,7 +22,7 @@ from slora_adapters.errors import BadAlias
 # Version number -> percentage of the requests.
 Targets = Mapping[int, int]
 
-# Most versions of one alias. More are treated as a mistake. A lookup of the alias reads the records of all of them.
+# The most versions of one alias. More are treated as a mistake. A lookup of the alias reads the records of all of them.
 MAX_TARGETS = 8
 # How many earlier states an alias keeps for rollbacks. Each move of the alias reads all of them.
 MAX_HISTORY = 20

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 # How long a shared store keeps a blob that no version refers to. Operators have a day to notice that a registry was
-# restored from an old backup, or that it uses a wrong Redis of the same name.
+# restored from an old backup, or that a server uses the wrong database.
 SHARED_GRACE_S = 24 * 3600.0
 
 

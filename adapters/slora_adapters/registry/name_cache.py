@@ -36,7 +36,7 @@ class NameCache:
     """A thread-safe LRU cache.
 
     max_bytes: approximate memory of all cached answers.
-    is_behind: whether answers may lack a change of another process. `get` finds nothing then.
+    is_behind: whether answers may lack a change of another process. While it returns True, `get` returns None.
     """
 
     def __init__(self, max_bytes: int = _MAX_BYTES, is_behind: Callable[[], bool] = lambda: False) -> None:

@@ -41,7 +41,7 @@ class Alias:
         return self.history.state.targets
 
     def describe(self) -> dict[str, Any]:
-        """Returns the JSON that the audit log shows. Percentages are by version number."""
+        """Returns the JSON that the audit log shows. `targets` maps version numbers to percentages."""
         targets = {str(number): percent for number, percent in self.targets.items()}
         return {
             "targets": targets,
@@ -158,7 +158,7 @@ class NamedAdapter:
     ) -> Rollout:
         """Makes an alias point at the versions in `targets`. See `Registry.move`.
 
-        `self.records` must contain every target that exists. Raises AdapterNotFound for a target that is not in it.
+        `self.records` must contain every target that exists. Raises AdapterNotFound for a target without a record.
         """
         check_alias_name(alias)
         check_targets(targets)
@@ -196,7 +196,7 @@ class NamedAdapter:
         rollout = self.rollout(alias)
         if alias == LATEST:
             raise BadAlias(
-                f"{LATEST!r} cannot be deleted, because the bare name serves it; move it, or delete the name"
+                f"{LATEST!r} cannot be deleted, because requests for the bare name use it; move it, or delete the name"
             )
         del self.aliases[alias]
         return rollout

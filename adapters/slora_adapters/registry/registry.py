@@ -111,7 +111,7 @@ class Registry:
         for _ in range(_MAX_LOOKUPS):
             found = self._find(tenant, _parse(reference))
             record = found if isinstance(found, AdapterRecord) else found.choose(user)
-            # Read the extras of every version that the alias points at. Then requests of all users can be answered
+            # Read the extras of every version that the alias points at, so that requests of all users can be answered
             # while the storage is unavailable.
             texts = {one.number: self._find_extras(tenant, one) for one in _records(found)}
             extras = texts[record.number]
@@ -165,7 +165,7 @@ class Registry:
         return self._storage.aliases((tenant, name))
 
     def list(self, tenant: str, *, limit: int | None = None, after: str | None = None) -> Sequence[Rollout]:
-        """Returns the rollout of `latest` of each name of a tenant, sorted by name in byte order.
+        """Returns the alias `latest` of each of a tenant's names, sorted by name in byte order.
 
         At most `limit` names strictly after the name `after` are returned. That name need not exist.
         """

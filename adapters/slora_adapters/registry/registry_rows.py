@@ -97,7 +97,7 @@ EXTRAS = select(_extras.c.chat_template, _extras.c.generation_config).where(
     _of_name(_extras), _extras.c.number == bindparam("number"), _extras.c.digest == bindparam("digest")
 )
 
-# Reads one covering index only; see `StorageUsage`.
+# This query reads only a covering index. See `StorageUsage`.
 _held = (
     select(
         _v.digest,

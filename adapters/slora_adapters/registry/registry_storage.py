@@ -98,13 +98,13 @@ class RegistryStorage:
         return read_rollouts(self._database.read(OF_NAME, _own(key)))
 
     def rollouts(self, tenant: str, limit: int | None, after: tuple[str, str] | None) -> Sequence[Rollout]:
-        """Returns the tenant's aliases, sorted by (name, alias); only those after the pair `after`."""
+        """Returns the tenant's aliases that follow the pair `after`, sorted by (name, alias)."""
         name, alias = after or ("", "")
         page = {"tenant": tenant, "after": name, "after_alias": alias, "most": _most(limit)}
         return read_rollouts(self._database.read(ALIASES, page))
 
     def names(self, tenant: str, limit: int | None, after: str | None) -> Sequence[Rollout]:
-        """Returns the rollout of `latest` of each name of the tenant, sorted by name; only names after `after`."""
+        """Returns the alias `latest` of each of the tenant's names that follow `after`, sorted by name."""
         page = {"tenant": tenant, "after": after or "", "most": _most(limit)}
         return read_rollouts(self._database.read(NAMES, page))
 

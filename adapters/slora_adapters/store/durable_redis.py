@@ -21,7 +21,7 @@ _DISK_WAIT_S = 60.0
 _DISK_QUESTION_S = 5.0
 _DISK_PAUSE_S = 0.01
 _CONNECT_S = 2.0
-# Longer than one WAITAOF may take.
+# Socket timeout of a durable Redis. It is longer than one WAITAOF may take.
 DURABLE_TIMEOUT_S = 20.0
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from slora_kernels.batch import Activation
 from slora_kernels.launch import Launch
 
-# Columns per program. For a 16-bit dtype that is one 16-byte load per thread on an MI300, whose four warps are 256
-# threads, and two on NVIDIA.
+# Columns per program. In a 16-bit dtype, each of NVIDIA's 128 threads then has two 16-byte loads. On an MI300, four
+# warps have 256 threads, and each thread has one such load.
 BLOCK_COLUMNS = 2048
 
 

@@ -33,7 +33,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, slots=True)
 class _FakeDriver:
-    """The part of a driver that Triton needs for compiling.
+    """The part of a GPU driver that Triton needs to compile a kernel.
 
     Triton caches compiled kernels by device, so each target has its own device name.
     """
@@ -86,7 +86,10 @@ def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
 
 
 def main(names: list[str]) -> None:
-    """names: keys of `TARGETS` (default: all) and of `DTYPES` (default: bfloat16), in any order."""
+    """Compiles all launches and prints a line of JSON for each.
+
+    names: keys of `TARGETS` (default: all) and of `DTYPES` (default: bfloat16), in any order.
+    """
     targets = [name for name in names if name in TARGETS] or list(TARGETS)
     dtypes = [name for name in names if name in DTYPES] or ["bfloat16"]
     for target in targets:

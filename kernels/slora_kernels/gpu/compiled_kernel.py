@@ -64,7 +64,7 @@ class CompiledKernel:
 
 
 def _measure_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack and local memory."""
+    """Returns the number of registers of a thread, and the bytes of its stack and local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -77,7 +77,7 @@ def _measure_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def _measure_amd(assembly: str) -> tuple[int, int]:
-    """Vector registers, and spilled registers (vector and scalar)."""
+    """Returns the number of vector registers, and the number of spilled registers (vector plus scalar)."""
 
     def read(name: str) -> int:
         found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
@@ -88,7 +88,7 @@ def _measure_amd(assembly: str) -> tuple[int, int]:
 
 
 def _measure_load(line: str) -> int | None:
-    """Bytes that a line of assembly loads. None: the line is not a load.
+    """Returns the bytes that a line of assembly loads, or None if the line is not a load.
 
     A load of less than an AMD register (4 bytes) counts as 2 bytes.
     """

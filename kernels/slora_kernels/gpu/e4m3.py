@@ -14,7 +14,7 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 
 @triton.jit
 def measure_magnitudes(numbers):
-    """float32 -> int32 that orders values by magnitude. NaN and infinity are greater than any finite value."""
+    """Converts float32 to int32 that sorts by magnitude. NaN and infinity are greater than any finite value."""
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -28,7 +28,7 @@ def encode_scale(largest):
 
 @triton.jit
 def encode_elements(numbers, scale):
-    """float32 values and the bits of their scale -> e4m3 as uint8, rounded to nearest, ties to even."""
+    """Rounds float32 values to e4m3 as uint8: to nearest, ties to even. scale: the bits of their scale."""
     scaled = tl.div_rn(numbers, (scale << 16).to(tl.float32, bitcast=True))
     bits = scaled.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF

@@ -42,7 +42,7 @@ def find_rows(
     PAGE_SEGMENTS: tl.constexpr,
     TWO_PAGES: tl.constexpr,
 ):
-    """Places [R, N] of `columns` [N] of an adapter's rows, in elements from the start of the pool.
+    """Finds where `columns` [N] of an adapter's rows lie: [R, N], in elements from the start of the pool.
 
     table: the adapter's page ids. row_starts: int32 [R], the first segment of each row.
     first, last: all segments that are read are between these. With TWO_PAGES they are in one page or in two adjacent
@@ -77,7 +77,7 @@ def load_b_rows(
     TWO_PAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """`columns` [N] of BLOCK_R rows of transposed B, from row `start` on. Values past the rank and the width are 0."""
+    """Loads `columns` [N] of BLOCK_R rows of transposed B from row `start` on. Values past rank and width are 0."""
     rows = start + tl.arange(0, BLOCK_R)
     place = find_rows(
         table,

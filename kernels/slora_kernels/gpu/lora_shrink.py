@@ -2,7 +2,7 @@
 
 A program handles one tile of tokens, one block of A's rows and one share of the input width. Each share's result is
 written to its own plane of the shrink output, and expand sums the planes in order. This needs no atomics and no cleared
-buffer, and a result does not depend on the other requests of the batch. The rank is read from the tables, so a rank-8
+buffer, and a request's result does not depend on the rest of the batch. The rank is read from the tables, so a rank-8
 adapter is not padded to the rank of a rank-128 adapter in the same batch.
 
 The planes are of the model's dtype, and each share's result is rounded to it once. A 16-bit plane halves the traffic

@@ -158,7 +158,9 @@ def read_sizes(path: Path) -> dict[str, LoraSizes]:
             f"{path.name} is not JSON ({error}); write the table with bench/gpu/tune.py"
         ) from error
     if not isinstance(tables, dict) or _DEFAULT not in tables:
-        raise ValueError(f"{path.name} has no {_DEFAULT!r}, the sizes of GPUs that it does not name; add it")
+        raise ValueError(
+            f"{path.name} has no entry {_DEFAULT!r}; add the sizes for GPUs that the table does not name"
+        )
     return {name: _read_sizes(_JsonFields(f"{path.name}: {name}", fields)) for name, fields in tables.items()}
 
 
@@ -173,7 +175,7 @@ class _JsonFields:
 
     def get(self, name: str) -> Any:
         if name not in self._fields:
-            raise ValueError(f"{self._path} has {sorted(self._fields)}; it needs {name!r}")
+            raise ValueError(f"{self._path} has only the fields {sorted(self._fields)}; add {name!r}")
         return self._fields[name]
 
     def inner(self, name: str) -> "_JsonFields":

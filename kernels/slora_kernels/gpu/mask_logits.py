@@ -1,7 +1,7 @@
 """Sets the logits of the tokens that a grammar does not allow to minus infinity.
 
 One program masks a block of tokens of one row. It reads one bit for each token and writes only the logits that change,
-so a mask costs a fraction of the reading of the logits that follows.
+so masking is much cheaper than the next kernel, which reads all logits.
 """
 
 import triton

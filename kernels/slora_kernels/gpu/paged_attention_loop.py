@@ -28,7 +28,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _cap_scores(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP). Both scores and CAP are in base 2."""
+    """CAP * tanh(scores / CAP). Both `scores` and `CAP` include the factor log2(e)."""
     # exp2 of a negative number cannot overflow. 2 log2(e) = 2.885.
     small = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / CAP))
     size = CAP * (1.0 - small) / (1.0 + small)
@@ -40,7 +40,7 @@ def _widen(scales):
     """bfloat16 scales as float32, by their bits.
 
     After a plain conversion, LLVM narrows the product of a scale and an 8-bit number to float16 before it multiplies.
-    It compares only mantissas, and most scales below 2**-14 lose bits (seen on an H200, LLVM of Triton 3.6).
+    LLVM only checks that the mantissas fit, so most scales below 2**-14 lose bits (seen on an H200, Triton 3.6).
     """
     return (scales.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
@@ -137,7 +137,10 @@ def pad_head_dim(geometry: KVGeometry) -> int:
 
 
 def view_pages(pages: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor | None]:
-    """Views pages uint8 [num_pages, full_page_bytes] as elements of K and V, and as scales (None without scales)."""
+    """Returns two views of pages uint8 [num_pages, full_page_bytes]: the elements of K and V, and the scales.
+
+    The second view is None if the format has no scales.
+    """
     return pages.view(geometry.element_dtype), pages.view(torch.bfloat16) if geometry.has_scales else None
 
 

@@ -2,8 +2,9 @@
 
 A program handles one tile of a sequence's query tokens and one KV head. The rows of its `tl.dot` are all pairs of a
 token of the tile and a query head of the KV head. The program finds its sequence by bisection in the query starts. The
-grid has an upper bound of programs, which the host knows without reading the batch from the device. Sequences of one
-query token are always left to the decode kernel, so that their sums do not depend on the batch.
+size of the grid is an upper bound of the number of tiles, which the host knows without reading the batch from the
+device. Sequences of one query token are always left to the decode kernel, so that their sums do not depend on the
+batch.
 """
 
 import triton

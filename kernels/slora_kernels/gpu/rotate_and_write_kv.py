@@ -1,4 +1,4 @@
-"""Norms and rotates q in place, and writes k (normed and rotated) and v to their pages, in one pass over qkv.
+"""Normalises and rotates q in place, and writes k (normalised and rotated) and v to their pages, in one pass over qkv.
 
 A program handles one token and one KV head: its query heads, its k and its v. It holds the whole k and v of the head,
 so it can check that they are finite (see `KVFormat`) and compute their scales for pages in fp8.
@@ -30,7 +30,7 @@ def _norm_and_rotate_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Norms (if NORMED) and rotates heads. The first 2 * HALF dimensions of a head are rotated.
+    """Normalises (if NORMED) and rotates heads. The first 2 * HALF dimensions of a head are rotated.
 
     source: pointers to the heads [M]. real: bool [M], false for padding.
     Returns both halves of the rotated dimensions [M, BLOCK_HALF] and the other dimensions [M, BLOCK_REST], float32.

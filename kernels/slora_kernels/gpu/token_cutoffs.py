@@ -182,7 +182,7 @@ def bind_token_cutoffs(weights: Tensor, sampling: SamplingTensors) -> tuple[Laun
     """Binds the kernel to weights float32 [N, width], whole numbers up to WEIGHT_ONE.
 
     Returns the launch and the cutoffs it fills, float32 [N], whole numbers. Tokens below their row's cutoff are
-    dropped. A row in which all weights are 0 gets any cutoff.
+    dropped. The cutoff of a row in which all weights are 0 is arbitrary.
     """
     width = weights.shape[1]
     cutoffs = torch.empty(len(weights), dtype=torch.float32, device=weights.device)

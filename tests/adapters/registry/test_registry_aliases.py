@@ -172,7 +172,7 @@ def test_deleting_the_last_version_of_a_name_requires_force(registry: Registry) 
 
 
 def test_latest_can_be_moved_but_not_deleted(registry: Registry) -> None:
-    with pytest.raises(BadAlias, match="because the bare name serves it"):
+    with pytest.raises(BadAlias, match="because requests for the bare name use it"):
         registry.delete_alias("t1", "a", LATEST)
     with pytest.raises(BadAlias, match="is an alias"):
         registry.delete("t1", "a@latest", force=True)

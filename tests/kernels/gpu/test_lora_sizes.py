@@ -38,8 +38,8 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     (
-        (lambda t: t.pop("default"), "table.json has no 'default'.*add it"),
-        (lambda t: t["default"].pop("expand"), r"default has \['shrink'\]; it needs 'expand'"),
+        (lambda t: t.pop("default"), "table.json has no entry 'default'; add the sizes"),
+        (lambda t: t["default"].pop("expand"), r"default has only the fields \['shrink'\]; add 'expand'"),
         (lambda t: t["default"]["shrink"].clear(), r"default.shrink is \[\]; it must be a list"),
         (lambda t: t.update(sm_90=3), "sm_90 is 3; it must be an object"),
         (
@@ -47,7 +47,7 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
             r"shrink\[0\].tiles\[0\].num_warps is 3; it must be one of 1, 2, 4, 8",
         ),
         (lambda t: t["default"]["shrink"][0].update(splits=True), "splits is True; it must be one of 1, 2"),
-        (lambda t: t["default"]["expand"][0].pop("rows"), r"expand\[0\] has .*; it needs 'rows'"),
+        (lambda t: t["default"]["expand"][0].pop("rows"), r"expand\[0\] has only the fields .*; add 'rows'"),
         (lambda t: t["default"]["expand"][0]["rows"].update(block_rank=3), "rows.block_rank is 3"),
         (
             lambda t: t["default"]["expand"][0].update(max_width=9),

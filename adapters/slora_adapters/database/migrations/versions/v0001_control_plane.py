@@ -38,7 +38,8 @@ def upgrade() -> None:
     if "adapter_registry" in old:
         (registry,) = connection.execute(sa.text("SELECT registry FROM old_adapter_registry")).one()
     connection.execute(sa.text("INSERT INTO platform (id) VALUES (:id)"), {"id": registry})
-    # The first row of the feed, which always has one. Cursors of release 0.1 are not valid in it.
+    # The change feed must never be empty, so it gets a first row. Cursors that release 0.1 issued are not valid in this
+    # feed.
     connection.execute(
         sa.text(
             "INSERT INTO changes (nonce, tenant, name, key_id, orphaned, moved_pin) "
