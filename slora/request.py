@@ -58,7 +58,8 @@ class EngineRequest:
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
     is_background: it only fills what interactive requests leave of each step, and is preempted first.
-    account: who is billed within the tenant. The engine only copies it to usage records. Empty: no one is billed.
+    account: the account that is billed within the tenant. The engine only copies it to usage records. Empty: none is
+        billed.
     deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
         search has its first token when the search is over. None: no deadline.
     pooling: how the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
@@ -123,9 +124,10 @@ class RequestTiming:
     for all processes of a host. A stage that the request did not reach is None.
 
     fetch_s: time that it waited, before it was first admitted, until its adapters were on the host.
-    is_cold: whether it waited for an adapter, to come to the host or to be loaded into the pool.
-    admitted_at: it joined the batch. computed_at: the step began that computed its first tokens; all of its adapters
-        were loaded by then. first_token_at: None also for an embedding and for a beam search.
+    is_cold: whether it waited for an adapter to be fetched to the host or to be loaded into the pool.
+    admitted_at: when it joined the batch.
+    computed_at: when the step began that computed its first tokens. All of its adapters were loaded by then.
+    first_token_at: when its first token was sampled. None also for an embedding and for a beam search.
     num_preemptions: preemptions of all of its sequences.
     """
 
@@ -140,7 +142,7 @@ class RequestTiming:
 
     @property
     def queue_s(self) -> float:
-        """Time until it was admitted or ended, without the time that its adapters took to come to the host."""
+        """Time until it was admitted or ended, without the time that fetching its adapters to the host took."""
         admitted_at = self.ended_at if self.admitted_at is None else self.admitted_at
         return max(0.0, admitted_at - self.arrived_at - self.fetch_s)
 

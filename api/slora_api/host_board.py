@@ -44,7 +44,9 @@ class _Word(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BoardSize:
-    """num_processes: the main process and all workers. num_keys: the most keys that a process holds in one tally."""
+    """What decides the size of the board. num_processes: the main process and all workers. num_keys: the most keys that
+    a process holds in one tally.
+    """
 
     num_processes: int
     num_keys: int
@@ -66,7 +68,7 @@ class BoardSize:
 class _Table:
     """One process's part of a tally: a count for each key. Another process may read it at any time.
 
-    at: its first byte. A row without a key has the hash 0.
+    at: the position of its first byte in the memory. A row without a key has the hash 0.
     """
 
     def __init__(self, memory: mmap.mmap, words: "memoryview[int]", at: int, num_keys: int) -> None:
@@ -85,7 +87,7 @@ class _Table:
     def count_of(self, key_hash: bytes) -> int:
         used = self._words[self._first_word + 1] * _WORD_BYTES
         at = self._memory.find(key_hash, self._hashes_at, self._hashes_at + used)
-        while at >= 0 and at % _WORD_BYTES:  # the match spans two hashes
+        while at >= 0 and at % _WORD_BYTES:  # The match spans two hashes.
             at = self._memory.find(key_hash, at + 1, self._hashes_at + used)
         return 0 if at < 0 else self._words[at // _WORD_BYTES + self._num_keys]
 
@@ -131,7 +133,7 @@ class Tally:
         return own + sum(table.count_of(key_hash) for table in self._others)
 
     def add(self, key: str, count: int) -> None:
-        """count: negative to remove what was added."""
+        """Adds to the count of a key. count: negative to remove what was added."""
         self._total += count
         self._counts[key] += count
         left = self._counts[key]

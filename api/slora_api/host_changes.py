@@ -18,7 +18,7 @@ _MAX_BEHIND_S = 1.0
 
 
 class HostChanges:
-    """clock: monotonic seconds."""
+    """Changes by the other API processes of this host. clock: monotonic seconds."""
 
     def __init__(self, board: HostBoard, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board

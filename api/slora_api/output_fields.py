@@ -49,7 +49,7 @@ class ResponseFormat(BaseModel):
         return self
 
     def read(self) -> StructuredOutput | None:
-        """None: any text."""
+        """The form of the answers; None is any text."""
         if self.json_schema is not None:
             return StructuredOutput.json_schema(self.json_schema.json_schema, "response_format")
         return StructuredOutput.json_object("response_format") if self.type == "json_object" else None
@@ -126,7 +126,9 @@ def _make_forms(
     grammar: str | None,
     param: str | None,
 ) -> Iterator[StructuredOutput]:
-    """param: the field that holds all forms; None: each form has a field `guided_*` of its own."""
+    """Yields the forms that are requested. param: the field that holds all forms; None: each form has a field
+    `guided_*` of its own.
+    """
     if schema is not None:
         yield _read_schema(schema, param or "guided_json")
     if regex is not None:

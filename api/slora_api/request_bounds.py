@@ -210,7 +210,7 @@ class RequestBounds:
             )
 
     def check_decoded(self, num_chars: int) -> None:
-        """num_chars: characters of the text of token ids that the client sent. Raises BadRequest."""
+        """Raises BadRequest if decoded token ids give too long a text. num_chars: characters of that text."""
         if num_chars > self.prompt_chars:
             raise BadRequest(
                 f"The text of `tokens` has {num_chars} characters; this server returns at most {self.prompt_chars}. "
@@ -219,7 +219,9 @@ class RequestBounds:
             )
 
     def check_prompt_tokens(self, num_tokens: int, param: str = "prompt") -> None:
-        """num_tokens: tokens of all prompts, or of all inputs to embed, together. Raises BadRequest."""
+        """Raises BadRequest for too many tokens. num_tokens: tokens of all prompts, or of all inputs to embed,
+        together.
+        """
         if num_tokens > self.prompt_tokens:
             raise BadRequest(
                 f"`{param}` has {num_tokens} tokens in all its {param}s together; this server accepts at most "
@@ -240,7 +242,9 @@ class RequestBounds:
             )
 
     def check_echo(self, num_chars: int) -> None:
-        """num_chars: characters of all prompts, counted once for each of their choices. Raises BadRequest."""
+        """Raises BadRequest if `echo` would repeat too much text. num_chars: characters of all prompts, counted once
+        for each of their choices.
+        """
         if num_chars > self.echo_chars:
             raise BadRequest(
                 f"`echo` would repeat {num_chars} characters, each prompt once for each of its choices; this server "

@@ -206,7 +206,7 @@ class _Messages:
         self._waiting: dict[str, None] = {}
 
     def add(self, index: int, item: Item) -> None:
-        """index: of the item in `input`. Raises a refusal."""
+        """Adds the next item. index: its position in `input`. Raises a refusal."""
         match item:
             case ReasoningItem():
                 turn = self._turn

@@ -350,5 +350,5 @@ class ResponsesRequest(TemplateFields, AnswerFields):
             raise make_refusal(
                 "`stream_options` is only allowed with `stream: true`.", param="stream_options"
             )
-        _ = self.chat_messages  # making them raises a refusal for a call without a result
+        _ = self.chat_messages  # Making the messages raises a refusal for a call without a result.
         return self

@@ -743,7 +743,7 @@ class RotateKeyRequest(BaseModel):
     """POST /admin/keys/{key_id}/rotate.
 
     overlap_seconds: how long the old key stays valid; one day by default.
-    expires_at: of the new key, in Unix seconds. By default, it gets the lifetime of the old key.
+    expires_at: when the new key expires, as a Unix time in seconds. By default, it gets the lifetime of the old key.
     """
 
     model_config = STRICT
@@ -821,7 +821,7 @@ class UploadForm(BaseModel):
     """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
 
     archive: replaces all files. It is a .zip, .tar or .tar.gz of them, each named as peft and transformers name it.
-    base_fingerprint: of the base model that the adapter was trained on.
+    base_fingerprint: the fingerprint of the base model that the adapter was trained on.
     """
 
     name: Name

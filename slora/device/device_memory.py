@@ -92,7 +92,7 @@ class DeviceMemory:
     @torch.inference_mode()
     def zero(self, pages: list[int], host_pages: list[int]) -> None:
         """Overwrites free pages of the pool and of the host with zeros."""
-        self.wait()  # for copies to and from these pages
+        self.wait()  # Copies from and to these pages may still be running.
         if pages:
             self.pages.index_fill_(0, torch.tensor(pages, device=self.device), 0)
         self.host_pages.zero(host_pages)

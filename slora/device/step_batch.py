@@ -182,7 +182,9 @@ def tile_prompt_rows(
 
 
 def _join_layers(layers: Iterable[TileLayer], tensors: Iterator[Tensor]) -> tuple[LoraTiles, ...]:
-    """tensors: the device copies of the tile arrays, two of each layer that has tiles."""
+    """Joins each layer with its arrays. tensors: the device copies of the tile arrays, two of each layer that has
+    tiles.
+    """
     return tuple(
         LoraTiles(
             next(tensors), next(tensors), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes

@@ -168,7 +168,7 @@ class RemoteEngine:
             except (BrokenFrame, ConnectionError) as error:
                 _log.error("the connection to the engine failed: %s", error)
             except asyncio.CancelledError:
-                self._unreported.clear()  # this process ends, so the engine records these requests
+                self._unreported.clear()  # This process ends, so the engine records these requests.
                 raise
             finally:
                 self._disconnect()

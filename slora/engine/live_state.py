@@ -47,7 +47,7 @@ class PoolEvent(NamedTuple):
     """Something that happened in the pool since an engine began to be observed.
 
     number: grows by one with each event. time_s: Unix time.
-    kind: "load" or "eviction" of an adapter, "prefix_eviction", or "preemption". digest: of the adapter.
+    kind: "load" or "eviction" of an adapter, "prefix_eviction", or "preemption". digest: the digest of the adapter.
     num_times: how often it happened.
     """
 

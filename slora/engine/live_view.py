@@ -16,15 +16,15 @@ from slora.scheduler.scheduler import Scheduler
 from slora_adapters.version import AdapterVersion
 
 _REPEATED_S = 0.2
-# The tenants and adapters that are listed by themselves, in addition to those of the tenants that are asked for.
+# The most tenants and adapters that are listed in addition to the watched tenants and their adapters.
 _MAX_TENANTS, _MAX_ADAPTERS = 50, 64
-# Of the tenants that are asked for.
+# The most adapters of watched tenants that are listed.
 _MAX_OWN_ADAPTERS = 1024
 _MAX_EVENTS = 128
 
 
 class LiveView:
-    """meter: the engine records its steps there while it is watched."""
+    """Makes the observations. meter: where the engine records its steps while it is watched."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.meter = StepMeter()
@@ -40,7 +40,10 @@ class LiveView:
         self._last_watched: frozenset[str] = frozenset()
 
     def observe(self, watched: Collection[str], now: float) -> LiveState:
-        """watched: the tenants that must be listed, however small they are. now: on a monotonic clock."""
+        """Observes the engine, or repeats a recent observation.
+
+        watched: the tenants that must be listed, however small they are. now: seconds of a monotonic clock.
+        """
         if self._last is not None and now < self._last_at + _REPEATED_S:
             if self._last_watched.issuperset(watched):
                 return self._last

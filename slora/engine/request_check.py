@@ -146,7 +146,9 @@ def _check_vocabulary(name: str, token_ids: Iterable[int], info: EngineInfo) -> 
 
 
 def _check_filter(sampling: SamplingParams, stop_ids: AbstractSet[int], info: EngineInfo) -> None:
-    """Checks the ids of `allowed_token_ids` and `bad_words`, and that they leave a token wherever the answer stands."""
+    """Checks the ids of `allowed_token_ids` and `bad_words`, and that at least one token stays allowed at every
+    position of the answer.
+    """
     allowed, banned = sampling.allowed_token_ids, sampling.bad_words
     if allowed is None and not banned:
         return

@@ -12,18 +12,19 @@ from typing import NamedTuple
 from slora.engine.live_state import AdapterWork, Quantiles
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
-# A console asks several times a second.
+# Steps are recorded for this time after a console last asked. A console asks several times a second.
 _WATCHED_S = 5.0
-# Rates are those of the last `_NUM_PERIODS` periods.
+# Rates are averages over the last `_NUM_PERIODS` periods.
 _PERIOD_S, _NUM_PERIODS = 0.25, 12
-# Quantiles are those of the last `_RECENT_S`, of at most so many tokens and steps.
+# Quantiles cover the last `_RECENT_S` seconds, but at most these numbers of tokens, intervals and steps.
 _RECENT_S = 20.0
 _MAX_FIRST_TOKENS, _MAX_INTERVALS, _MAX_STEPS = 1024, 2048, 1024
 
 
 class StepRates(NamedTuple):
-    """tokens_per_s: generated tokens, by tenant. adapters: in the order of their work.
+    """What recent steps computed.
 
+    tokens_per_s: generated tokens, by tenant. adapters: in the order of their work.
     tokens_per_step: computed tokens. steps: times of the steps. first_tokens, intervals: times by tenant, and those of
         all tenants under an empty name.
     """
@@ -39,7 +40,11 @@ class StepRates(NamedTuple):
 
 @dataclass(slots=True)
 class _Period:
-    """tokens: generated, by tenant. work: computed tokens, by tenant and digest. num_tokens: computed."""
+    """The counts of one period.
+
+    tokens: generated tokens, by tenant. work: computed tokens, by tenant and digest. num_tokens: all computed
+        tokens.
+    """
 
     begins_at: float
     num_steps: int = 0
@@ -49,7 +54,7 @@ class _Period:
 
 
 class StepMeter:
-    """Times are those of a monotonic clock, in seconds."""
+    """Records steps while they are watched. All times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._watched_until = float("-inf")

@@ -19,7 +19,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why no token can come next; None while there is one, or until `write_mask` has found out."""
+        """The reason why no token can come next. None while a token can, and before `write_mask` has looked for one."""
 
     def copy(self) -> "Matcher":
         """Returns an independent matcher in the same state."""
@@ -58,8 +58,8 @@ class GrammarSource(Protocol):
     """Compiles grammars. All methods are called from one thread, and none blocks for long."""
 
     def request(self, output: StructuredOutput) -> None:
-        """Starts to compile a form. Every request is answered by one result of `poll`, or joins an earlier request that
-        is not answered yet.
+        """Starts to compile a form. `poll` returns one result for it. A form that is being compiled already is not
+        compiled twice, so its requests share one result.
         """
 
     def poll(self) -> list[Compiled | Refused]:

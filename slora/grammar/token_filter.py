@@ -33,12 +33,12 @@ class TokenFilter:
         self._banned = banned
         self._endings = endings
         self._longest = max((len(one) for group in endings.values() for one in group), default=1)
-        self._tail: tuple[int, ...] = ()  # the last tokens of the answer, at most `_longest` - 1
-        self._fixed: Int32Array | None = None  # the mask without `endings`
+        self._tail: tuple[int, ...] = ()  # The last tokens of the answer, at most `_longest` - 1.
+        self._fixed: Int32Array | None = None  # The mask as it is without `endings`.
 
     @staticmethod
     def of(sampling: SamplingParams) -> "TokenFilter | None":
-        """None: the request allows all tokens."""
+        """The filter of a request; None if it allows all tokens."""
         if sampling.allowed_token_ids is None and not sampling.bad_words:
             return None
         endings = defaultdict(list)

@@ -149,7 +149,7 @@ class LLM:
                 output = self._next(inbox)
                 asked = unfinished.get(output.request_id)
                 if asked is None or (output.delta is not None and not asked.wants(output.delta.index)):
-                    # Computed during a step of another stream, after a stop string had ended the choice.
+                    # A stop string had ended this choice before a step of another stream computed this output.
                     continue
                 delta = _take(asked, output)
                 if asked.is_over:
@@ -182,7 +182,7 @@ class LLM:
         for output in self._engine.step():
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id].append(output)
-        self._engine.pop_usage()  # The library bills no one.
+        self._engine.pop_usage()  # The library does not bill.
 
     def _end(self, request_id: str) -> None:
         """Aborts the request in the engine. A stop string may have ended a choice that the engine would continue."""

@@ -299,7 +299,7 @@ class RequestBuilder:
             return self._read_locks.setdefault(key, Lock())
 
     def _add(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel:
-        """state: the directory's state, taken before this call."""
+        """Reads an adapter and keeps it. state: the state of its directory before this call."""
         number = self._num_discarded
         adapter = read_content(key, self.source.shape, self.source.limits)
         directory = key if isinstance(key, Path) else None

@@ -38,7 +38,7 @@ _SELECTIONS = frozenset(
 
 
 class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, records every tensor that is computed from a numbering of `num_tokens` tokens."""
+    """A context that records every tensor computed from a numbering of `num_tokens` tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
 
 @contextmanager
 def shorten_lengths(model: nn.Module, longest: int, short: int) -> Iterator[None]:
-    """While entered, sets each length above `longest` to `short`, in the model's configs and in its modules.
+    """Within this context, each length above `longest` is `short` in the model's configs and modules.
 
     A module may store a length under another name, such as `window_size` for `sliding_window`. Attributes are therefore
     found by the words that such names contain, and by their value.

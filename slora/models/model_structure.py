@@ -100,7 +100,9 @@ class _ForwardTrace:
         self._names: dict[int, str] = {}
 
     def hook_linears(self, model: PreTrainedModel) -> None:
-        """Hooks the linears. Attention calls arrive through transformers' attention registry."""
+        """Installs a hook on each linear. Attention needs no hook: transformers' attention registry leads its calls to
+        `attend`.
+        """
         for name, module in model.named_modules():
             self._names[id(module)] = name
             if isinstance(module, nn.Linear | Conv1D):

@@ -93,7 +93,10 @@ class _HeadHooks:
 
     @contextmanager
     def replace_input(self, hidden: Tensor, deltas: LoraDeltas) -> Iterator[None]:
-        """While entered, the head projects `hidden` [1, N, H]. deltas: LoRA at the head for these rows."""
+        """Within this context, the head projects `hidden` [1, N, H] instead of its own input.
+
+        deltas: the LoRA work at the head for these rows.
+        """
         self._replacement = hidden, deltas
         try:
             yield

@@ -1,4 +1,4 @@
-"""The evictor: when pages are short, it chooses which idle adapter or cached prefix block is evicted.
+"""The evictor: when the pool runs out of free pages, it chooses which idle adapter or cached prefix block is evicted.
 
 Only candidates can be evicted. An idle adapter is always a candidate. An idle prefix block is a candidate only while no
 idle block follows it; otherwise it is hidden.

@@ -9,7 +9,7 @@ class PageOwner(NamedTuple):
 
     content: "kv", "prefix", "adapter" or "idle_adapter", as in PageCounts.
     tenant: the owner of the page; empty for a public prefix.
-    digest: of an adapter; otherwise empty.
+    digest: the digest of an adapter; empty for other content.
     """
 
     content: str
@@ -19,7 +19,9 @@ class PageOwner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
-    """stride: cell C shows page C * stride. cells: one uint16 for each cell; 0 is a free page, N is owners[N - 1]."""
+    """The cells of a drawing. stride: cell C shows page C * stride. cells: one uint16 for each cell; 0 is a free page,
+    N is owners[N - 1].
+    """
 
     stride: int
     cells: bytes

@@ -14,7 +14,7 @@ from itertools import chain
 
 from slora.tenant_share import TenantShare
 
-# Added to the priority class of a tenant for its background requests. More than the classes that operators can set.
+# Added to a tenant's priority class for its background requests. It exceeds every class that operators can set.
 _BACKGROUND_CLASS = 1 << 30
 
 

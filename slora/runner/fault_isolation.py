@@ -108,7 +108,8 @@ class FaultIsolation:
 
         admitted: sequences whose rows of the sampling table the step was to write.
         """
-        # The failed run may have written none of the rows, or counted tokens that were lost.
+        # The failed run may not have written the rows of the sampling table, or may have counted tokens in them that
+        # are lost. So this run writes the rows again.
         sampling = [one for chunk in chunks if chunk.samples for one in (chunk.sequence, *chunk.forks)]
         try:
             return self._runner.run(StepPlan(chunks=chunks, rows_to_write=[*admitted, *sampling]))

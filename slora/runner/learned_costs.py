@@ -150,7 +150,7 @@ class LearnedCosts:
         for _ in range(_NUM_SWEEPS):
             for at, row in enumerate(products):
                 own = row[at]
-                if not own:  # No timing contains this cost.
+                if not own:  # None of the timed steps incurred this cost.
                     continue
                 others = sum(map(mul, row, costs)) - own * costs[at]
                 wanted = (sums[at] - others + _DAMPING * own * current[at]) / (own * (1 + _DAMPING))

@@ -44,7 +44,8 @@ _TILE_PARTS = (4, 2, 1)
 # The tokens per padded tile of prefill chunks. Tiles have up to twice as many, but each chunk ends with a shorter one.
 _TOKENS_PER_TILE = 16
 # The most graphs. Tenants choose lengths and ranks, and so the shapes. Each graph takes GPU memory, and recording one
-# delays everybody's step. A graph is never replaced, because many shapes in turn would then be recorded all the time.
+# delays the step for all tenants. A graph is never replaced, because a workload with more shapes than graphs would then
+# record all the time.
 _MAX_GRAPHS = 256
 # Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Compositions of many
 # ranks would otherwise take the graphs of plain steps.
@@ -117,8 +118,8 @@ class StepGraphs:
         """The shape of a step that can be replayed.
 
         None if the step has too many tokens, tiles or layers of tiles, if an adapter changes the embedding, or if
-        logits of prompt tokens are wanted: the graphs contain neither. None also for a new shape once there are too
-        many graphs.
+        logits of prompt tokens are requested. The graphs contain neither LoRA at the embedding nor such logits. None
+        also for a new shape once there are too many graphs.
         """
         shape = self._shape_of(batch)
         if shape is None or shape in self._replays:

@@ -43,15 +43,14 @@ def sample(
 ) -> list[SampledToken]:
     """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. May overwrite `logits`.
 
-    sequences: of each row. A sequence with drafts has consecutive rows, one for each position.
-
+    sequences: the sequence of each row. A sequence with drafts has several consecutive rows, one for each position.
     masks: the tokens that the grammars of the sequences allow.
 
     A row whose greatest logit is not finite gets None instead of a token: the caller must fail that request. A beam
-    gets its proposal, and its argmax token, which the caller ignores.
+    gets its proposal and also its argmax token, which the caller ignores.
     """
     rows = table.gather(sequences)
-    if rows.rows_with(_NEEDS_FLOAT32) is not None:  # the argmax and sampling work in the logits' own dtype
+    if rows.rows_with(_NEEDS_FLOAT32) is not None:  # All other rows are sampled in the dtype of the logits.
         logits = table.widen(logits)
     processed = process_logits(logits, rows, table)
     if masks is not None:

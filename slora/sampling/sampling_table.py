@@ -33,10 +33,10 @@ class Column(IntEnum):
     POSITION = (
         auto()
     )  # of the token to sample; set when rows are gathered, because it changes with each token
-    TOP_K = auto()  # greater than any vocabulary size if off
+    TOP_K = auto()  # If off, the value is greater than any vocabulary size.
     NUM_LOGPROBS = auto()
-    NUM_PROPOSED = auto()  # continuations that a beam proposes
-    TEMPERATURE = auto()  # 1 in greedy rows
+    NUM_PROPOSED = auto()  # The number of continuations that a beam proposes.
+    TEMPERATURE = auto()  # The value is 1 in greedy rows.
     TOP_P = auto()
     MIN_P = auto()
     REPETITION = auto()

@@ -92,7 +92,7 @@ class AdapterFetching:
         self._prefetching.add(version)
 
     def pop_prefetched(self) -> list[Fetched | FetchFailed]:
-        """The prefetches that ended since the last call. The caller releases each copy."""
+        """The prefetches that ended since the last call. The caller releases the adapter copies in the host cache."""
         prefetched, self._prefetched = self._prefetched, []
         return prefetched
 

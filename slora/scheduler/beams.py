@@ -24,10 +24,10 @@ class Beams:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._forks: list[Sequence] = []  # created since the last step
+        self._forks: list[Sequence] = []  # The forks that were created after the last step.
 
     def start_forks(self, plan: StepPlan) -> None:
-        """Adds the forks that were created after the last step to `plan.started`."""
+        """Adds the forks that were created after the last step to `plan.rows_to_write`."""
         plan.rows_to_write.extend(fork for fork in self._forks if fork.is_running)
         self._forks = []
 
@@ -64,7 +64,7 @@ class Beams:
         first, *_ = beams.values()
         num_wanted = first.request.sampling.num_choices
         best = search.best(num_wanted)
-        if len(best) < num_wanted:  # a grammar may allow fewer texts
+        if len(best) < num_wanted:  # A grammar may allow fewer texts.
             return [self._lifecycle.fail(first, _too_few(len(best), num_wanted))]
         for beam in beams.values():
             self._lifecycle.finish(beam)

@@ -92,7 +92,7 @@ class Lifecycle:
         """
         for fetch, sequences in self._adapters.collect_fetches():
             for sequence in sequences:
-                if sequence.is_finished:  # another choice ended the request
+                if sequence.is_finished:  # Another choice has ended the request.
                     continue
                 if isinstance(fetch, FetchFailed):
                     yield self.fail(sequence, AdapterFetchFailed(fetch.message, fetch.code))
@@ -360,7 +360,7 @@ class Lifecycle:
         return ended
 
     def _record_usage(self, last: Sequence) -> None:
-        """last: the sequence of the request that ended last."""
+        """Records the usage of a request that has ended. last: its last sequence."""
         counter = last.usage
         usage = RequestUsage(
             prompt_tokens=last.num_charged,

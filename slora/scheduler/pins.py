@@ -137,7 +137,7 @@ class Pins:
                 state.num_failures = 0
 
     def record_failed_loads(self, residents: Iterable[Resident]) -> None:
-        """Called when the step that was to load them failed. The adapters are loaded again after a delay."""
+        """Called when a step that was to load these adapters has failed. They are loaded again after a delay."""
         for resident in residents:
             state = self._pins.get(resident.version)
             if state is not None:

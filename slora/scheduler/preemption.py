@@ -15,9 +15,10 @@ _LOOK_AHEAD = 8
 
 
 class Preemption:
-    """counts: see `Scheduler.preemptions_by_kind`.
+    """Evicts and preempts on behalf of the step being planned. `begin_step` resets its list of the next sequences.
 
-    Evicts and preempts on behalf of the step being planned. `begin_step` resets its list of the next sequences."""
+    counts: see `Scheduler.preemptions_by_kind`.
+    """
 
     def __init__(self, paging: UnifiedPaging, lifecycle: Lifecycle, swapping: Swapping) -> None:
         self.counts = Counter(swap=0, recompute=0, background=0)
@@ -132,7 +133,7 @@ class Preemption:
         if sequence is None:
             return False
         others = [one for one in self._batch if one.search is not sequence.search or one.search is None]
-        if sequence.tenant.max_pages is not None:  # a tenant at its ceiling can use only its own pages
+        if sequence.tenant.max_pages is not None:  # A tenant at its ceiling can use only its own pages.
             others = [one for one in others if one.tenant is sequence.tenant] or others
         if not others:
             return False

@@ -15,7 +15,8 @@ from collections.abc import Set
 from slora.cost_model import Costs
 from slora.pool.tenant_account import TenantAccount
 
-# A prefill chunk takes this many times the fixed cost of a step, so at most a fifth of the time is spent on that cost.
+# The prefills of a step may take this many times the step's fixed cost. So at most a fifth of the time of a full step
+# is fixed cost.
 _STEP_COSTS = 4
 # A step may always prefill this many tokens, even if its fixed cost is tiny.
 _MIN_TOKENS = 64

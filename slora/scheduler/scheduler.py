@@ -105,10 +105,11 @@ class Scheduler:
         self.swapping = Swapping(SwapSpace(config.swap_pages), self.paging.kv, costs, config.preemption)
         self._config = config
         self._costs = costs
-        self._was_idle = True  # the last step had nothing to do
-        # Of the sequences that got tokens in the last step: the times of their tokens before.
+        self._was_idle = True  # Whether the last step had nothing to do.
+        # For the sequences that got a token in the last step: the times of their previous tokens.
         self._last_tokens: Counter[float] = Counter()
-        self._stale_rows: list[Sequence] = []  # their sampling table rows are outdated since `undo_step`
+        # Sequences whose sampling table rows `undo_step` left outdated.
+        self._stale_rows: list[Sequence] = []
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
@@ -160,10 +161,7 @@ class Scheduler:
 
     @property
     def next_due_s(self) -> float | None:
-        """The time, on the clock of `schedule`, at which `schedule` must be called even without new events.
-
-        None: no such time.
-        """
+        """The time on the clock of `schedule` at which it must be called again even if nothing happens; None: never."""
         times = (self._deadlines.next_due_s, self.pins.next_retry_s)
         return min((time for time in times if time is not None), default=None)
 
@@ -283,7 +281,7 @@ class Scheduler:
                 continue
             # A deferred sequence has no forks: the mask of a first token is never deferred.
             sequence.num_computed += chunk.num_tokens - (bool(found) and found[0].is_deferred)
-            if not sequence.is_finished:  # finished if another choice of its request failed in this step
+            if not sequence.is_finished:  # The request may have failed at another choice in this step.
                 self.prefixes.insert(sequence)
             if sequence.scores and not sequence.is_finished:
                 outputs.append(_report_prompt_logprobs(sequence))
@@ -292,7 +290,7 @@ class Scheduler:
             if chunk.forks:
                 self._fork(chunk)
             for choice, token in zip(chunk.sampled_sequences, found, strict=True):
-                # Finished if another choice of its request just failed.
+                # The request may just have failed at another choice.
                 if not (choice.is_finished or token.is_deferred):
                     outputs.extend(self._apply_sampled(choice, token))
         return outputs
@@ -305,7 +303,8 @@ class Scheduler:
         for chunk in chunks:
             for fork in chunk.forks:
                 self._batch.release_row(fork)
-            if not chunk.sequence.is_finished:  # finished if another choice of its request was dropped, too
+            # Already finished if another dropped chunk belongs to the same request.
+            if not chunk.sequence.is_finished:
                 self.paging.kv.invalidate(chunk.sequence.block_keys)
                 outputs.append(self._lifecycle.fail(chunk.sequence, error))
         return outputs
@@ -363,7 +362,7 @@ class Scheduler:
 
     def _assign_rows_to_forks(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
-            for sequence in chunk.forks:  # their first tokens are sampled in this step
+            for sequence in chunk.forks:  # The first tokens of the forks are sampled in this step.
                 self._batch.assign_row(sequence)
                 plan.rows_to_write.append(sequence)
 
@@ -427,7 +426,7 @@ class Scheduler:
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""
-        if not sequence.is_running:  # preempted since the caller listed the running sequences
+        if not sequence.is_running:  # It was preempted after the caller had listed the running sequences.
             return False
         if not self.adapters.are_ready(sequence.residents):
             return False
@@ -440,7 +439,7 @@ class Scheduler:
         return True
 
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if pages are short.
+        """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if the pool has too few.
 
         If other sequences share the page of the first of these tokens, it is copied first (copy-on-write). Returns
         False if `sequence` itself was preempted or ended.
@@ -448,7 +447,7 @@ class Scheduler:
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.paging.kv
         self._preemption.free_behind_window(sequence)
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, kv)
-        if not missing and not copied:  # the common case: a decoding sequence whose last block has room
+        if not missing and not copied:  # The common case: a decoding sequence whose last block has room.
             return True
         while not self._preemption.make_room(missing + copied, sequence):
             victim = self._preemption.choose_victim(missing + copied, sequence.tenant)
@@ -473,12 +472,12 @@ class Scheduler:
     def _apply_drafts(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens up to the first one that differs from its draft."""
         sequence = chunk.sequence
-        if sequence.is_finished:  # another choice of its request just failed
+        if sequence.is_finished:  # The request just failed at another choice.
             return []
         kept = self.drafting.keep_sampled(chunk, sampled)
         if kept[0].token_id is None:
             return self._apply_sampled(sequence, kept[0])
-        # The KV of the tokens before the last kept one is that of known tokens.
+        # The step has computed the KV of all kept tokens but the last.
         self._extend(sequence, kept)
         sequence.num_computed += len(kept)
         self.prefixes.insert(sequence)

@@ -14,11 +14,11 @@ Invariants:
     named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
-    matcher   of an answer with a structured form: in the state after the generated tokens; None until the form is
-              compiled, and then the sequence waits
+    matcher   for structured output: the matcher in the state after the generated tokens; None while the sequence waits
+              for its form to be compiled
     drafted   KV of drafted tokens may follow the computed KV in `blocks`; no token ever attends to it
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
-    pooled    of a prompt to embed: what its computed tokens contribute to the embedding
+    pooled    for embeddings: what the computed tokens of the prompt contribute to the embedding
 """
 
 import itertools

@@ -24,9 +24,9 @@ class Swapping:
         self._kv = kv
         self._costs = costs
         self._mode = way
-        self._swapped_out: list[Sequence] = []  # swapped out in this step
+        self._swapped_out: list[Sequence] = []  # Sequences that this step swaps out.
         self._swapped_in: list[Sequence] = []
-        self._pages_to_free: list[int] = []  # host pages that become free after this step
+        self._pages_to_free: list[int] = []  # Host pages that become free after this step.
 
     @property
     def num_pages(self) -> int:

@@ -143,8 +143,8 @@ def render_chat(
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates expect the arguments of a tool call as an object, and OpenAI's API has them as JSON text. A text that
-    is not an object, because the model wrote invalid JSON, stays as it is. So do arguments that are no text.
+    """Converts the arguments of tool calls from JSON text, as in OpenAI's API, to objects, as templates expect. A text
+    that is not a JSON object stays as it is, because a model may write invalid JSON. So do arguments that are not text.
     """
     calls = message.get("tool_calls")
     if not calls:

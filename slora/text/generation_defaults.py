@@ -1,8 +1,9 @@
 """Reads the sampling defaults in a generation_config.json, which fill the fields that a request leaves out.
 
 The base model may have such a file, and so may an adapter. For each field, the adapter's value takes precedence. An
-adapter is refused if its file sets a field that this server does not support to anything but the neutral value. So no
-adapter is served differently from how it was tuned. For the base model, such a field is logged and ignored.
+unsupported field may only have its neutral value. If an adapter's file gives it another value, the adapter is refused,
+because it would be served differently from how it was tuned. If the base model's file does, the field is logged and
+ignored.
 """
 
 import json

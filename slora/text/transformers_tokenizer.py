@@ -8,7 +8,7 @@ A process that has not imported torch runs this module in a subprocess.
 import gc
 
 if __name__ == "__main__":
-    # A short process. Collections would take a part of the import of transformers and find nothing.
+    # Garbage collection would slow down the import of transformers and find no garbage.
     gc.disable()
 
 import argparse

@@ -26,7 +26,7 @@ class UsageRecord:
     """The usage of one request. Writing a record twice is harmless: the ledger counts each request id once.
 
     request_id: the id that the server chose, which is unique.
-    account: who is billed within the tenant, as in `EngineRequest.account`.
+    account: the account that is billed within the tenant, as in `EngineRequest.account`.
     adapter_digest: as `EngineRequest.adapter_digests`.
     ended_at: seconds since the epoch.
     is_complete: False if the engine died first. Then only the tokens that the API received are counted, and

@@ -1,8 +1,8 @@
 """One file of a journal. It is written by one process and shipped by any process of the host.
 
 The writer allocates the whole file first, so that appending needs no free space, and holds the file's lock (flock)
-while it writes. A segment that nobody locks is closed: its writer closed it or died. It ends with NUL bytes if its
-writer died.
+while it writes. A segment without a lock is closed: its writer closed it or died. It ends with NUL bytes if its writer
+died.
 """
 
 import fcntl

@@ -27,7 +27,7 @@ class Aliases:
         self._pinning = pinning
 
     def list(self, tenant: str, name: str) -> list[AliasObject]:
-        self._registry.rollout(tenant, f"{name}@{LATEST}")  # raises AdapterNotFound for an unknown name
+        self._registry.rollout(tenant, f"{name}@{LATEST}")  # This raises AdapterNotFound for an unknown name.
         return [alias_json(rollout) for rollout in self._registry.aliases(tenant, name)]
 
     def describe(self, tenant: str, name: str, alias: str) -> AliasObject:

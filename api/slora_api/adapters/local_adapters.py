@@ -32,7 +32,7 @@ class LocalAdapters:
     """Copies adapters from below one root directory.
 
     root: the root directory; None if the server reads no local adapters.
-    max_bytes: the largest file that is copied.
+    max_bytes: the size limit of each file. A larger file is refused.
 
     Raises ConfigError if the root is not a directory.
     """

@@ -68,14 +68,17 @@ class TenantLife:
         return renamed
 
     async def purge(self, tenant: str, *, erase_usage: bool) -> PurgeReport:
-        """Raises NotFound. StoreUnavailable interrupts the purge."""
+        """Deletes a tenant with everything that it has. Raises NotFound. If a step raises StoreUnavailable, repeat the
+        purge to complete it.
+        """
         await asyncio.to_thread(self._tenant_store.begin_purge, tenant)
         freed, page_bytes = await self._purge_engine(tenant)
         blobs = await asyncio.to_thread(self._adapters.purge_blobs, tenant)
         erased = await asyncio.to_thread(self._ledger.erase, tenant) if erase_usage else None
         details = {"blobs": asdict(blobs), "num_pages": freed.num_pages, "num_usage_records": erased}
         rows = await asyncio.to_thread(self._tenant_store.finish_purge, tenant, details)
-        # At once, because a new tenant may take the name. Other processes do the same when they read the feed.
+        # This process drops its cache at once, because a new tenant may take the name. Other processes do so when they
+        # read the feed.
         self._adapters.registry.drop_cached_tenant(tenant)
         return PurgeReport(
             rows["api_keys"],

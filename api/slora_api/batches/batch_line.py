@@ -26,8 +26,12 @@ _STREAMING = ("stream", "stream_options")
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """number: from 1, with blank lines counted. custom_id: None if the line has none that is valid. body: the request
-    as JSON. problem: why the line can't be computed.
+    """One line of an input file.
+
+    number: from 1; blank lines count.
+    custom_id: None if the line has no valid one.
+    body: the request as JSON.
+    problem: the reason why the line can't be computed.
     """
 
     number: int
@@ -61,7 +65,7 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def count_lines(pieces: Iterable[bytes]) -> tuple[int, list[BatchProblem]]:
-    """Returns the number of lines, and what makes the whole batch fail."""
+    """Returns the number of lines, and the problems that make the whole batch fail."""
     count = 0
     for _ in split_lines(pieces):
         count += 1
@@ -183,7 +187,7 @@ def _read_body(fields: dict[str, Any], endpoint: str) -> dict[str, Any]:
 def _is_text(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate
+    except UnicodeEncodeError:  # The text has an unpaired surrogate.
         return False
     return True
 

@@ -50,9 +50,13 @@ _T = TypeVar("_T")
 
 
 class BatchRun:
-    """owner: the runner's id. slots: lines in flight in this process. delayed: the number of lines in this process that
-    were not answered when they were first sent, by API key. max_delayed: the number of them at which no further line
-    with the key is read. count_line: called with `completed` or `failed` for each answer.
+    """One batch while this process works on it.
+
+    owner: the runner's id.
+    slots: the slots for lines in flight in this process.
+    delayed: by API key, the number of lines in this process that were not answered when they were first sent.
+    max_delayed: while a key has this many delayed lines, no further line of its batches is read.
+    count_line: called with `completed` or `failed` for each answer.
     """
 
     def __init__(
@@ -229,7 +233,7 @@ class BatchRun:
         return await call_route(self._app, self._running, batch.endpoint, line.body, key, line_id)
 
     async def _expire_rest(self) -> None:
-        """Writes that the window has ended to the error file, for each line without an answer."""
+        """Writes one error for each line without an answer: its batch has expired."""
         batch = self._batch
         answered = await asyncio.to_thread(self._batches.answered, batch)
         lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)

@@ -29,13 +29,17 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 # Batches in progress in one process. Each holds one line that waits for a slot.
 _MAX_RUNNING = 16
-# Of these, for tenants that have no batch in progress in this process.
+# How many of these are reserved for tenants that have no batch in progress in this process.
 _NUM_RESERVED = reserved_slots(_MAX_RUNNING)
 _SWEEP_S = 60.0
 
 
 class BatchRunner:
-    """app: the routes, without the layers that authenticate clients. num_lines: lines in flight in this process."""
+    """Claims batches and works on several at once.
+
+    app: the routes, without the layers that authenticate clients. num_lines: the most lines in flight in this
+        process.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class BatchRunner:
         self._key_store = key_store
         self._running = running
         self._num_lines = num_lines
-        # It refuses no line, because each batch reads its next line only when the last one has had a slot.
+        # No line is refused, however many wait. A batch reads its next line only when the last one has had a slot.
         self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches", num_reserved=0)
         self._delayed: Counter[str] = Counter()
         self._poll_s = poll_s
@@ -102,7 +106,7 @@ class BatchRunner:
     def _end(self, task: "asyncio.Task[None]") -> None:
         del self._runs[task]
         if not task.cancelled() and (error := task.exception()) is not None:
-            # The lease ends by itself, and then the batch is tried again.
+            # The batch is tried again when its lease has expired.
             logger.error("a batch could not be worked on", exc_info=error)
 
     async def _sweep(self) -> None:

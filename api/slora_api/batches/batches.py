@@ -66,7 +66,7 @@ class BatchProblem:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """times: Unix times by state. is_final: whether the answer files are complete."""
+    """A batch of a tenant. times: Unix times by state. is_final: whether the answer files are complete."""
 
     batch_id: str
     tenant: str
@@ -100,7 +100,7 @@ class LineAnswer:
 
 
 class Batches:
-    """max_unfinished: the most batches of one tenant that are not finished. clock: Unix time."""
+    """The batches of all tenants. max_unfinished: the most unfinished batches of one tenant. clock: Unix time."""
 
     def __init__(
         self, database: Database, files: Files, max_unfinished: int, clock: Callable[[], float] = time.time
@@ -181,7 +181,7 @@ class Batches:
         return {status: count for status, count in self._database.read(query)}
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound, or KeyConflict if the batch has ended."""
+        """Stops the batch after its lines in progress. Raises NotFound, or KeyConflict if the batch has ended."""
         self.find(tenant, batch_id)
         with self._database.transaction(_lock(batch_id), CHANGES, is_cached=False) as connection:
             found = _find(connection, batch_id)
@@ -212,7 +212,7 @@ class Batches:
         with self._database.transaction() as connection:
             values = {"lease_owner": owner, "lease_until": now + lease_s}
             if not connection.execute(leased.values(**values)).rowcount:
-                return None  # another runner was faster
+                return None  # Another runner has leased the batch first.
             return _find(connection, rows[0].batch_id)
 
     def renew(self, batch_id: str, owner: str, lease_s: float) -> BatchStatus:
@@ -229,7 +229,9 @@ class Batches:
             connection.execute(mine.values(lease_owner="", lease_until=0.0))
 
     def begin(self, batch_id: str, owner: str, num_lines: int) -> BatchStatus:
-        """The input is valid. Returns the status, which is CANCELLING if the tenant was faster. Raises LeaseLost."""
+        """Records that the input is valid. Returns the new status: CANCELLING if the tenant has cancelled the batch
+        before. Raises LeaseLost.
+        """
         with self._leased(batch_id, owner) as (connection, found):
             row = update(schema.batches).where(_b.batch_id == batch_id)
             connection.execute(row.values(num_lines=num_lines))
@@ -257,7 +259,7 @@ class Batches:
                 {
                     "file_id": batch.error_file_id if one.is_error else batch.output_file_id,
                     "number": one.number,
-                    "tenant": found.tenant,  # it may have been renamed
+                    "tenant": found.tenant,  # The tenant may have been renamed.
                     "content": one.content,
                 }
                 for one in new

@@ -38,7 +38,7 @@ _f, _p, _b = schema.files.c, schema.file_parts.c, schema.batches.c
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """num_files, num_bytes: the most of one tenant, its answer files included."""
+    """The most files and bytes of one tenant, including its answer files."""
 
     num_files: int
     num_bytes: int
@@ -56,7 +56,7 @@ class StoredFile:
 
 
 def new_id(prefix: str, now: float) -> str:
-    """An id that no one can guess. Ids sort by the time of their creation."""
+    """An id that cannot be guessed. Ids sort by the time of their creation."""
     return f"{prefix}{round(now * 1000):012x}{secrets.token_hex(10)}"
 
 
@@ -94,7 +94,7 @@ class Files:
             with self._database.transaction(CHANGES, is_cached=False) as connection:
                 done = update(schema.files).where(_f.file_id == stored.file_id).values(is_complete=True)
                 if not connection.execute(done).rowcount:
-                    raise NotFound.of_tenant(tenant)  # it was purged meanwhile
+                    raise NotFound.of_tenant(tenant)  # The tenant was purged meanwhile.
                 record_change(connection, "file.create", tenant, stored.file_id, {"bytes": num_bytes})
         except BaseException:
             self._delete_rows([stored.file_id])

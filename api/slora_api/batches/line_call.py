@@ -37,8 +37,8 @@ class LineResponse:
 async def call_route(
     app: ASGIApp, running: RunningRequests, path: str, body: bytes, key: KeyRecord, line_id: str
 ) -> LineResponse:
-    """Cancelling the call aborts the request in the engine. Raises TenantSuspended, also if the tenant is suspended
-    during the call.
+    """Computes one line. Cancelling the call aborts the request in the engine. Raises TenantSuspended, also if the
+    tenant is suspended during the call.
     """
     response = LineResponse()
     scope: dict[str, Any] = {

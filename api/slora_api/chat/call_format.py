@@ -46,11 +46,12 @@ class CallLayout:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
+    """One format of tool calls.
 
+    blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
     bare: reads calls that begin an answer without an opener. Then only calls of the request's tools count.
-    layout: how calls are written that an answer must have.
-    signs: a chat template of this format has one of these texts.
+    layout: how an answer is written that must call a tool.
+    signs: texts of which a chat template contains one if its model uses this format.
     foreign: substrings of an unsupported format that shares a sign. A template with one of them has no known format.
     inner_marks: texts within a block that may be special tokens.
     has_short_ids: whether templates accept only ids of calls that have nine letters and digits.
@@ -66,7 +67,9 @@ class CallFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts that may be special tokens, which an answer otherwise leaves out."""
+        """The texts that may be special tokens. An answer must contain these tokens, although it leaves out all other
+        special tokens.
+        """
         texts = {text for block in self.blocks for text in (block.opener, block.closer)}
         return frozenset({*texts, *self.inner_marks}) - {""}
 
@@ -84,7 +87,7 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
 
 _MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
 
-# Ordered by how specific the signs are.
+# The first format with a matching sign is used, so formats with more specific signs come first.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral_args": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),

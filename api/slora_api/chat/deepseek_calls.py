@@ -35,7 +35,7 @@ def _read_call(reader: TextReader, names: ToolNames) -> Steps:
     name = yield from reader.match(_WORD)
     yield from reader.require(SEPARATOR)
     yield from reader.skip_space()
-    if (yield from reader.peek()) != "{":  # so the type came first
+    if (yield from reader.peek()) != "{":  # The word read above is the type, and the name follows it.
         name = yield from reader.match(_WORD)
         yield from reader.skip_space()
         yield from reader.match(_FENCE)

@@ -142,7 +142,9 @@ def read_arguments(reader: TextReader) -> Steps:
 
 
 def _as_object(value: str) -> str:
-    """Some models write the arguments as a string that contains the object, or null if there are none."""
+    """Returns the JSON of the arguments as an object. Some models write a string that contains the object, or null if
+    there are no arguments.
+    """
     if value.startswith('"'):
         with suppress(ValueError):
             value = json.loads(value, strict=False)

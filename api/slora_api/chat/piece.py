@@ -16,7 +16,7 @@ class PieceKind(Enum):
 
 
 class Piece(NamedTuple):
-    """start: for CONTENT, the position in the answer of the first character."""
+    """One part of an answer. start: for CONTENT, the position of its first character in the answer."""
 
     kind: PieceKind
     text: str

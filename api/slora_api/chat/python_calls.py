@@ -92,7 +92,7 @@ def _read_call(call: ast.expr, names: ToolNames) -> tuple[str, str]:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Some models write `true`, `false` and `null` as in JSON."""
+    """Replaces the names `true`, `false` and `null`, which some models write as in JSON."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         values = {"true": True, "false": False, "null": None}

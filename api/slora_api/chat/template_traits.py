@@ -21,9 +21,13 @@ _NUM_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """reads_tools: the template shows the tools of a request to the model. max_calls: how many tool calls of an earlier
-    answer it shows; None: all. call_format: None if it is unknown. thinks: the model may begin an answer with
-    reasoning. switch: how a request sets the effort of the reasoning.
+    """The traits of one chat template.
+
+    reads_tools: whether it shows the tools of a request to the model.
+    max_calls: how many tool calls of an earlier answer it shows; None: all.
+    call_format: None if it is unknown.
+    thinks: whether the model may begin an answer with reasoning.
+    switch: how a request sets the effort of the reasoning.
     """
 
     reads_tools: bool

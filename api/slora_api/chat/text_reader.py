@@ -27,8 +27,11 @@ class NoMatch(Exception):
 
 
 class TextReader:
-    """text: the text that is still needed, and maybe some before it. at: the position of the next character in it.
-    is_over: no text follows.
+    """Reads one text in parts.
+
+    text: the text that is still needed, possibly preceded by text that is not.
+    at: the position of the next character in `text`.
+    is_over: whether the text is complete.
 
     A parser that tries something calls `hold`, and then either `accept` or `rewind`. Between these calls, it raises
     NoMatch when it has read more than MAX_HELD_CHARS.

@@ -127,7 +127,8 @@ def _add_serve(commands: _Commands) -> None:
                 continue
             shown = f" (default {spec.default_text})" if spec.default_text else ""
             parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
-        # Refused with the command that copies a registry into the database.
+        # This setting is gone. It is still parsed, so that the error can name the command that copies a registry into
+        # the database.
         parser.add_argument("--registry", help=argparse.SUPPRESS)
 
 
@@ -617,7 +618,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _load_handler(command: str) -> Callable[[argparse.Namespace], int]:
     """Imports the function of a subcommand. Raises ModuleNotFoundError if one of its optional packages is missing."""
     module, name = _HANDLERS[command]
-    # Collections take a tenth of the import of `serve`, and find nothing.
+    # Garbage collection would take a tenth of the time to import `serve` and find no garbage.
     gc.disable()
     try:
         handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), name)

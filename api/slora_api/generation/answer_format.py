@@ -401,7 +401,7 @@ class ChatFormat:
         token_ids: Sequence[int] = (),
         prompt_token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """delta: as JSON."""
+        """The event of one delta, which is given as JSON."""
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
         rest = _encode_rest(logprobs, reason, token_ids or None)
         return self._envelope.event(f'{{"index":{index},"delta":{delta},{rest}}}', usage, prompt_token_ids)

@@ -20,8 +20,8 @@ __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
 
 _T = TypeVar("_T")
 
-# Lists of deltas per stream that may wait for a slow reader. While this many wait, no further one is taken from the
-# engine.
+# The most lists of deltas of one stream that wait for a slow reader. While so many wait, no further list is taken from
+# the engine.
 _QUEUE_LISTS = 16
 # The most tokens with log-probabilities in one delta. For 64 tokens with the 20 most probable tokens of each, writing
 # the JSON takes 3 ms, and looking up the texts takes 4 ms.
@@ -31,8 +31,8 @@ TOKENS_AT_ONCE = 32
 async def stream_completion(
     client: EngineClient, answer: Answer
 ) -> AsyncGenerator[list[CompletionDelta], None]:
-    """Streams the answers to one prompt. The last delta of each has a finish_reason. No list is empty. Deltas with
-    log-probabilities come alone.
+    """Streams the answers to one prompt. The last delta of each answer has a finish_reason. No list is empty. A delta
+    with log-probabilities is the only one in its list.
 
     Raises what `EngineClient.generate` raises.
     """
@@ -53,7 +53,9 @@ async def stream_completion(
 async def _split_long(
     deltas: AsyncGenerator[list[TokenDelta], None],
 ) -> AsyncGenerator[list[TokenDelta], None]:
-    """Yields each delta alone, and bounds its number of tokens. A beam search returns each answer in one delta."""
+    """Splits deltas of more than `TOKENS_AT_ONCE` tokens and yields each part in a list of its own. A beam search
+    returns a whole answer in one delta.
+    """
     async with aclosing(deltas):
         async for arrived in deltas:
             for delta in arrived:
@@ -88,7 +90,7 @@ async def _pump(stream: AsyncGenerator[list[_T], None], queue: asyncio.Queue[lis
         async with aclosing(stream):
             async for some in stream:
                 await queue.put(some)
-    except Exception as error:  # the reader of the queue raises it
+    except Exception as error:  # The reader of the queue raises this error.
         await queue.put(_Ended(error))
     else:
         await queue.put(_Ended())

@@ -25,7 +25,9 @@ class PromptEcho:
 
     @staticmethod
     async def read(text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
-        """answer: the answer to the prompt; it must have the prompt's log-probabilities if they were requested."""
+        """Decodes the prompt. answer: the answer to it, which must have the prompt's log-probabilities if they were
+        requested.
+        """
         if not answer.lists_logprobs:
             return PromptEcho(text)
         # On a thread, because a long prompt is processed token by token.

@@ -39,9 +39,9 @@ def _make_id(prefix: str, end: str | None = None) -> str:
 class _Item:
     """One item of an answer.
 
-    index: in the list of items.
-    texts, logprobs: what has arrived, as values of a whole answer, or as the JSON of a stream.
-    name, call_id: of a function call.
+    index: the position in the list of items.
+    texts, logprobs: what has arrived: the values of a whole answer, or the JSON of a stream.
+    name, call_id: the tool's name and the id of a function call.
     """
 
     kind: PieceKind
@@ -64,7 +64,7 @@ class _Item:
         return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
 
     def to_json(self, text: Any, logprobs: Any, *, is_empty: bool = False) -> Json:
-        """is_empty: the item is new and has no part yet."""
+        """The item as JSON. is_empty: whether the item is new and has no part yet."""
         about = {"id": self.item_id, "status": self.status}
         if self.kind is PieceKind.CALL:
             call = {"call_id": self.call_id, "name": self.name, "arguments": text}
@@ -176,7 +176,7 @@ class ResponsesFormat:
         return [] if logprobs is None else LongList(lambda: map(logprobs.content_token, item.logprobs))
 
     def _begin_item(self, piece: Piece) -> Iterator[bytes]:
-        """piece: its first piece. The text of a call is the tool's name."""
+        """Begins a new item. piece: its first piece; the text of a call is the tool's name."""
         item = _Item(piece.kind, len(self._items), piece.text)
         self._items.append(item)
         made = item.to_json("", [], is_empty=True)
@@ -186,7 +186,7 @@ class ResponsesFormat:
             yield from self._event("response.content_part.added", part)
 
     def _delta(self, item: _Item, text: str, tokens: Sequence[AlignedToken]) -> bytes:
-        """Built from strings, because there is one for each token."""
+        """The event of one delta. It is built from strings, because there is one for each token."""
         written = encode_ascii(text)
         item.texts.append(written[1:-1])
         place = f'"item_id":"{item.item_id}","output_index":{item.index}'

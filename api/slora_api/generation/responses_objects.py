@@ -82,7 +82,7 @@ class ResponseUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """max_output_tokens: also an answer that the context ends."""
+    """Why the answer was cut off. `max_output_tokens` includes the end of the context."""
 
     reason: Literal["max_output_tokens"]
 

@@ -64,7 +64,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
     try:
         return await work
     except asyncio.CancelledError:
-        # A cancel that came from elsewhere, too, has precedence.
+        # If the task was also cancelled from elsewhere, that cancellation takes precedence.
         if is_gone and task.cancelling() == num_cancels + 1:
             raise ClientGone("the client closed the connection") from None
         raise

@@ -6,8 +6,8 @@ If the engine dies first, the recorder counts the tokens that have arrived.
 
 A request for which nothing was computed has no record.
 
-One batch of records at a time is with the journal, and the next one collects meanwhile. So the event loop and the
-thread of the journal wake each other once for each sync of the disk, not once for each request.
+While the journal writes one batch of records, the recorder collects the next one. So the event loop and the journal's
+thread wake each other once for each sync of the disk instead of once for each request.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class UsageRecorder:
         self._journal = journal
         self._clock = clock
         self._open: dict[str, OpenRequest] = {}
-        # The next batch for the journal, and the number of records in it and in the batch that is with the journal.
+        # The next batch for the journal, and the number of records in it and in the batch that the journal is writing.
         self._batch: list[_Waiting] = []
         self._num_waiting = 0
         client.listen_for_usage(self._receive)
@@ -131,7 +131,8 @@ class UsageRecorder:
         """usage: None if the engine died before it reported the usage."""
         opened = self._open.pop(request_id, None)
         found = usage if usage is not None or opened is None else _seen(opened.answer)
-        if opened is None:  # the canary of an upload
+        # Requests that this recorder did not open are canaries of uploads, which are not billed.
+        if opened is None:
             self._client.acknowledge_usage(request_id)
             return
         assert found is not None
@@ -167,7 +168,7 @@ class UsageRecorder:
 
     def _write(self) -> None:
         batch, self._batch = self._batch[:_MAX_BATCH], self._batch[_MAX_BATCH:]
-        if not batch:  # `close` has handed it over
+        if not batch:  # `close` has already handed over the batch.
             return
         loop = asyncio.get_running_loop()
         written = [self._journal.append(record) for _, record in batch]

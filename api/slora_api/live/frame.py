@@ -28,7 +28,9 @@ Names = Mapping[AdapterVersion, str]
 
 
 class QuantilesObject(TypedDict):
-    """p50, p99: in seconds. count: number of times."""
+    """The median and the 99th percentile of measured times. p50, p99: in seconds. count: how many times were
+    measured.
+    """
 
     p50: float
     p99: float
@@ -36,8 +38,8 @@ class QuantilesObject(TypedDict):
 
 
 class OwnerObject(TypedDict):
-    """content: what the page holds. tenant: null for all other tenants, and for public prefixes. adapter: its name, or
-    the beginning of its digest.
+    """What a page holds, and for which tenant. content: the kind of content. tenant: null for all other tenants, and
+    for public prefixes. adapter: its name, or the beginning of its digest.
     """
 
     content: Literal["kv", "prefix", "adapter", "idle_adapter", "other"]
@@ -46,7 +48,7 @@ class OwnerObject(TypedDict):
 
 
 class CountsObject(TypedDict):
-    """Numbers of pages. prefixes: cached. other: those of other tenants."""
+    """Numbers of pages by content. prefixes: cached prefixes. other: pages of other tenants."""
 
     free: int
     kv: int
@@ -57,8 +59,8 @@ class CountsObject(TypedDict):
 
 
 class PoolObject(TypedDict):
-    """stride: cell C shows page C times `stride`. cells: one byte for each cell, in base64: 0 is a free page, N is
-    number N of `owners`, from 1 on.
+    """The page pool as a map of cells. stride: cell C shows page C times `stride`. cells: one byte for each cell, in
+    base64: 0 is a free page, and N is the N-th of `owners`.
     """
 
     num_pages: int
@@ -69,7 +71,7 @@ class PoolObject(TypedDict):
 
 
 class LiveTenantObject(TypedDict):
-    """tenant: null for all other tenants."""
+    """What one tenant runs and holds. tenant: null for all other tenants together."""
 
     tenant: str | None
     kv: int
@@ -82,10 +84,10 @@ class LiveTenantObject(TypedDict):
 
 
 class TrafficObject(TypedDict):
-    """Of the tenant, or of all tenants for an operator; steps are those of the engine.
+    """The traffic of the viewer's tenant, or of all tenants for an operator. The steps are those of the engine.
 
-    tokens_per_s: generated. first_token: times from the arrival in the engine to the first token. interval: times
-    between two tokens. awaiting_adapter: sequences whose adapter is being fetched; null for tenants.
+    tokens_per_s: generated tokens. first_token: times from the arrival in the engine to the first token. interval:
+    times between two tokens. awaiting_adapter: sequences whose adapter is being fetched; null for tenants.
     """
 
     tokens_per_s: float
@@ -100,8 +102,8 @@ class TrafficObject(TypedDict):
 
 
 class WorkObject(TypedDict):
-    """share: of the tokens that were computed lately. tenant: null for all that is not listed. adapter: null for the
-    base model.
+    """The work of one adapter. share: fraction of the tokens that were computed lately. tenant: null for all tenants
+    that are not listed. adapter: null for the base model.
     """
 
     tenant: str | None
@@ -110,7 +112,9 @@ class WorkObject(TypedDict):
 
 
 class EventObject(TypedDict):
-    """number: grows with each event until the engine restarts or is no longer watched. times: how often it happened."""
+    """Something that happened in the page pool. number: grows with each event until the engine restarts or is no longer
+    watched. times: how often it happened.
+    """
 
     number: int
     time: float

@@ -1,4 +1,4 @@
-"""The live feed of the console: one task observes the engine a few times a second while someone watches.
+"""The live feed of the console: one task observes the engine a few times a second while a console watches.
 
 All viewers of this process share its observations, and viewers with the same rights share the text of a frame. A viewer
 that reads slowly gets the newest frame and skips those in between, so it delays no other viewer and no memory is used
@@ -33,7 +33,7 @@ _MAX_INTERVAL_S = 4.0
 _PATIENCE_S = 5.0
 # In one process. An operator counts like a tenant.
 _MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
-# How long the name of an adapter is believed.
+# How long the name of an adapter is cached.
 _NAMES_S = 30.0
 
 FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
@@ -69,7 +69,7 @@ class LiveFeed:
         self._admit(tenant)
         self._viewers[tenant] += 1
         try:
-            # The first frame must be one that knows this viewer's tenant.
+            # The first frame must come from an observation that includes this viewer's tenant.
             seen = self._number
             if self._sampling is None or self._sampling.done():
                 self._sampling = asyncio.create_task(self._sample())
@@ -99,7 +99,7 @@ class LiveFeed:
             try:
                 await self._observe(loop.time())
             except Exception:
-                # Viewers must not wait forever because of a bug.
+                # A bug must not leave viewers waiting forever.
                 logger.exception("the live feed failed to observe the engine")
                 self._publish(None)
             interval_s = min(max(_INTERVAL_S, _TENANT_INTERVAL_S * len(self._viewers)), _MAX_INTERVAL_S)
@@ -134,7 +134,7 @@ class LiveFeed:
             self._named |= missing
             try:
                 self._names.update(await asyncio.to_thread(self._find_names, missing))
-            except StoreUnavailable as error:  # the console shows digests meanwhile
+            except StoreUnavailable as error:  # The console shows digests until the names are known.
                 logger.warning("names of adapters cannot be looked up for the console: %s", error)
 
     def _publish(self, state: LiveState | None) -> None:

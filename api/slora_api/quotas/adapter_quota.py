@@ -12,7 +12,7 @@ __all__ = ["AdapterQuota", "check_stored"]
 
 
 class AdapterQuota:
-    """refused: called with the field of the quota at each refusal."""
+    """Checks new adapter versions. refused: called with the field of the quota at each refusal."""
 
     def __init__(self, quota_store: QuotaStore, refused: Callable[[str], None]) -> None:
         self._quota_store = quota_store
@@ -31,7 +31,7 @@ class AdapterQuota:
                 f"Your tenant has {usage.num_versions} adapter versions, and the limit is "
                 f"{quota.adapter_versions} (adapter_versions); remove one first."
             )
-        # Weights that another version of the tenant already has are stored once.
+        # Weights that another of the tenant's adapter versions already uses are not stored again.
         added = max(0, adapter.blob_bytes - (usage.weights_bytes or 0))
         added += ExtrasSummary.of(adapter.extras).num_bytes
         wanted = usage.num_bytes + added

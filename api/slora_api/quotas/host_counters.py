@@ -68,7 +68,7 @@ _NO_DIGEST = bytes(_DIGEST_BYTES)
 
 _MAX_ACCOUNTS = 4096
 _MAX_RESERVATIONS = 8192
-# An account is found within this many entries of the place that its digest names.
+# An account is found within this many entries after the position that its digest determines.
 _PROBES = 32
 _LOCK_TRIES = 16
 _LOCK_PAUSE_S = 0.0005

@@ -11,7 +11,9 @@ __all__ = ["Account", "Moment"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """ms: milliseconds on the clock of the windows. day, month: numbers of the day and the month in UTC."""
+    """A point in time. ms: milliseconds on the clock of the windows. day, month: numbers of the day and the month in
+    UTC.
+    """
 
     ms: int
     day: int
@@ -24,7 +26,8 @@ class Moment:
 
 @dataclass(slots=True)
 class Account:
-    """second: the newest second of the windows. requests, tokens: charges by second modulo BUCKETS.
+    """What one tenant or key has used. second: the newest second of the windows. requests, tokens: charges by second
+    modulo BUCKETS.
 
     tokens_today, tokens_this_month: of `day` and `month`. is_seeded: whether they include the durable history.
     """

@@ -215,7 +215,7 @@ class RequestMeter:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_adapters(self, count: int) -> None:
-        """count: adapters that the request adds up. Raises BadRequest."""
+        """Raises BadRequest if a request may not add up `count` adapters."""
         for subject in self._subjects:
             limit = subject.quota.composed_adapters
             if limit is not None and count > limit:
@@ -234,8 +234,8 @@ class RequestMeter:
         return max(1, min(least // _DEFAULT_PART, least - prompt_tokens) // num_answers)
 
     async def count_request(self, least_tokens: int = 0) -> None:
-        """Charges the request before its prompt is tokenized, and only once. least_tokens: the fewest tokens that it
-        can need.
+        """Charges the request before its prompt is tokenized. Further calls charge nothing. least_tokens: the fewest
+        tokens that the request can need.
 
         Raises as `hold` does.
         """

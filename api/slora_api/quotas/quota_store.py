@@ -36,7 +36,9 @@ _KEY_OWNER = select(schema.api_keys.c.tenant).where(schema.api_keys.c.key_id == 
 
 @dataclass(frozen=True, slots=True)
 class KeyQuotas:
-    """subjects: those that limit the requests of one key, with their quotas."""
+    """The quotas that limit the requests of one key. subjects: the tenant and the key, as far as their quotas limit
+    requests.
+    """
 
     tenant: str
     subjects: tuple[Subject, ...]

@@ -181,7 +181,7 @@ class RedisCounters:
         try:
             await self._run("settle", (subject,), (handle.reservation_id, used_tokens, int(counts)))
         except redis.RedisError as error:
-            self._leave(error)  # the lease ends by itself
+            self._leave(error)  # The lease expires by itself.
 
     async def _renew(self) -> None:
         """Renews the leases of this process. Finds out whether Redis answers again."""

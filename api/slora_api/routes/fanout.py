@@ -128,15 +128,16 @@ class _Call:
         yield [self._envelope.closing()]
 
     async def _answer(self) -> AnswerResponse | ErrorAnswer:
-        if (context := current_request.get()) is not None:  # the task of this answer has a context of its own
+        # Each answer has a task, and so a context, of its own.
+        if (context := current_request.get()) is not None:
             current_request.set(replace(context, request_id=self._request_id))
         try:
             meter = await open_meter(self._request, self._key, self._services)
             if isinstance(self._body, ChatFanoutRequest):
                 return await answer_chat(self._request, self._body, self._key, meter, self._services)
             return await answer_completion(self._request, self._body, self._key, meter, self._services)
-        except Exception as error:  # fails this answer only
-            if isinstance(error, StoreUnavailable):  # the answer leaves out the details
+        except Exception as error:  # An error ends this answer only.
+            if isinstance(error, StoreUnavailable):  # The client's answer leaves out the details.
                 logger.warning("request %s: %s", self._request_id, error)
             elif not isinstance(error, SloraError):
                 logger.error("request %s failed", self._request_id, exc_info=error)

@@ -204,7 +204,7 @@ def _hoist_definitions(node: Any, schemas: _Json) -> None:
 
 
 def _describe_fields(node: Any) -> None:
-    """Moves what the docstrings of objects say of single fields to these fields."""
+    """Moves the descriptions of fields from the docstrings of objects to the fields themselves."""
     if isinstance(node, dict):
         fields, text = node.get("properties"), node.get("description")
         if isinstance(fields, dict) and isinstance(text, str):
@@ -218,7 +218,7 @@ def _describe_fields(node: Any) -> None:
 
 
 def _describe_some(fields: _Json, paragraph: str) -> str:
-    """Adds the descriptions of a paragraph to the fields. Returns the text before them."""
+    """Moves the descriptions of fields in a paragraph to these fields. Returns the text that precedes the first one."""
     text = " ".join(paragraph.split())
     found = [match for match in _FIELDS.finditer(text) if set(match[1].split(", ")) <= fields.keys()]
     ends = [match.start() for match in found[1:]] + [len(text)]

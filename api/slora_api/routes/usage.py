@@ -63,7 +63,7 @@ async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired) -> Re
 async def show_usage(
     asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
 ) -> Response:
-    """The tenant need not exist any more."""
+    """Shows the usage of one tenant or of all. The tenant may have been deleted."""
     return await _answer(services, asked, asked.query(tenant, is_operator=True), _OPERATOR)
 
 
@@ -80,7 +80,7 @@ async def _answer(services: Services, asked: _Parameters, query: UsageQuery, cha
 
 
 async def _csv(services: Services, query: UsageQuery, charged: str) -> AsyncIterator[bytes]:
-    """All pages from `start_time` to `end_time`. The slot is free while the client reads a page."""
+    """Yields all pages from `start_time` to `end_time`. No slot is held while the client reads a page."""
     following: UsageQuery | None = query
     with_header = True
     while following is not None:

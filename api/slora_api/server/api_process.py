@@ -8,7 +8,8 @@ process, or to work for the host. It has number 0 on the board; see `api_workers
 import gc
 
 if __name__ == "__main__":
-    # Until all modules are imported. Collections take a tenth of that time and find nothing.
+    # Garbage collection stays off until all modules are imported. It would take a tenth of the import time and find no
+    # garbage.
     gc.disable()
 
 import argparse

@@ -175,7 +175,7 @@ class KeyStore:
         """Creates a key with the same permissions and limits as `key_id`. What the old key has used is not counted for
         the new one. `key_id` expires after `overlap_s`. The second value contains the new secret.
 
-        expires_at: of the new key. With None, it gets the lifetime that the old key had when it was created.
+        expires_at: when the new key expires. With None, it gets the lifetime that the old key had when it was created.
 
         Raises NotFound, BadRequest, and KeyConflict for a key that is revoked, expired or rotated already.
         """
@@ -451,11 +451,11 @@ class KeyStore:
     def _insert(self, action: str, record: Caller, secret: str) -> None:
         with self._database.transaction(CHANGES) as connection:
             if record.tenant is not None and not connection.execute(TERMS, {"name": record.tenant}).first():
-                raise NotFound.of_tenant(record.tenant)  # it was purged in the meantime
+                raise NotFound.of_tenant(record.tenant)  # The tenant was purged in the meantime.
             if connection.execute(KEY_EXISTS, {"key_id": record.key_id}).first() is None:
                 connection.execute(insert(schema.api_keys), make_row(record, self._pepper.digest(secret)))
                 record_change(connection, action, record.tenant or "", record.key_id, describe_grant(record))
-        self._cache.drop(record.key_id)  # it may be cached as unknown
+        self._cache.drop(record.key_id)  # The key may be cached as unknown.
 
 
 def _check_reference(adapter: str) -> None:

@@ -68,7 +68,7 @@ class KeyUse:
             try:
                 await asyncio.to_thread(self._write, noted)
             except StoreUnavailable:
-                return  # the tasks that depend on the database log this
+                return  # The tasks that depend on the database log this error.
             self._written |= noted
             for key_id, at in noted.items():
                 if self._waiting.get(key_id) == at:

@@ -42,7 +42,7 @@ class RunningRequests:
 
     @contextmanager
     def track(self, key_id: str, state: dict[str, Any]) -> Iterator[None]:
-        """Tracks the request that the current task answers. state: of the request.
+        """Tracks the request that the current task answers. state: the state of the request.
 
         A request that is ended is cancelled, and then this context raises the error instead of CancelledError.
         """

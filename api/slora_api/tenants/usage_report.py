@@ -319,7 +319,7 @@ def _read_time(text: str, param: str) -> float:
 
 
 def _show_time(seconds: int) -> str:
-    if seconds > _MAX_TIME:  # the end of the last bucket
+    if seconds > _MAX_TIME:  # This is the end of the last bucket, which no date can show.
         seconds = _MAX_TIME
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 

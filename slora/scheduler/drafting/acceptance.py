@@ -9,11 +9,11 @@ from collections import OrderedDict
 from slora.scheduler.drafting.ngram_index import NGRAM_SIZES
 from slora_adapters.version import AdapterVersion
 
-# What is assumed before the first draft, and how many drafted tokens that assumption counts for.
+# The acceptance rate that is assumed before the first draft, and the number of drafted tokens that it counts as.
 _FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
 # The weight of older drafts at each new draft: a sequence changes quickly between copying and new text.
 _SEQUENCE_DECAY, _ADAPTER_DECAY = 0.85, 0.98
-# Adapters of tenants that are remembered.
+# The most pairs of a tenant and its adapters whose rates are kept.
 _MAX_ADAPTERS = 1024
 
 
@@ -34,7 +34,7 @@ class AcceptanceRate:
         return self._accepted / self._tried
 
     def count(self, accepted: int, tried: int) -> None:
-        """tried: the accepted tokens, and the first that was rejected, if there was one."""
+        """Counts one draft. tried: the number of accepted tokens, plus 1 if a token was rejected."""
         self._accepted = self._accepted * self._decay + accepted
         self._tried = self._tried * self._decay + tried
 
@@ -50,7 +50,7 @@ class AcceptanceHistory:
         self._rates: OrderedDict[tuple[str, tuple[AdapterVersion, ...]], Rates] = OrderedDict()
 
     def find(self, tenant: str, adapters: tuple[AdapterVersion, ...]) -> Rates:
-        """adapters: empty for the base model."""
+        """Returns the rates of these adapters, which are empty for the base model."""
         key = tenant, adapters
         rates = self._rates.get(key)
         if rates is None:
@@ -63,5 +63,5 @@ class AcceptanceHistory:
 
 
 def start_rates(history: Rates) -> Rates:
-    """The rates of a new sequence."""
+    """The rates with which a new sequence starts."""
     return tuple(AcceptanceRate(rate.value, _SEQUENCE_DECAY) for rate in history)

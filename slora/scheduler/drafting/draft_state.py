@@ -8,7 +8,9 @@ _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128
 
 
 class DraftState:
-    """rates: of this sequence. The history of its adapter counts its drafts, too."""
+    """The state of drafting for one sequence. rates: its own acceptance rates. Its drafts also count in the rates of
+    its adapters (`history`).
+    """
 
     __slots__ = ("_history", "_num_skipped", "_patience", "_rank", "index", "rates")
 

@@ -37,7 +37,7 @@ from slora.scheduler_config import SchedulerConfig
 
 # A drafted token must be expected to save this many times its cost: the estimates of both are rough.
 _MIN_GAIN = 1.25
-# Drafts may delay the tokens of a sequence without drafts by this factor.
+# Drafts may lengthen a step by this factor for a sequence that gains nothing from them.
 _MAX_DELAY = 1.25
 # Tokens that all sequences together add to their indexes in one step. This takes the host about one millisecond.
 _INDEXED_PER_STEP = 1024
@@ -97,10 +97,11 @@ class Drafting:
         )
         if not (work.decode_rows and num_rows) or num_free <= 0:
             return
-        # Without the copies, which do not come again in the steps that drafts save.
+        # Copies are not counted, because they do not occur in the steps that drafts save.
         step_s = costs.step_seconds(work._replace(swapped_pages=0, loaded_bytes=0))
-        token_s = step_s / num_rows  # what one sampled token is worth
-        if token_s <= _MIN_GAIN * costs.decode_s:  # not even certain drafts would pay
+        token_s = step_s / num_rows  # The time that one more sampled token is worth.
+        # Not even drafts that are certain to be accepted would pay.
+        if token_s <= _MIN_GAIN * costs.decode_s:
             return
         candidates = self._find_candidates(plan, token_s)
         if candidates:
@@ -139,7 +140,7 @@ class Drafting:
                 chunk.samples and chunk.num_tokens == 1 and sequence.num_generated and sequence.can_draft
             ):
                 continue
-            if sequence.is_background and has_interactive:  # it may hardly lengthen the step
+            if sequence.is_background and has_interactive:  # Background work may hardly lengthen this step.
                 continue
             row_s = self._costs.row_s(chunk.start + 2)
             most = self._most_tokens(sequence)
@@ -190,7 +191,7 @@ class Drafting:
         # Nothing follows a stop token, so it is not drafted.
         drafts = list(takewhile(lambda token: token not in sequence.stop_ids, drafts))
         num_tokens = len(sequence.token_ids) + len(drafts)
-        if not drafts or not self._has_room(sequence, num_tokens):  # another draft may have taken the pages
+        if not drafts or not self._has_room(sequence, num_tokens):  # Another draft may have taken the pages.
             return
         missing = sequence.blocks.pages_missing(num_tokens)
         sequence.blocks.allocate(missing, sequence.tenant, self._paging.kv)
@@ -203,11 +204,14 @@ def _choose_lengths(
 ) -> None:
     """Sets the number of tokens to draft for each candidate.
 
-    The drafts grow token by token, all at the same pace, while a further token is expected to save more than it costs.
-    The step may become longer only by as much as each sequence gains from it, and by `_MAX_DELAY` more.
+    In each round, every draft grows by one token, as long as that token is expected to save more time than it costs.
+    The time of the step is limited to `_MAX_DELAY` times its time without drafts. If the step computes nothing but the
+    candidates, the limit is multiplied by the fewest tokens that any of them is expected to gain.
 
-    num_free: the most drafted tokens in all. step_s: seconds of the step without drafts. token_s: what one token is
-    worth. has_others: whether the step computes anything else, which gains nothing from the drafts.
+    num_free: the most drafted tokens in all.
+    step_s: seconds of the step without drafts.
+    token_s: seconds that one more token is worth.
+    has_others: whether the step also computes chunks without drafts, which only become slower.
     """
     growing, allowed_s, seconds = candidates, _MAX_DELAY * step_s, step_s
     while growing:

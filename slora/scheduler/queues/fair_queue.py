@@ -41,7 +41,7 @@ class FairQueue:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._heaps:
-            if not sequence.num_preemptions:  # a preempted sequence's tenant was not idle
+            if not sequence.num_preemptions:  # The tenant of a preempted sequence was not idle.
                 self._lift(tenant)
             self._heaps[tenant] = []
         self._members.add(sequence)

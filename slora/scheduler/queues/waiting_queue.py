@@ -27,4 +27,4 @@ class WaitingQueue(Protocol):
         """At most `count` sequences that are likely to be next. The order may change before they are admitted."""
 
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence of `running` to preempt when pages are short. `running` is not empty."""
+        """The sequence of `running` to preempt when the pool runs out of pages. `running` is not empty."""

@@ -17,7 +17,7 @@ __all__ = ["AuditedServer", "AuditedTenant", "audited_tenants"]
 
 @dataclass(frozen=True, slots=True)
 class AuditedServer:
-    """client: sends no key by itself."""
+    """The server under audit. client: an HTTP client that sends no key unless a call names one."""
 
     client: httpx.Client
     admin_key: str = field(repr=False)

@@ -37,7 +37,10 @@ _OWN_FIELDS = ("name", "digest", "created", "updated", "certificate")
 
 
 def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[Finding]:
-    """foreign: the name of an adapter that only another tenant has."""
+    """Compares the answers about another tenant's adapter with those about a missing one.
+
+    foreign: the name of an adapter that only another tenant has.
+    """
     # A name of the same length, so that the sizes of the answers can be compared, too.
     nothing = foreign[:-1] + ("0" if foreign[-1] != "0" else "1")
     for method, path, body in _LOOKUPS:
@@ -54,7 +57,10 @@ def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[Finding]:
 
 
 def compare_uploads(prober: AuditedTenant, known: RandomAdapter, fresh: RandomAdapter) -> Iterator[Finding]:
-    """known: an adapter that another tenant has uploaded. fresh: one of the same size that no tenant has."""
+    """Compares the answers to uploads of known and of new weights.
+
+    known: an adapter that another tenant has uploaded. fresh: one of the same size that no tenant has.
+    """
     answers = [
         prober.server.send(
             "POST", "/v1/adapters", prober.key, data={"name": f"audit-{name}"}, files=adapter.files()

@@ -11,7 +11,7 @@ from slora_api.cli.isolation.finding import Finding
 __all__ = ["send_keys_in_odd_places"]
 
 _PROBE = "key echo"
-# An answer has so many equal characters in a row only if it quotes the secret.
+# An answer that contains this many consecutive characters of the secret quotes it; chance does not explain that.
 _PART_CHARS = 8
 
 

@@ -41,8 +41,10 @@ class _Sender(NamedTuple):
 def compare_prefixes(
     owner: AuditedTenant, other: AuditedTenant, shared: tuple[str, str], own: str, base: str
 ) -> Iterator[Finding]:
-    """shared: names of the same adapter at the owner and at the other tenant. own: another adapter, which both tenants
-    have under this name. base: the name of the base model.
+    """Yields one finding for each pair of tenants and adapters.
+
+    shared: names of the same adapter at the owner and at the other tenant. own: another adapter, which both tenants
+        have under this name. base: the name of the base model.
     """
     prompts = Prompts(owner.server, owner.key)
     adapted = _Sender(owner, shared[0])

@@ -33,8 +33,10 @@ def compare_times(
     num_samples: int,
     show_progress: Callable[[int], None],
 ) -> Iterator[Finding]:
-    """num_samples: the number of samples in each arm. base: name of the base model. show_progress: called with the
-    number of rounds done.
+    """Measures all arms and yields the findings.
+
+    num_samples: the number of samples in each arm. base: name of the base model. show_progress: called with the number
+        of rounds done.
     """
     prompts = Prompts(owner.server, owner.key)
     arms: dict[str, list[float]] = {"other tenant's": [], "own": [], "fresh": [], "also fresh": []}
