@@ -3,8 +3,10 @@
 import heapq
 import itertools
 import time
+from collections.abc import Collection
 
 from slora.simulation.virtual_source import FetchCosts
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
@@ -24,6 +26,9 @@ class PacedSource:
         self._lanes = [0.0] * costs.num_lanes  # when each is free again: a heap
         self._arrivals: list[tuple[float, int, Fetched | FetchFailed]] = []  # a heap by time
         self._order = itertools.count()
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        return CacheCounts()
 
     def request(self, version: AdapterVersion) -> None:
         self._source.request(version)

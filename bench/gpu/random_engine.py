@@ -7,7 +7,7 @@ does it. All adapters are copies of a few. Each is loaded separately, and the ti
 import itertools
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
@@ -121,6 +122,9 @@ class RandomSource:
     def version(self, number: int) -> AdapterVersion:
         """Returns the version of an adapter. Each adapter has a tenant of its own, as in S-LoRA's benchmark."""
         return AdapterVersion(f"tenant-{number}", f"{number:064x}")
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        return CacheCounts()
 
     def request(self, version: AdapterVersion) -> None:
         self._arrived.append(Fetched(version, self._copies[int(version.digest, 16) % _DISTINCT]))

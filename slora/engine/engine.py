@@ -309,6 +309,7 @@ class Engine:
             load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
             costs=self._costs,
             usage=scheduler.total_usage,
+            host_cache=self._source.count_cached(self._config.metrics_tenants, served),
         )
 
     @property

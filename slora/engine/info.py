@@ -12,6 +12,7 @@ from slora.engine.load_paces import LoadPaces
 from slora.pool.page_counts import PageCounts
 from slora.request import RequestUsage
 from slora.scheduler.served_counts import ServedCounts
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_kernels.layout import ModelShape
 
 
@@ -72,6 +73,8 @@ class EngineStats:
     tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
     load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
     usage: the sum of the usage of all requests that have ended.
+    host_cache: what the host cache holds. Its tenants are those that hold the most, at most `metrics_tenants` of them.
+        Its labels are the names in `adapters` whose adapters are cached.
     """
 
     running: int
@@ -120,3 +123,4 @@ class EngineStats:
     load_paces: LoadPaces
     costs: CostModel
     usage: RequestUsage
+    host_cache: CacheCounts

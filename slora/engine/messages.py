@@ -46,6 +46,7 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.served_counts import ServedCounts
 from slora.structured_output import OutputKind, StructuredOutput
 from slora.tenant_share import TenantShare
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
@@ -179,6 +180,8 @@ def decode_stats(message: Message) -> EngineStats:
     stats["load_paces"] = LoadPaces(**stats["load_paces"])
     stats["costs"] = CostModel(**stats["costs"])
     stats["usage"] = RequestUsage(**stats["usage"])
+    cache = stats["host_cache"]
+    stats["host_cache"] = CacheCounts(**{**cache, "labels": tuple(cache["labels"])})
     return EngineStats(**stats)
 
 

@@ -6,9 +6,11 @@ The simulation advances `now`, and `poll` returns the fetches that have arrived 
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from slora.simulation.adapter_fleet import AdapterFleet
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
@@ -46,6 +48,9 @@ class VirtualSource:
     @property
     def num_pinned(self) -> int:
         return self._pins.total()
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        return CacheCounts()
 
     def request(self, version: AdapterVersion) -> None:
         if version in self._in_flight:

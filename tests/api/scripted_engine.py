@@ -23,6 +23,7 @@ from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsa
 from slora.scheduler.served_counts import ServedCounts
 from slora.tenant_share import TenantShare
 from slora.text.tokenizer import Tokenizer
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.canary import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
@@ -224,6 +225,7 @@ class ScriptedEngine:
             ("t/abc",),
             PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
             LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
+            CacheCounts(5, 600, 1000, {"t": 400}, ("t/abc", "t/def")),
         )  # fmt: skip
 
     async def observe(self, tenants: Collection[str]) -> LiveState:

@@ -1,10 +1,11 @@
 """An AdapterSource whose fetches complete when the test says so. It checks how the engine uses its host copies."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import FailureCode, Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
@@ -66,6 +67,9 @@ class ScriptedSource:
 
     def is_pinned(self, packed: PackedAdapter) -> bool:
         return any(packed is copy for copy in self._copies.values())
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        return CacheCounts()
 
     def request(self, version: AdapterVersion) -> None:
         if version not in self.in_flight:

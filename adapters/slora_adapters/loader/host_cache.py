@@ -96,6 +96,7 @@ class HostCache:
         self.descriptor = _sealed_memory(self.num_bytes)
         self.memory = map_arena(self.descriptor, self.num_bytes)
         self.num_evictions = 0
+        self.num_discards = 0
         self._num_uses = 0
         # The end of the memory that adapters have used.
         self._used_end = 0
@@ -109,6 +110,11 @@ class HostCache:
     @property
     def used_bytes(self) -> int:
         return sum(entry.end - entry.offset for entry in self._regions())
+
+    @property
+    def contents(self) -> dict[AdapterVersion, int]:
+        """The sizes of the filled regions, in bytes of the arena."""
+        return {entry.version: entry.end - entry.offset for entry in self._entries.values() if entry.ready}
 
     def find(self, version: AdapterVersion) -> CachedAdapter | None:
         """Returns the filled copy of a version, pinned for the caller; None if the cache has no such copy."""
@@ -164,6 +170,7 @@ class HostCache:
         entry = self._entries.pop(version, None)
         if entry is None:
             return
+        self.num_discards += 1
         entry.discarded = True
         if entry.num_pins:
             self._discarded.append(entry)

@@ -101,6 +101,14 @@ class Loader:
         with self._changed:
             return Progress(self._num_completed, self._num_running > self._num_without_room)
 
+    def read_cache(self, num_seen: int) -> tuple[int, dict[AdapterVersion, int]] | None:
+        """Returns the number of changes of the cache so far, and the bytes of each cached version. Returns None if the
+        cache has not changed since `num_seen` changes.
+        """
+        with self._changed:
+            num_changes = self.num_loads + self._cache.num_evictions + self._cache.num_discards
+            return None if num_changes == num_seen else (num_changes, self._cache.contents)
+
     def load(self, version: AdapterVersion, done: Done) -> None:
         """Requests a version and returns at once; `done` is called with the result."""
         with self._changed:

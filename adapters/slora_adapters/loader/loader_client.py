@@ -12,16 +12,18 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Condition, Thread
 
+from slora_adapters.loader.cached_versions import CacheCounts, CachedVersions
 from slora_adapters.loader.host_cache import map_arena
 from slora_adapters.loader.loader_messages import (
     LoaderMismatch,
     Message,
+    decode_cache,
     decode_hello,
     decode_loaded,
     decode_version,
@@ -99,6 +101,7 @@ class LoaderClient:
         # The connection that each held copy came from, oldest first.
         self._held: dict[AdapterVersion, deque[_Connection]] = {}
         self._paces: Mapping[str, float] = {}
+        self._cached = CachedVersions(0)
         self._closed = False
         self._thread = Thread(target=self._maintain_connection, name="loader-client", daemon=True)
         self._thread.start()
@@ -121,6 +124,10 @@ class LoaderClient:
         earlier loader reported.
         """
         return self._paces
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        with self._changed:
+            return self._cached.count(most, labels)
 
     def request(self, version: AdapterVersion) -> None:
         with self._changed:
@@ -212,6 +219,7 @@ class LoaderClient:
             if self._closed:  # closed during the handshake, when `close` had no connection to end
                 return
             self._connection = connection
+            self._cached = CachedVersions(len(connection.arena))
             for version, request in self._requests.items():
                 if not request.answered:
                     self._send(encode_call("load", version, request.number))
@@ -221,11 +229,15 @@ class LoaderClient:
         finally:
             with self._changed:
                 self._connection = None
+                self._cached = CachedVersions(0)
                 for request in self._requests.values():
                     request.num_deaths += not request.answered
 
     def _receive(self, connection: _Connection, message: Message) -> None:
         with self._changed:
+            if message["op"] == "cache":
+                self._cached.update(*decode_cache(message))
+                return
             version = decode_version(message)
             request = self._requests[version]
             assert request.number == message["number"] and not request.answered, (

@@ -2,10 +2,10 @@
 
 After connecting, a client receives one byte that carries the arena's memfd, and then a `hello`. The client sends
 `load`, `release`, `discard` and `purge`. Each `load` has a number and is answered by one `loaded` or `failed` with this
-number.
+number. After a message that changed the host cache, the loader sends a `cache` with the changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from slora_adapters.peft.packing import ByteArray, PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Message = dict[str, Any]
 
@@ -97,3 +97,18 @@ def encode_failed(failed: FetchFailed, number: int) -> Message:
         "code": failed.code,
         "message": failed.message,
     }
+
+
+def encode_cache(added: Iterable[tuple[AdapterVersion, int]], removed: Iterable[AdapterVersion]) -> Message:
+    """Encodes changes of the host cache. added: versions with their bytes."""
+    return {
+        "op": "cache",
+        "added": [[version.tenant, version.digest, size] for version, size in added],
+        "removed": [[version.tenant, version.digest] for version in removed],
+    }
+
+
+def decode_cache(message: Message) -> tuple[list[tuple[AdapterVersion, int]], list[AdapterVersion]]:
+    """Returns the versions that were added, with their bytes, and those that were removed."""
+    added = [(AdapterVersion(tenant, digest), size) for tenant, digest, size in message["added"]]
+    return added, [AdapterVersion(tenant, digest) for tenant, digest in message["removed"]]

@@ -26,6 +26,7 @@ from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.loader.loader_messages import (
     Message,
     decode_version,
+    encode_cache,
     encode_failed,
     encode_hello,
     encode_loaded,
@@ -58,6 +59,20 @@ class _Client:
         self._loop = asyncio.get_running_loop()
         self._held: defaultdict[AdapterVersion, list[CachedAdapter]] = defaultdict(list)
         self._gone = False
+        # What the engine knows of the cache, after so many changes.
+        self._num_changes = 0
+        self._told: dict[AdapterVersion, int] = {}
+
+    def tell_cache(self) -> None:
+        """Sends what has changed in the cache since the last call."""
+        found = self._loader.read_cache(self._num_changes)
+        if found is None:
+            return
+        self._num_changes, contents = found
+        added = [(version, size) for version, size in contents.items() if self._told.get(version) != size]
+        removed = [version for version in self._told if version not in contents]
+        self._told = contents
+        write_message(self._writer, encode_cache(added, removed))
 
     def obey(self, message: Message) -> None:
         if message["op"] == "purge":
@@ -97,6 +112,8 @@ class _Client:
         else:
             self._held[result.version].append(result)
             write_message(self._writer, encode_loaded(result, number, self._loader.paces))
+        if not self._gone:
+            self.tell_cache()
 
 
 class LoaderServer:
@@ -112,8 +129,10 @@ class LoaderServer:
         try:
             _pass_descriptor(writer, self._cache.descriptor)
             write_message(writer, encode_hello(self._cache.num_bytes))
+            client.tell_cache()
             while (message := await read_message(reader)) is not None:
                 client.obey(message)
+                client.tell_cache()
                 await writer.drain()
         except (BrokenFrame, ConnectionError) as error:
             logger.error("the connection to an engine failed: %s", error)

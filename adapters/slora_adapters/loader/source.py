@@ -14,7 +14,7 @@ Every implementation follows these rules:
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.peft.adapter import Adapter
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_directory import read_adapter
@@ -67,6 +68,9 @@ class AdapterSource(Protocol):
         """Recent load time in seconds per packed byte, by the tier that adapters came from. Tiers without a load are
         missing.
         """
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        """Returns what the host cache of this source holds; see `CachedVersions.count`."""
 
     def request(self, version: AdapterVersion) -> None:
         """Starts fetching a version."""
@@ -123,6 +127,10 @@ class DirectorySource:
     def paces(self) -> Mapping[str, float]:
         """Empty: the engine does not use the paces of this source."""
         return {}
+
+    def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
+        """Nothing: this source has no host cache."""
+        return CacheCounts()
 
     def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:
         """Validates the adapter in a directory and makes it fetchable. Raises what `read_adapter` raises."""

@@ -11,6 +11,7 @@ from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats
 from slora.pool.page_counts import PageCounts
 from slora.scheduler.served_counts import OTHERS, ServedCounts
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS
 
 __all__ = ["engine_metrics"]
@@ -21,6 +22,7 @@ def engine_metrics(model_name: str, info: EngineInfo, stats: EngineStats) -> Ite
     yield from _vllm(model_name, info, stats)
     yield from _own(stats)
     yield from _pages(stats)
+    yield from _host_cache(stats.host_cache)
     yield from _causes(stats)
     yield from _tenants(stats.tenants)
     yield from _adapters(stats)
@@ -200,6 +202,23 @@ def _pages(stats: EngineStats) -> Iterator[Metric]:
     yield tenants
 
 
+def _host_cache(counts: CacheCounts) -> Iterator[Metric]:
+    yield GaugeMetricFamily("slora_host_cache_adapters", "Adapters in the host cache.", counts.num_adapters)
+    size = GaugeMetricFamily("slora_host_cache_bytes", "Bytes of the host cache by state.", labels=["state"])
+    size.add_metric(["free"], counts.capacity_bytes - counts.used_bytes)
+    size.add_metric(["used"], counts.used_bytes)
+    yield size
+    tenants = GaugeMetricFamily(
+        "slora_tenant_host_cache_bytes",
+        "Bytes of the host cache by tenant. Those of further tenants count as other.",
+        labels=["tenant"],
+    )
+    named = {name: held for name, held in counts.tenants.items() if name != OTHERS}
+    for tenant, held in {**named, OTHERS: counts.used_bytes - sum(named.values())}.items():
+        tenants.add_metric([tenant], held)
+    yield tenants
+
+
 def _causes(stats: EngineStats) -> Iterator[Metric]:
     for name, help_text, label, counts in (
         (
@@ -269,14 +288,15 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
     )
     resident = GaugeMetricFamily(
         "slora_adapter_resident",
-        "1 while the adapter is in the pool, for the busiest adapters.",
-        labels=labels,
+        "1 while the adapter is in that tier (pool, or host for the host cache), for the busiest adapters.",
+        labels=[*labels, "tier"],
     )
     for name, counts in stats.adapters.items():
         tenant, _, digest = name.partition("/")
         values = [tenant, digest or OTHERS]
         if digest:
-            resident.add_metric(values, name in stats.pooled_adapters)
+            resident.add_metric([*values, "pool"], name in stats.pooled_adapters)
+            resident.add_metric([*values, "host"], name in stats.host_cache.labels)
         requests.add_metric(values, counts.requests)
         colds.add_metric(values, counts.cold_starts)
         _add_tokens(tokens, values, counts)

@@ -209,6 +209,37 @@ def test_requests_in_flight_at_a_killed_loader_are_answered_by_its_successor(
     assert bench.client.connected
 
 
+def test_an_engine_knows_what_the_host_cache_holds_even_if_it_connects_late(
+    make_bench: Callable[..., LoaderHarness],
+) -> None:
+    bench = make_bench(host_cache_bytes=2 * 4096)
+    bench.process.start()
+    first, second, third = (AdapterVersion(f"t{number}", bench.stock.add(number)) for number in range(3))
+    all_of_them = {version.label for version in (first, second, third)}
+
+    def holds(*versions: AdapterVersion, client: LoaderClient = bench.client) -> bool:
+        counts = client.count_cached(5, all_of_them)
+        assert counts.used_bytes == sum(counts.tenants.values()) == 4096 * counts.num_adapters
+        return set(counts.labels) == {version.label for version in versions}
+
+    for version in (first, second):
+        assert isinstance(bench.fetch(version), Fetched)
+        bench.client.release(version)
+    bench.wait_until(lambda: holds(first, second))
+    assert bench.client.count_cached(1, ()).tenants.keys() < {"t0", "t1"}
+    assert isinstance(bench.fetch(third), Fetched)  # evicts the adapter that was used first
+    bench.wait_until(lambda: holds(second, third))
+    late = bench.connect()
+    bench.wait_until(lambda: holds(second, third, client=late))
+    bench.client.discard(second)
+    bench.wait_until(lambda: holds(third))
+    bench.client.purge("t2")
+    bench.wait_until(lambda: holds())
+    assert bench.client.count_cached(5, ()).capacity_bytes == 2 * 4096
+    bench.process.kill()
+    bench.wait_until(lambda: bench.client.count_cached(5, ()).capacity_bytes == 0)
+
+
 def test_copies_in_a_dead_loaders_arena_stay_unchanged(
     make_bench: Callable[..., LoaderHarness],
 ) -> None:

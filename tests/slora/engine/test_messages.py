@@ -33,6 +33,7 @@ from slora.request import EngineRequest, FinishReason, RequestUsage, StepOutput,
 from slora.sampling_params import SamplingParams
 from slora.scheduler.served_counts import ServedCounts
 from slora.tenant_share import TenantShare
+from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode
 from tests.support.driving import COSTS
@@ -115,5 +116,6 @@ def test_numbers_arrive_by_name() -> None:
         LoadPaces(1e-10, {"file": 2e-10}),
         COSTS,
         RequestUsage(1, 2, 3, 4, 5.5),
+        CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
     )
     assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats

@@ -1,0 +1,51 @@
+"""Which adapters the host cache of a loader process holds, as an engine knows it from the loader's messages."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from slora_adapters.version import AdapterVersion
+
+__all__ = ["CacheCounts", "CachedVersions"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """What a host cache holds. Sizes are in bytes.
+
+    capacity_bytes: size of the host cache; 0 while no loader is connected.
+    tenants: bytes by tenant, of those that hold the most. labels: those adapters of a given selection that are cached,
+        as `AdapterVersion.label` names them.
+    """
+
+    num_adapters: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    tenants: Mapping[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+
+
+class CachedVersions:
+    """The cached adapters of one connection. capacity_bytes: size of the host cache."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._sizes: dict[AdapterVersion, int] = {}
+
+    def update(self, added: Iterable[tuple[AdapterVersion, int]], removed: Iterable[AdapterVersion]) -> None:
+        for version in removed:
+            self._sizes.pop(version, None)
+        self._sizes.update(added)
+
+    def count(self, most: int, labels: Collection[str]) -> CacheCounts:
+        """most: the most tenants that are listed. labels: the adapters that are looked for."""
+        tenants: Counter[str] = Counter()
+        for version, num_bytes in self._sizes.items():
+            tenants[version.tenant] += num_bytes
+        return CacheCounts(
+            len(self._sizes),
+            tenants.total(),
+            self._capacity_bytes,
+            dict(tenants.most_common(most)),
+            tuple(sorted({version.label for version in self._sizes}.intersection(labels))),
+        )
