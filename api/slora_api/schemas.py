@@ -752,10 +752,14 @@ class RotateKeyRequest(BaseModel):
 
 
 class NewOperatorKeyRequest(BaseModel):
-    """POST /admin/keys."""
+    """POST /admin/keys.
+
+    scopes: `admin` by default, which permits all. `metrics:read` permits GET /metrics only.
+    """
 
     model_config = STRICT
     name: Name
+    scopes: list[Name] | None = None
     expires_at: int | None = None
 
 

@@ -38,10 +38,10 @@ _OPERATOR_COLUMNS = {
     "STATE": _state,
     "EXPIRES": lambda key: _time(key["expires_at"], "never"),
     "LAST USED": lambda key: _time(key["last_used_at"], "never"),
+    "SCOPES": lambda key: ",".join(key["scopes"]),
 }
 _COLUMNS = {
     **_OPERATOR_COLUMNS,
-    "SCOPES": lambda key: ",".join(key["scopes"]),
     "DEFAULT MODEL": lambda key: key["adapter"] or "the base model",
     "MODELS": lambda key: "all" if key["models"] is None else ",".join(key["models"]),
 }
@@ -75,7 +75,7 @@ def create(arguments: argparse.Namespace) -> None:
 
 @explained
 def create_operator_key(arguments: argparse.Namespace) -> None:
-    _create(_OPERATOR_KEYS, {"name": arguments.name}, arguments)
+    _create(_OPERATOR_KEYS, {"name": arguments.name, "scopes": arguments.scopes}, arguments)
 
 
 @explained

@@ -244,6 +244,11 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
         "create", "create a key for an operator and print it; it cannot be shown again", has_json=True
     )
     create.add_argument("name", help="the person or program that gets the key")
+    create.add_argument(
+        "--scope", metavar="SCOPE", action="append", dest="scopes",
+        help="what the key may do: admin (all that an operator may do) or metrics:read (only GET /metrics) "
+        "(default: admin)",
+    )  # fmt: skip
     _add_expiry(create)
     _add_rotate(operators)
     operators.add("list", "list the operators' keys, without the secrets", has_json=True)

@@ -15,7 +15,7 @@ from slora_api.generation.generation import Generator
 from slora_api.package_version import find_package_version
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.tenants.authentication import Operator
+from slora_api.tenants.authentication import MetricsReader, Operator
 
 __all__ = ["router"]
 
@@ -85,7 +85,7 @@ async def readyz(services: Wired) -> Readiness:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(_operator: Operator, services: Wired) -> Response:
+async def metrics(_reader: MetricsReader, services: Wired) -> Response:
     generator = services.generator
     generator.metrics.is_read_only = services.reserve.is_full
     shipper = services.usage_shipper

@@ -13,7 +13,7 @@ from slora_api.routes.services import Wired
 from slora_api.schemas import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.key_record import Caller, KeyRecord
-from slora_api.tenants.scopes import TENANT_SCOPES, Scope, parse_scopes
+from slora_api.tenants.scopes import OPERATOR_SCOPES, TENANT_SCOPES, Scope, parse_scopes
 
 __all__ = ["KeyObject", "key_json", "router"]
 
@@ -98,7 +98,8 @@ def list_keys(tenant: str, _operator: Operator, services: Wired) -> ListObject[K
 
 @router.post("/keys", status_code=status.HTTP_201_CREATED, responses=errors(DiskFull))
 def create_operator_key(body: NewOperatorKeyRequest, _operator: Operator, services: Wired) -> NewKey:
-    record, key = services.key_store.create_operator_key(body.name, body.expires_at)
+    scopes = {Scope.ADMIN} if body.scopes is None else parse_scopes(body.scopes, "scopes", OPERATOR_SCOPES)
+    record, key = services.key_store.create_operator_key(body.name, body.expires_at, scopes)
     return {**key_json(record), "key": key.secret}
 
 

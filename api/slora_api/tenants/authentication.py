@@ -5,14 +5,14 @@ The middleware identifies the caller. A route's signature names the scope that i
 below. The two checks are independent, so a route without a scope would still be closed to callers without a key. Such a
 route is a bug, and `check_routes` refuses to start a server that has one.
 
-/metrics is for the operator only, because it names the adapters of all tenants and shows how much each is used.
-Prometheus sends a key with `authorization: {credentials_file: ...}`.
+/metrics needs a scope that only operators' keys have, because it names the adapters of all tenants and shows how much
+each is used. Prometheus sends a key with `authorization: {credentials_file: ...}`.
 """
 
 import asyncio
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.running_requests import RunningRequests
-from slora_api.tenants.scopes import Scope
+from slora_api.tenants.scopes import OPERATOR_SCOPES, Scope
 from slora_api.tenants.tenant_status import TenantStatus
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "AnyKey",
     "AuthenticationMiddleware",
     "InferenceKey",
+    "MetricsReader",
     "Operator",
     "UsageReader",
     "check_routes",
@@ -160,24 +161,29 @@ class RequiredScope:
 
     async def __call__(self, request: Request) -> Caller:
         caller: Caller = request.state.caller
-        if self.scope is None or self.scope in caller.scopes:
+        if self._is_held(caller.scopes):
             if isinstance(caller, KeyRecord) and caller.status is not TenantStatus.ACTIVE:
                 raise TenantSuspended(caller.tenant)
             return caller
         held = ", ".join(f"`{scope}`" for scope in sorted(caller.scopes))
-        if self.scope is Scope.ADMIN:
-            remedy = "Use an operator's key."
+        if self.scope in OPERATOR_SCOPES:
+            remedy = f"Use an operator's key with the scope `{self.scope}`."
         elif isinstance(caller, OperatorKey):
             remedy = "Use a tenant's API key, because an operator's key has no adapters."
         else:
             remedy = "Ask the operator for a key that has it."
         raise Forbidden(f"This route needs the scope `{self.scope}`, but your key has only {held}. {remedy}")
 
+    def _is_held(self, scopes: Set[Scope]) -> bool:
+        includes = self.scope is Scope.METRICS_READ and Scope.ADMIN in scopes
+        return self.scope is None or self.scope in scopes or includes
+
 
 InferenceKey = Annotated[KeyRecord, Depends(RequiredScope(Scope.INFERENCE))]
 AdapterReader = Annotated[KeyRecord, Depends(RequiredScope(Scope.ADAPTERS_READ))]
 AdapterWriter = Annotated[KeyRecord, Depends(RequiredScope(Scope.ADAPTERS_WRITE))]
 UsageReader = Annotated[KeyRecord, Depends(RequiredScope(Scope.USAGE_READ))]
+MetricsReader = Annotated[OperatorKey, Depends(RequiredScope(Scope.METRICS_READ))]
 Operator = Annotated[OperatorKey, Depends(RequiredScope(Scope.ADMIN))]
 AnyKey = Annotated[Caller, Depends(RequiredScope(None))]
 
@@ -212,5 +218,6 @@ def check_routes(routes: Iterable[APIRoute]) -> None:
 
 
 def is_operator(request: Request) -> bool:
-    """Whether the request was sent with an operator's key."""
-    return isinstance(getattr(request.state, "caller", None), OperatorKey)
+    """Whether the request was sent with a key that has the scope `admin`."""
+    caller: Caller | None = getattr(request.state, "caller", None)
+    return caller is not None and Scope.ADMIN in caller.scopes

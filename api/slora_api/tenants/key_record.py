@@ -55,7 +55,10 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class OperatorKey:
-    """An operator's key without its secret. The fields are those of a KeyRecord."""
+    """An operator's key without its secret. The fields are those of a KeyRecord.
+
+    scopes: of OPERATOR_SCOPES.
+    """
 
     key_id: str
     name: str
@@ -64,14 +67,11 @@ class OperatorKey:
     last_used_at: int | None = None
     revoked_at: int | None = None
     replaced_by: str | None = None
+    scopes: frozenset[Scope] = frozenset({Scope.ADMIN})
 
     @property
     def tenant(self) -> None:
         return None
-
-    @property
-    def scopes(self) -> frozenset[Scope]:
-        return frozenset({Scope.ADMIN})
 
 
 Caller = KeyRecord | OperatorKey

@@ -51,7 +51,16 @@ def make_record(row: Sequence[Any]) -> Caller:
     key_id, tenant, name, scopes, adapter, models, *times, replaced_by = columns
     created_at, expires_at, last_used_at, revoked_at = times
     if tenant is None:
-        return OperatorKey(key_id, name, created_at, expires_at, last_used_at, revoked_at, replaced_by)
+        return OperatorKey(
+            key_id,
+            name,
+            created_at,
+            expires_at,
+            last_used_at,
+            revoked_at,
+            replaced_by,
+            split_scopes(scopes),
+        )
     return KeyRecord(
         key_id,
         tenant,

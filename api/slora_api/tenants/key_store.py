@@ -143,19 +143,21 @@ class KeyStore:
         self._insert("key.create", record, key.secret)
         return record, key
 
-    def create_operator_key(self, name: str, expires_at: int | None = None) -> tuple[OperatorKey, NewKey]:
+    def create_operator_key(
+        self, name: str, expires_at: int | None = None, scopes: Set[Scope] = frozenset({Scope.ADMIN})
+    ) -> tuple[OperatorKey, NewKey]:
         """Creates a key of an operator. Only the second value contains the secret. Raises BadRequest."""
         if not name:
             raise BadRequest("`name` is empty; name the person or program that gets the key.", "name")
         _check_name(name)
         self._check_expiry(expires_at)
         key = make_key()
-        record = OperatorKey(key.key_id, name, self._now(), expires_at)
+        record = OperatorKey(key.key_id, name, self._now(), expires_at, scopes=frozenset(scopes))
         self._insert("key.create", record, key.secret)
         return record, key
 
     def has_operator_key(self) -> bool:
-        """Whether an operator's key other than the bootstrap key is valid."""
+        """Whether a key with the scope `admin` is valid, other than the bootstrap key."""
         return bool(self._valid_operator_keys())
 
     def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
@@ -224,7 +226,7 @@ class KeyStore:
     def revoke_key(self, key_id: str, *, keeps_operator: bool = False) -> None:
         """Revokes a key at once. Revoking it again is a no-op.
 
-        keeps_operator: refuse to revoke the last valid key of an operator.
+        keeps_operator: refuse to revoke the last valid key with the scope `admin`.
 
         Raises NotFound and KeyConflict. Raises TryAgain if neither the database nor the journal could be written. The
         revocation then applies in this process only, which keeps trying to write it. A restart before that would lose
@@ -433,7 +435,9 @@ class KeyStore:
         return {
             key.key_id
             for key in self.list_operator_keys()
-            if key.revoked_at is None and (key.expires_at is None or now < key.expires_at)
+            if Scope.ADMIN in key.scopes
+            and key.revoked_at is None
+            and (key.expires_at is None or now < key.expires_at)
         }
 
     def _check_rotatable(self, key: Caller) -> None:

@@ -1,11 +1,11 @@
 """Scopes: what a key may be used for. Each route names the scope that it needs; see `authentication.py`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from enum import StrEnum
 
 from slora_api.errors import BadRequest
 
-__all__ = ["TENANT_SCOPES", "Scope", "join_scopes", "parse_scopes", "split_scopes"]
+__all__ = ["OPERATOR_SCOPES", "TENANT_SCOPES", "Scope", "join_scopes", "parse_scopes", "split_scopes"]
 
 
 class Scope(StrEnum):
@@ -13,29 +13,37 @@ class Scope(StrEnum):
     ADAPTERS_READ = "adapters:read"
     ADAPTERS_WRITE = "adapters:write"
     USAGE_READ = "usage:read"
+    METRICS_READ = "metrics:read"
     ADMIN = "admin"
 
 
-# The scopes that a tenant's key may have. ADMIN belongs to operators' keys, which have no other scope.
-TENANT_SCOPES = frozenset(Scope) - {Scope.ADMIN}
+# The scopes that an operator's key may have: ADMIN permits all that METRICS_READ does. The metrics show the traffic of
+# all tenants, so a tenant's key cannot have either.
+OPERATOR_SCOPES = frozenset({Scope.ADMIN, Scope.METRICS_READ})
+TENANT_SCOPES = frozenset(Scope) - OPERATOR_SCOPES
 
 
-def parse_scopes(names: Iterable[str], param: str) -> frozenset[Scope]:
-    """Returns the scopes of a new key of a tenant. Raises BadRequest naming `param` and the scope that is refused."""
+def parse_scopes(
+    names: Iterable[str], param: str, known_scopes: Set[Scope] = TENANT_SCOPES
+) -> frozenset[Scope]:
+    """Returns the scopes of a new key. known_scopes: TENANT_SCOPES or OPERATOR_SCOPES.
+
+    Raises BadRequest naming `param` and the scope that is refused.
+    """
     wanted = list(names)
-    known = ", ".join(f"`{scope}`" for scope in Scope if scope in TENANT_SCOPES)
+    known = ", ".join(f"`{scope}`" for scope in Scope if scope in known_scopes)
     if not wanted:
         raise BadRequest(
             f"`{param}` is empty, so the key could do nothing; name at least one of {known}.", param
         )
     for name in wanted:
-        if name == Scope.ADMIN:
+        if name in OPERATOR_SCOPES - known_scopes:
             raise BadRequest(
-                f"`{param}` contains `admin`, which a tenant's key cannot have; create an operator's key with POST "
+                f"`{param}` contains `{name}`, which a tenant's key cannot have; create an operator's key with POST "
                 "/admin/keys.",
                 param,
             )
-        if name not in TENANT_SCOPES:
+        if name not in known_scopes:
             raise BadRequest(f"`{param}` contains {name[:64]!r}, which is not a scope; use {known}.", param)
     return frozenset(map(Scope, wanted))
 

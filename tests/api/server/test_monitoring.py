@@ -43,10 +43,12 @@ def read_queries() -> dict[str, str]:
 def write_config(directory: Path, served: Served) -> Path:
     """The configuration of docker-compose.yml for this server, with the shortest interval that makes sense."""
     text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
-    secret = directory / "admin-key"
-    secret.write_text(ADMIN_KEY)
+    secret = directory / "metrics-key"
+    with served.client(ADMIN_KEY) as operator:
+        made = operator.post("/admin/keys", json={"name": "prometheus", "scopes": ["metrics:read"]})
+    secret.write_text(made.raise_for_status().json()["key"])
     for before, after in (
-        ("/run/secrets/slora_admin_key", str(secret)),
+        ("/run/secrets/slora_metrics_key", str(secret)),
         ("slora:8000", served.url.removeprefix("http://")),
         ("15s", "200ms"),
         ("alerts.yml", str(ALERTS)),
@@ -128,5 +130,5 @@ def test_the_files_of_grafana_name_the_folders_that_compose_mounts() -> None:
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
     scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
     assert scraped["static_configs"] == [{"targets": ["slora:8000"]}]
-    assert scraped["authorization"]["credentials_file"] == "/run/secrets/slora_admin_key"
-    assert compose["prometheus"]["secrets"] == ["slora_admin_key"]
+    assert scraped["authorization"]["credentials_file"] == "/run/secrets/slora_metrics_key"
+    assert compose["prometheus"]["secrets"] == ["slora_metrics_key"]

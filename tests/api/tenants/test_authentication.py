@@ -93,15 +93,19 @@ def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> Non
         return bearer(key_store.create_key("walker", scopes=frozenset(scopes))[1].secret)
 
     operator = bearer(key_store.create_operator_key("walker")[1].secret)
+    scraper = bearer(key_store.create_operator_key("scraper", scopes={Scope.METRICS_READ})[1].secret)
     for method, path, needed in needs(platform):
         others = [] if needed is None else [key_with(*TENANT_SCOPES - {needed})]
         if needed is None:
-            holders = [operator, bearer(ADMIN_KEY), *(key_with(scope) for scope in TENANT_SCOPES)]
+            holders = [operator, bearer(ADMIN_KEY), scraper, *(key_with(scope) for scope in TENANT_SCOPES)]
+        elif needed is Scope.METRICS_READ:
+            holders = [operator, bearer(ADMIN_KEY), scraper]
         elif needed is Scope.ADMIN:
             holders = [operator, bearer(ADMIN_KEY)]
+            others.append(scraper)
         else:
             holders = [key_with(needed)]
-            others += [operator, bearer(ADMIN_KEY)]
+            others += [operator, bearer(ADMIN_KEY), scraper]
         for headers in others:
             answer = ask(platform, method, path, headers)
             error = answer.json()["error"]
@@ -124,6 +128,25 @@ def test_a_refusal_names_the_missing_scope_and_the_scopes_of_the_key(platform: P
         "param": None,
         "code": "insufficient_permissions",
     }
+
+
+def test_a_metrics_key_reads_the_metrics_and_nothing_else_of_an_operator(platform: Platform) -> None:
+    platform.key("scraped")
+    with platform.client(ADMIN_KEY) as admin:
+        made = admin.post("/admin/keys", json={"name": "prometheus", "scopes": ["metrics:read"]})
+        rotated = admin.post(f"/admin/keys/{made.json()['key_id']}/rotate")
+        for refused in (["inference"], ["metrics:read", "usage:read"], []):
+            answer = admin.post("/admin/keys", json={"name": "wide", "scopes": refused})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "scopes")
+        answer = admin.post("/admin/tenants/scraped/keys", json={"scopes": ["metrics:read"]})
+        assert answer.status_code == 400 and "POST /admin/keys" in answer.json()["error"]["message"]
+    assert made.json()["scopes"] == rotated.json()["scopes"] == ["metrics:read"]
+    with platform.client(rotated.json()["key"]) as scraper:
+        assert scraper.get("/metrics").status_code == 200
+        refusal = scraper.get("/admin/tenants")
+        assert refusal.status_code == 403
+        assert "Use an operator's key with the scope `admin`." in refusal.json()["error"]["message"]
+        assert scraper.get("/v1/me").json()["scopes"] == ["metrics:read"]
 
 
 def test_a_server_with_a_route_that_names_no_scope_does_not_start() -> None:
