@@ -1,4 +1,4 @@
-"""The adapters of a simulation: any number of them, made when they are first named. No weights: only sizes."""
+"""The adapters of a simulation. Each is made when it is first named. They have sizes but no weights."""
 
 from functools import cache
 
@@ -10,7 +10,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class AdapterFleet:
-    """Adapter i belongs to tenant `i % num_tenants` (None: each to its own) and has rank `ranks[i % len(ranks)]`."""
+    """Makes adapter i with rank `ranks[i % len(ranks)]` for tenant `i % num_tenants`. If num_tenants is None, each
+    adapter has a tenant of its own.
+    """
 
     def __init__(self, machine: Machine, ranks: tuple[int, ...], num_tenants: int | None = None) -> None:
         self._ranks = ranks
@@ -33,6 +35,6 @@ class AdapterFleet:
 
 
 def _weightless(machine: Machine, rank: int) -> PackedAdapter:
-    """What a scheduler asks of a packed adapter is its layout; there are no bytes behind it."""
+    """Returns a packed adapter without bytes. A scheduler reads only its layout."""
     layout = machine.adapter_layout(rank)
     return PackedAdapter(layout, np.zeros(0, np.float32), np.zeros(0, np.uint8))

@@ -1,12 +1,12 @@
-"""How long prompts and answers are. Synthetic: the means are the PagedAttention paper's, the shapes are not.
+"""Synthetic lengths of prompts and answers. Their means come from the PagedAttention paper, their distributions do not.
 
-The paper (SOSP'23, figure 11) gives the mean lengths of its two traces and shows that all four are skewed to the
-right, with tails to about 2,000 tokens. We draw from a lognormal distribution with sigma 1, the same for all four:
-the median is 0.61 of the mean, one length in a thousand is 13 times the mean. Lengths are clipped to 1..2,048, and a
-sample is scaled until its mean is the paper's, so that no figure depends on the luck of the tail.
+The paper (SOSP'23, figure 11) gives the mean lengths of prompts and answers in its two traces. It shows that all four
+distributions are skewed to the right, with tails to about 2,000 tokens. Here all four are lognormal with sigma 1: the
+median is 0.61 of the mean, and one length in a thousand is 13 times the mean. Lengths are clipped to 1..2,048. Each
+sample is scaled until its mean is the paper's, so that no result depends on the few longest lengths.
 
-Of ShareGPT there is a public list of lengths, whose answers have no such tail: `SHAREGPT_SHAPED`. Of Alpaca we know no
-more than the means.
+For ShareGPT there is also a public list of lengths. Its answers have no such tail; `SHAREGPT_SHAPED` follows it. For
+Alpaca only the means are known.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ MAX_TOKENS = 2048
 
 class Shape(Protocol):
     def draw(self, count: int, random: np.random.Generator) -> FloatArray:
-        """Positive numbers of any mean."""
+        """Draws `count` positive numbers with any mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Straight lines between the lengths that `SHARES` of all do not exceed."""
+    """A distribution given by its quantiles: a share `SHARES[i]` of all lengths is at most `lengths[i]`. Between them
+    it is linear.
+    """
 
     lengths: tuple[float, ...]
 
@@ -49,7 +51,7 @@ LOGNORMAL = Lognormal()
 
 @dataclass(frozen=True, slots=True)
 class LengthPair:
-    """Mean tokens of the prompt and of the answer, and how lengths lie about them."""
+    """The mean tokens of prompts and of answers, and the shapes of both distributions."""
 
     name: str
     prompt_mean: float
@@ -58,16 +60,17 @@ class LengthPair:
     outputs: Shape = LOGNORMAL
 
     def draw(self, count: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
-        """(prompt lengths, answer lengths), independent of each other."""
+        """Returns the lengths of `count` prompts and of as many answers, drawn independently of each other."""
         prompts = draw_lengths(count, self.prompt_mean, random, self.prompts)
         return prompts, draw_lengths(count, self.output_mean, random, self.outputs)
 
 
 SHAREGPT = LengthPair("ShareGPT-like", 161.31, 337.99)
 ALPACA = LengthPair("Alpaca-like", 19.31, 58.45)
-# The conversations' first turns in microsoft/sarathi-serve, data/processed_traces/sharegpt_8k_filtered_stats_llama2_
-# tokenizer.csv at 72339db, of which we kept those that vLLM's benchmark would: prompts of 4 to 1,024 tokens, 2,048 with
-# the answer. 5,315 turns with means of 136 and 472 tokens. Prompt and answer are uncorrelated there (0.01).
+# The first turns of the conversations in data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv of
+# microsoft/sarathi-serve at 72339db. As in vLLM's benchmark, only prompts of 4 to 1,024 tokens count, and only turns of
+# at most 2,048 tokens with the answer. This leaves 5,315 turns, with means of 136 and 472 tokens. The lengths of
+# prompts and answers are uncorrelated (0.01).
 SHAREGPT_SHAPED = replace(
     SHAREGPT,
     name="ShareGPT-shaped",
@@ -77,10 +80,11 @@ SHAREGPT_SHAPED = replace(
 
 
 def draw_lengths(count: int, mean: float, random: np.random.Generator, shape: Shape = LOGNORMAL) -> list[int]:
-    """Lengths whose mean is `mean`, within half a token for each of them."""
+    """Draws whole lengths whose mean is within half a token of `mean`."""
     drawn = shape.draw(count, random)
     scale = mean / float(drawn.mean())
-    for _ in range(50):  # clipping takes from the tail: the rest grows until the mean is right again
+    # Clipping the tail lowers the mean, so all lengths are scaled until the mean is right again.
+    for _ in range(50):
         lengths = np.clip(np.rint(drawn * scale), 1, MAX_TOKENS)
         scale *= mean / float(lengths.mean())
     return [int(length) for length in lengths]

@@ -1,4 +1,4 @@
-"""The machine that is simulated: a model on a device, and what its work takes there."""
+"""The simulated machine: a model on a device, and the costs of its work."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """pool_tokens: tokens of KV that the whole pool would hold. adapted: the linears that adapters change."""
+    """A model on a device.
+
+    pool_tokens: the tokens of KV that the whole page pool would hold. adapted: the linears that adapters change.
+    """
 
     name: str
     shape: ModelShape
@@ -25,7 +28,7 @@ class Machine:
 
     @property
     def full_page_bytes(self) -> int:
-        """Of one page over all layers."""
+        """Bytes of one page over all layers."""
         return self.shape.page_bytes(self.block_tokens) * self.shape.num_layers
 
     @property

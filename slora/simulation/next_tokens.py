@@ -1,16 +1,22 @@
-"""How likely each next token is, without a model: what the beams of a simulated search propose by.
+"""The probabilities of next tokens without a model. The beams of a simulated search propose these tokens.
 
-Sticks are broken off one after another, each a uniform share of what is left (the Poisson-Dirichlet distribution with
-theta = 1): the likeliest token has 0.62 of the probability on average. A search of 16 beams finds text of perplexity
-1.49 in it; that of GPT-2 large finds 1.48 (Holtzman et al., ICLR 2020, table 1).
+The probabilities follow the Poisson-Dirichlet distribution with theta = 1. It is drawn by stick breaking: each token
+gets a uniformly distributed share of the probability that is left. On average the most probable token has 0.62. A
+search with 16 beams finds text of perplexity 1.49 in this distribution; in GPT-2 large it finds 1.48 (Holtzman et al.,
+ICLR 2020, table 1).
 
-Two beams of a real model differ in a few words and expect much the same to come; how much the same decides how long
-both live. Here all beams that end in the same `memory_tokens` tokens expect the same, and any two others expect nothing
-in common. The extremes: alike (0), all beams of a request stay apart by whatever once told them apart; independent
-(None), of two that differ anywhere one soon falls behind, and what is left has a common past. In between, a sentence
-(20): language models hardly tell in which order the words before it came (Khandelwal et al., ACL 2018).
+Two beams of a real model differ in a few words and expect similar next tokens. How similar decides how long both
+survive. Here two beams expect the same next tokens if their last `memory_tokens` tokens are equal; otherwise their
+expectations are independent. There are two extremes:
 
-Knows no search and no sequence.
+- With 0, all beams expect the same, so the differences between their scores stay.
+- With None, beams that differ anywhere are independent. One of them soon falls behind and is dropped, so the beams that
+  are left share most of their text.
+
+A sentence (`SENTENCE_TOKENS`) is a realistic value, because language models hardly depend on the order of words before
+it (Khandelwal et al., ACL 2018).
+
+This module does not depend on searches or sequences.
 """
 
 import math
@@ -22,29 +28,30 @@ from slora.scheduler.beam_search import Proposal
 from slora.simulation.traces import FIRST_TOKEN
 
 SENTENCE_TOKENS = 20
-_STICKS_A_TOKEN = (
-    4  # of so many sticks broken off for each token wanted, those that are left out have no chance
-)
+# Breaking this many sticks for each proposed token finds the largest ones almost surely.
+_STICKS_A_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """memory_tokens: how many of the last tokens tell what comes next; None: all."""
+    """Proposes next tokens. memory_tokens: how many of the last tokens decide the probabilities; None: all."""
 
     memory_tokens: int | None
 
     def propose(self, thread: int, answer: list[int], count: int) -> Proposal:
-        """The `count` likeliest tokens behind `answer`, in the text of this thread. The same for the same arguments."""
+        """Returns the `count` most probable tokens after `answer` in the text of this thread. Equal arguments give
+        equal results.
+        """
         known = len(answer) if self.memory_tokens is None else min(self.memory_tokens, len(answer))
         logprobs = _logprobs(hash((thread, len(answer), *answer[len(answer) - known :])), count)
         return Proposal(list(range(FIRST_TOKEN, FIRST_TOKEN + count)), logprobs, logprobs)
 
 
-@lru_cache(maxsize=1024)  # beams side by side ask for the same
+@lru_cache(maxsize=1024)  # Beams of one search often repeat a call.
 def _logprobs(seed: int, count: int) -> list[float]:
     random, left, logprobs = Random(seed), 0.0, []
     for _ in range(_STICKS_A_TOKEN * count):
-        share = 1.0 - random.random()  # never 0, whose logarithm is none
+        share = 1.0 - random.random()  # The share is never 0, so its logarithm exists.
         logprobs.append(left + math.log(share))
         left += math.log1p(-share) if share < 1.0 else -math.inf
     return sorted(logprobs, reverse=True)[:count]

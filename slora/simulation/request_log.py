@@ -1,4 +1,4 @@
-"""What became of each request of a replay, and the figures that follow."""
+"""The outcome of each request of a simulation, and the statistics over all of them."""
 
 import statistics
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ SLO_S = 6.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Times are of the simulation's clock. error: the name of what ended it early, if anything did."""
+    """The outcome of one request. Times are seconds on the clock of the simulation. error: the name of the error that
+    ended the request, if any.
+    """
 
     request: TraceRequest
     num_choices: int = 1
@@ -36,9 +38,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """attainment: share of all requests whose first token came within the SLO; those that were refused or aborted did
-    not. Rates are over the whole time from the first arrival's clock zero to the last answer, the drain included, as
-    S-LoRA counts. Times of nobody are 0.
+    """Statistics over all requests.
+
+    attainment: the share of all requests whose first token arrived within the SLO. Refused and aborted requests count
+        as misses.
+
+    As in S-LoRA, rates are averages from the start of the clock to the end of the last request. Times are 0 if no
+    request has them.
     """
 
     requests: int
@@ -83,7 +89,7 @@ def summarize(outcomes: list[Outcome], slo_s: float = SLO_S) -> Results:
 
 
 def percentile(ordered: list[float], percent: float) -> float:
-    """The value that `percent` of an ordered list do not exceed (nearest rank)."""
+    """The percentile of an ordered list by nearest rank; 0 for an empty list."""
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

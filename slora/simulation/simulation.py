@@ -1,8 +1,8 @@
-"""The production scheduler, pool, residency and eviction under a virtual clock: only the model is missing.
+"""Runs the scheduler, page pool, residency and eviction of the engine on a virtual clock, without a model.
 
-A trace's requests are added when they arrive, every step is planned by the scheduler itself, and the clock moves by
-what the step would take (`Machine.costs`). Two runs of one trace are equal in every number. What the scheduler and its
-parts are made of, and how they are stepped, is written in this file and nowhere else in the benches.
+A trace's requests are added when they arrive. The scheduler plans every step, and the clock advances by the time that
+the step would take (`Machine.costs`). Two runs of the same trace give equal results. Simulations and benchmarks build
+and step the scheduler only through this module.
 """
 
 import time
@@ -33,7 +33,7 @@ def _default(option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The engine's own options and their defaults; see SchedulerConfig."""
+    """The engine's policies with their defaults; see SchedulerConfig."""
 
     scheduling: str = _default("scheduling")
     eviction: str = _default("eviction")
@@ -45,13 +45,16 @@ class Policies:
 class Setup:
     """What is simulated.
 
-    ranks, num_tenants: of the adapters, see AdapterFleet. num_slots: the most adapters in the pool.
-    max_tokens: None tells the engine how long each answer will be (as S-LoRA's bench does); a number is what every
-    request allows, and the answer's true end comes as a stop token.
-    num_choices: answers to each request, all of the same length. beams: what as many beams of a search propose by; None
-    draws the answers. deadline_s: of every request, for its first token.
-    load_pages: of adapters that a step loads beside decoding; None is the engine's rule. swap_share: pages of the host,
-    over those of the pool.
+    ranks, num_tenants: see AdapterFleet.
+    num_slots: the most adapters in the pool.
+    max_tokens: the max_tokens of every request; its answer ends earlier with a stop token. None sets max_tokens to the
+        length of the answer, so the engine knows it, as in S-LoRA's benchmark.
+    num_choices: answers to each request, all of the same length.
+    beams: what the beams of a search propose; each request then runs a search with `num_choices` beams. None: answers
+        are sampled.
+    deadline_s: the deadline for the first token of every request.
+    load_pages: the most adapter pages that a step with decoding sequences loads; None uses the engine's rule.
+    swap_share: the number of host pages for swapping, as a fraction of the pool's pages.
     """
 
     machine: Machine
@@ -90,26 +93,26 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
 
 
 class Gate(Protocol):
-    """Holds requests back before the engine sees them."""
+    """Decides when an arrived request is passed to the engine."""
 
     def push(self, request: TraceRequest) -> None:
-        """It has arrived."""
+        """Adds a request that has arrived."""
 
     def release(self, now: float, num_unfinished: int) -> list[TraceRequest]:
-        """Those that may pass, given how many are in the engine."""
+        """Returns the requests to pass to the engine now. num_unfinished: requests that are in the engine."""
 
     def wake_at(self) -> float | None:
-        """When it may let somebody pass though nothing happens; None: not by time alone."""
+        """When `release` may return a request even if nothing else happens; None: never."""
 
 
 class Observer(Protocol):
     def observe(self, simulation: "Simulation", plan: StepPlan, seconds: float) -> None:
-        """A step was planned and will take `seconds`; its tokens are not counted as computed yet."""
+        """Called when a step is planned and will take `seconds`. Its tokens do not count as computed yet."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all steps. starts: sequences with an adapter that began to run; loads: those that brought it in."""
+    """Sums over all steps. starts: admissions of sequences with an adapter. loads: how many adapters were loaded."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -121,13 +124,14 @@ class Totals:
 
     @property
     def hit_share(self) -> float:
-        """Of the starts with an adapter, those that found it in the pool."""
+        """The share of `starts` that found the adapter in the pool."""
         return 1 - self.loads / self.starts if self.starts else 0.0
 
 
 class Simulation:
-    """One engine and one trace. `running`: the sequences that hold pages, for observers.
+    """One engine and one trace.
 
+    running: the sequences that hold pages, for observers.
     schedule_s, postprocess_s: real seconds that the scheduler took in the last step.
     """
 
@@ -142,9 +146,8 @@ class Simulation:
         self.outcomes: dict[str, Outcome] = {}
         self.running: dict[int, Sequence] = {}
         self._observers = tuple(observers)
-        self._tokens: dict[
-            str, tuple[SampledToken, int | None]
-        ] = {}  # what is drawn, and after how many the stop token
+        # By request: the token that is sampled, and the length of the answer at which the stop token is sampled.
+        self._tokens: dict[str, tuple[SampledToken, int | None]] = {}
         self._stop = SampledToken(STOP_TOKEN)
         self.num_unfinished = 0
         self.schedule_s = self.postprocess_s = 0.0
@@ -154,7 +157,7 @@ class Simulation:
         return self.source.now
 
     def run(self, trace: Trace, gate: Gate | None = None, *, until_s: float | None = None) -> Results:
-        """Replays a trace until all is answered, or until a moment of the clock."""
+        """Replays a trace until all requests have ended, or until the clock reaches `until_s`."""
         position = 0
         while until_s is None or self.now < until_s:
             while position < len(trace) and trace[position].arrival_s <= self.now:
@@ -182,7 +185,7 @@ class Simulation:
         return summarize(list(self.outcomes.values()))
 
     def submit(self, request: TraceRequest) -> None:
-        """The engine gets a request now; its waiting is counted from its arrival in the trace."""
+        """Passes a request to the engine. Its waiting time counts from its arrival in the trace."""
         setup = self.setup
         request_id = f"request-{len(self.outcomes)}"
         max_tokens = request.output_tokens if setup.max_tokens is None else setup.max_tokens
@@ -209,7 +212,9 @@ class Simulation:
         self.scheduler.add(sequence, request.arrival_s)
 
     def step(self) -> bool:
-        """Plans and takes in one step; the clock moves by what it costs. False: there was nothing to do."""
+        """Plans and postprocesses one step, and advances the clock by its costs. Returns False if there was nothing to
+        do.
+        """
         started_s = time.perf_counter()
         plan = self.scheduler.schedule(self.now)
         self.schedule_s = time.perf_counter() - started_s
@@ -276,8 +281,12 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Means over time. running: requests that compute; those that wait for a load don't. Shares are of the bytes of
-    held pages: a cached page may be of use to somebody, or not.
+    """How the pool was used, averaged over time.
+
+    running: requests that compute, without those that wait for a load.
+    held_share, cached_share: shares of all pages.
+    kv_token_share, adapter_share: shares of the bytes of held pages. Cached pages are not counted, because they may
+        never be reused.
     """
 
     seconds: float
@@ -289,12 +298,15 @@ class PoolUse:
 
     @property
     def useful_share(self) -> float:
-        """Bytes of real token states and of real adapters, over the bytes of the pages that hold them."""
+        """The bytes of computed KV and of adapters, as a share of the bytes of held pages."""
         return self.kv_token_share + self.adapter_share
 
 
 class PoolMeter:
-    """Watches the pool while somebody waits for it, the first `warm_up_s` aside; for sequences that share no page."""
+    """An observer that measures how the pool is used. It is exact only for sequences that share no page.
+
+    warm_up_s: the time at the start that is not measured. only_backlog: measure only while requests wait.
+    """
 
     def __init__(self, warm_up_s: float = 0.0, *, only_backlog: bool = True) -> None:
         self._warm_up_s = warm_up_s

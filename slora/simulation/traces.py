@@ -1,13 +1,14 @@
-"""Requests over time: what a simulation or a bench replays. Nothing here knows an engine.
+"""Traces: the requests that a simulation or a benchmark replays, with their times. This module does not depend on the
+engine.
 
-`slora_trace` is S-LoRA's own generator (its benchmarks/trace.py): seed 42, the same draws in the same order, so that
-its traces are reproduced number by number. Mind that its alpha = 1 is uniform popularity: 200 adapters, 600 requests,
-and the most popular one gets 1.3% of them; 0.3 gives it 22.5%. `zipf_trace` draws adapters from a Zipf distribution,
-as Punica's workload does. `chat_trace` has conversations whose prompts share their beginnings.
+`slora_trace` is S-LoRA's own generator (its benchmarks/trace.py). With seed 42 it makes the same draws in the same
+order, so its traces equal S-LoRA's in every number. Its alpha = 1 means uniform popularity: with 200 adapters and 600
+requests, the most popular adapter gets 1.3% of them. With alpha = 0.3 it gets 22.5%. `zipf_trace` draws adapters from a
+Zipf distribution, as Punica's workload does. `chat_trace` has conversations whose prompts share their beginnings.
 
-A prompt's tokens come in two parts: `shared_tokens` that all requests of its adapter begin with (a system prompt), then
-tokens that only its `thread` says. So requests of one thread continue each other, and all others have in common what
-they should, whatever a prefix cache makes of it.
+A prompt has two parts. The first `shared_tokens` tokens are the same for all requests with the same adapter, like a
+system prompt. All further tokens are specific to the request's `thread`. So requests of one thread continue each other,
+and other requests share exactly the prefixes that they should.
 """
 
 from collections.abc import Sequence
@@ -17,16 +18,19 @@ import numpy as np
 
 from slora.simulation.lengths import SHAREGPT, LengthPair
 
-# Token ids below are left to special tokens: a simulated model stops at one of them.
+# Smaller ids are special tokens. A simulated model stops at one of them.
 FIRST_TOKEN = 16
 SHARED_TOKEN = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """`output_tokens` is how long the answer will be; whether the engine is told is the simulation's choice.
+    """One request of a trace.
 
-    adapter: None is the bare base. thread: requests of the same one (and adapter) continue each other's text.
+    adapter: None for the base model.
+    output_tokens: the length of the answer. The simulation decides whether the engine knows it.
+    thread: requests with the same thread and adapter continue each other's text.
+    shared_tokens: the length of the prefix that the prompt shares with all requests of its adapter.
     """
 
     arrival_s: float
@@ -39,7 +43,7 @@ class TraceRequest:
 
     @property
     def thread_token(self) -> int:
-        """The one token that prompt and answer of this thread consist of."""
+        """The only token in prompts and answers of this thread, after the shared prefix."""
         return FIRST_TOKEN + self.thread
 
     def prompt(self) -> list[int]:
@@ -53,7 +57,7 @@ Trace = list[TraceRequest]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One of S-LoRA's: adapter i has rank ranks[i % len(ranks)]."""
+    """One of S-LoRA's settings. Adapter i has rank ranks[i % len(ranks)]."""
 
     name: str
     ranks: tuple[int, ...]
@@ -75,13 +79,13 @@ def slora_trace(
     num_tenants: int | None = None,
     seed: int = 42,
 ) -> Trace:
-    """S-LoRA's generator. Each adapter is a tenant of its own, as there, unless `num_tenants` share them.
+    """Makes a trace with S-LoRA's generator. As there, each adapter has a tenant of its own, unless `num_tenants` share
+    them.
 
-    Worked example: 200 adapters at 2 requests a second for 300 s: 600 requests, 1,026 tokens a second.
+    Worked example: 200 adapters at 2 requests a second for 300 s give 600 requests and 1,026 tokens a second.
     """
-    random = np.random.RandomState(
-        seed
-    )  # the stream of np.random.seed(seed), without touching the global one
+    # The same stream as after np.random.seed(seed), without changing the global state.
+    random = np.random.RandomState(seed)
     count = int(rate * duration_s)
     adapters = (random.power(alpha, count) * num_adapters).astype(int).tolist()
     prompts = random.randint(lengths[0], lengths[1], count).tolist()
@@ -101,7 +105,9 @@ def zipf_trace(
     num_tenants: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Adapter k (from 1) is asked for in proportion to k ** -alpha; gaps are gamma distributed with variation `cv`."""
+    """Makes a trace in which adapter k (from 1) is requested in proportion to k ** -alpha. The gaps between requests
+    have a gamma distribution with coefficient of variation `cv`.
+    """
     random = np.random.default_rng(seed)
     count = int(rate * duration_s)
     popularity = np.arange(1, num_adapters + 1, dtype=float) ** -alpha
@@ -123,10 +129,11 @@ def chat_trace(
     num_tenants: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Conversations: each begins with its adapter's system prompt, each turn with all that was said before.
+    """Makes a trace of conversations. Each begins with the system prompt of its adapter, and each turn begins with the
+    whole conversation before it.
 
-    `rate` counts requests, so `rate / turns` conversations begin a second. A turn follows `pause_s` (on average,
-    exponential) after the one before: an open loop, it does not wait for a late answer.
+    `rate` counts requests, so `rate / turns` conversations begin per second. The pauses between turns have an
+    exponential distribution with mean `pause_s`. The load is open-loop: a turn does not wait for a late answer.
     """
     random = np.random.default_rng(seed)
     count = max(1, int(rate * duration_s / turns))
@@ -148,7 +155,7 @@ def chat_trace(
 
 
 def base_trace(count: int, rate: float, lengths: LengthPair, *, seed: int = 0) -> Trace:
-    """Poisson arrivals for the bare base model, all of one tenant."""
+    """Makes a trace of requests to the base model from one tenant, with Poisson arrivals."""
     random = np.random.default_rng(seed)
     prompts, outputs = lengths.draw(count, random)
     columns = zip(gamma_arrivals(count, rate, 1.0, random), prompts, outputs, strict=True)
@@ -156,13 +163,13 @@ def base_trace(count: int, rate: float, lengths: LengthPair, *, seed: int = 0) -
 
 
 def gamma_arrivals(count: int, rate: float, cv: float, random: np.random.Generator) -> list[float]:
-    """Times of `count` arrivals; cv 1 is a Poisson process, more is burstier."""
+    """Draws the times of `count` arrivals. cv 1 gives a Poisson process; a larger cv gives burstier arrivals."""
     arrivals: list[float] = np.cumsum(random.gamma(1 / cv**2, cv**2 / rate, count)).tolist()
     return arrivals
 
 
 def merge(*traces: Trace) -> Trace:
-    """All requests in order of arrival, threads renumbered so that those of different traces differ."""
+    """Merges traces in order of arrival. Threads are renumbered, so that threads of different traces stay different."""
     merged: Trace = []
     first = 0
     for trace in traces:
@@ -172,7 +179,7 @@ def merge(*traces: Trace) -> Trace:
 
 
 def offered_tokens_per_s(trace: Trace) -> float:
-    """Prompt and answer tokens over the time of the arrivals."""
+    """Prompt and answer tokens of the trace, divided by the time of its last arrival."""
     tokens = sum(request.prompt_tokens + request.output_tokens for request in trace)
     return tokens / trace[-1].arrival_s
 

@@ -1,6 +1,7 @@
-"""An AdapterSource over virtual time: a fetch takes a latency plus its bytes at a bandwidth, and a few run at a time.
+"""An AdapterSource on a virtual clock. A fetch takes a latency and the time to copy its bytes, and a few fetches run at
+once.
 
-The simulation advances `now`, and `poll` returns the fetches that have arrived by then.
+The simulation advances `now`. `poll` returns the fetches that have ended by then.
 """
 
 import heapq
@@ -17,7 +18,9 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class FetchCosts:
-    """bytes_per_s: of each fetch; `num_lanes` of them run at once, further ones queue."""
+    """The costs of fetches. bytes_per_s: the bandwidth of each fetch. num_lanes: how many fetches run at once; further
+    ones wait.
+    """
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -25,7 +28,7 @@ class FetchCosts:
 
 
 class VirtualSource:
-    """Apart from `costs`, the host has no limits; its capacity is unlimited, too."""
+    """A source whose only limits are `costs`. The capacity of the host cache is unlimited."""
 
     def __init__(self, fleet: AdapterFleet, costs: FetchCosts) -> None:
         self.now = 0.0
@@ -35,9 +38,9 @@ class VirtualSource:
         self.paces: dict[str, float] = {}
         self._fleet = fleet
         self._costs = costs
-        self._lanes = [0.0] * costs.num_lanes  # when each is free again: a heap
-        self._arrivals: list[tuple[float, int, AdapterVersion]] = []  # a heap by time
-        self._in_flight: dict[AdapterVersion, float] = {}  # when it was asked for
+        self._lanes = [0.0] * costs.num_lanes  # A heap of the times at which the lanes become free.
+        self._arrivals: list[tuple[float, int, AdapterVersion]] = []  # A heap by time of arrival.
+        self._in_flight: dict[AdapterVersion, float] = {}  # When each fetch was requested.
         self._order = itertools.count()
         self._pins: Counter[AdapterVersion] = Counter()
 
@@ -78,7 +81,7 @@ class VirtualSource:
         self._pins[version] -= 1
 
     def discard(self, version: AdapterVersion) -> None:
-        """Nothing is kept here."""
+        """Does nothing, because no copy is kept."""
 
     def purge(self, tenant: str) -> None:
-        """Nothing is kept here."""
+        """Does nothing, because no copy is kept."""
