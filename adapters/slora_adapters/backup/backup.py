@@ -1,7 +1,7 @@
 """Copies database, store and secrets into a directory while servers go on.
 
 One transaction reserves every blob that a version refers to, and takes a snapshot of the database at the same moment.
-So the copy of the database is consistent, and no blob that it needs can be deleted while it is copied. Changes after
+So the copy of the database is consistent, and no blob that the copy needs is deleted during the backup. Changes after
 that moment are not in the backup. The directory gets its name only when every file has been read again and compared.
 """
 

@@ -1,7 +1,7 @@
 """Restores a backup into a new data directory and, if asked, into a database and a store.
 
 Everything is verified and prepared in a directory beside the new one, which gets its name last. So a restore that
-fails, or is killed, leaves nothing that a server would take for its data.
+fails, or is killed, leaves nothing that a server would mistake for its data.
 """
 
 import shutil

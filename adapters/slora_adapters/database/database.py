@@ -1,7 +1,7 @@
 """The control plane's database: reads, transactions and named locks, on SQLite or PostgreSQL.
 
-Opening a database migrates it to this release; see `migration.py`. Every call blocks, so an event loop should make it
-on a thread.
+Opening a database migrates it to this release; see `migration.py`. Every call blocks, so call it on a thread
+and not on an event loop.
 
 SQLite has one writer at a time. On PostgreSQL, transactions take locks by name, so that the same rules hold there:
 

@@ -28,7 +28,7 @@ _NAME_TABLES = (
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
 # Rows of a large table in one statement.
 _ROWS_AT_ONCE = 2000
-# Parts of files, which are larger than other rows.
+# Parts of files in one statement. They are larger than other rows.
 _PARTS_AT_ONCE = 100
 
 

@@ -104,8 +104,8 @@ def upgrade(connection: Connection, label: str) -> None:
 
 
 def _is_about_schema(error: exc.DBAPIError) -> bool:
-    """Whether the error says that a table or column is missing or exists already. SQLite has the same error code for
-    these and for invalid SQL, so all of them count.
+    """Whether the error says that a table or column is missing or exists already. SQLite has one error code for
+    these errors and for invalid SQL, so invalid SQL counts too.
     """
     code = getattr(error.orig, "sqlite_errorcode", None)
     return isinstance(error, exc.ProgrammingError) if code is None else code == sqlite3.SQLITE_ERROR

@@ -11,7 +11,7 @@ __all__ = ["check_settings", "lock_by_name", "make_postgresql_engine"]
 
 # A request may wait for a connection, so an unreachable server must be detected soon.
 _CONNECT_S = 5
-# Connections of one process: lookups that are not cached, and one change at a time.
+# The most connections of one process. They serve lookups that are not cached, and one change at a time.
 _MAX_CONNECTIONS = 16
 # A host that crashes must not keep its locks, so the server checks idle connections. A process that hangs in a
 # transaction must not keep its locks either, so the server ends idle transactions.
@@ -65,7 +65,7 @@ def lock_by_name(connection: Connection, name: str) -> None:
 
 
 def check_settings(connection: Connection) -> None:
-    """Raises StoreUnfit if the server would lose acknowledged changes, or cannot be written."""
+    """Raises StoreUnfit if the server could lose acknowledged changes, or is read-only."""
     query = text(
         "SELECT current_setting('fsync'), current_setting('synchronous_commit'), "
         "current_setting('transaction_read_only')"

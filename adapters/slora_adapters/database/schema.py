@@ -80,7 +80,7 @@ tenants = Table(
 )
 
 # tenant: NULL for an operator's key. scopes: separated by spaces. models: the allow-list, as a JSON list; NULL permits
-# all models. replaced_by: the key id that a rotation has made.
+# all models. replaced_by: the id of the key that a rotation made.
 api_keys = Table(
     "api_keys",
     metadata,
@@ -153,7 +153,7 @@ adapter_versions = Table(
     ),
 )
 
-# The texts of versions that have any. Lists of versions do not read them.
+# Chat templates and sampling defaults, for the versions that have any. Lists of versions do not read them.
 adapter_extras = Table(
     "adapter_extras",
     metadata,
@@ -247,7 +247,7 @@ usage_records = Table(
 )
 
 # Sums of the rows of `usage_records`, written in the same transaction. width: the length of a bucket in seconds. The
-# columns with `batch_` have the part of the sums that lines of batches used.
+# columns with `batch_` have the part of each sum that batches used.
 usage_buckets = Table(
     "usage_buckets",
     metadata,
@@ -284,7 +284,7 @@ files = Table(
     Index("files_expiring", "expires_at"),
 )
 
-# The bytes of files, in order of `number`. A part of an answer file is the line for that line of the input.
+# The bytes of files, in order of `number`. Part n of an answer file is the answer to line n of the input.
 file_parts = Table(
     "file_parts",
     metadata,

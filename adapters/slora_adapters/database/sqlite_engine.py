@@ -3,8 +3,8 @@
 A write-ahead log lets readers proceed without waiting. `BEGIN IMMEDIATE` makes writers queue instead of failing in the
 middle of a transaction. With `synchronous=FULL`, a committed transaction survives a power failure.
 
-SQLAlchemy's driver would begin transactions by itself, and only at the first write. So the connections are opened
-without that, and `Database.transaction` begins each transaction.
+SQLAlchemy's driver would begin transactions by itself, and only at the first write. So the connections are
+opened in autocommit mode, and `Database.transaction` begins each transaction.
 """
 
 import sqlite3

@@ -167,7 +167,7 @@ class Loader:
         try:
             result = self._load(version)
         except Exception:  # top of a thread: a bug must fail this load, not block its requests
-            logger.exception("loading %s of %s failed", version.digest, version.tenant)
+            logger.exception("loading adapter %s of tenant %s failed", version.digest, version.tenant)
             result = FetchFailed(
                 version, "unavailable", "the adapter could not be loaded; the server's log has the reason"
             )
@@ -198,7 +198,9 @@ class Loader:
         except AdapterCorrupt as error:
             return FetchFailed(version, "corrupt", str(error))
         except (StoreUnavailable, ValueError) as error:
-            logger.warning("loading %s of %s: %s", version.digest, version.tenant, error)
+            logger.warning(
+                "adapter %s of tenant %s was not loaded: %s", version.digest, version.tenant, error
+            )
             message = error.public_message if isinstance(error, StoreUnavailable) else str(error)
             return FetchFailed(version, "unavailable", message)
 

@@ -1,7 +1,7 @@
 """A validated adapter: the two factors and the scale of each adapted linear, and its extras.
 
-The adapter has no pages and no files. Its tensors are views of the memory that they were read from, and keep this
-memory alive.
+An adapter is independent of pages and files. Its tensors are views of the memory that they were read from, and keep
+this memory alive.
 """
 
 from collections.abc import Mapping

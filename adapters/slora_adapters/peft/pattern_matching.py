@@ -18,7 +18,7 @@ from slora_adapters.errors import Reason
 from slora_adapters.peft import pattern_process
 from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
 
-# Generous, because a process may need much longer than its two seconds of CPU time on a busy machine.
+# Timeout of the process. It is long, because two seconds of CPU time may take much longer on a busy machine.
 _PATIENCE_S = 120.0
 # Limits of what this process matches: about 0.3 s to match and 0.1 s to compile. EVA needs 314,000 matches for the 560
 # linears of a 70B Llama.

@@ -216,8 +216,8 @@ def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
 
 
 class _FieldReader:
-    """Reads fields one by one. An invalid field adds a reason and reads as a placeholder, so that all fields are
-    checked.
+    """Reads fields one by one. For an invalid field, it adds a reason and returns a placeholder, so that all
+    fields are checked.
     """
 
     def __init__(self, fields: Mapping[str, object], reasons: list[Reason]) -> None:

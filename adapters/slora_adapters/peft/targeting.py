@@ -135,7 +135,7 @@ def _list_pattern_fields(config: PeftConfig) -> list[PatternField]:
 
 
 def _target_rule(config: PeftConfig) -> Callable[[str], bool]:
-    """Returns PEFT's rule for target_modules. A string other than "all-linear" matches nothing here."""
+    """Returns PEFT's rule for target_modules. For a regular expression, the rule matches nothing."""
     targets = config.target_modules
     if targets == ALL_LINEAR:
         return lambda name: True
@@ -161,7 +161,7 @@ def _find_layer(name: str, patterns: tuple[str, ...]) -> int | None:
 
 
 def _suffix_rule(names: Sequence[str] | str) -> Callable[[str], bool]:
-    """Returns PEFT's rule for a list of names, which are dotted suffixes. A string matches nothing here."""
+    """Returns PEFT's rule for a list of names, which are dotted suffixes. For a string, the rule matches nothing."""
     wanted: frozenset[str] = frozenset() if isinstance(names, str) else frozenset(names)
     return lambda name: any(suffix in wanted for suffix in _suffixes(name))
 

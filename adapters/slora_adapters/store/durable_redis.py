@@ -14,7 +14,7 @@ from redis.retry import Retry
 
 from slora_adapters.errors import StoreUnavailable, StoreUnfit, TryAgain
 
-# A write fails if Redis needs longer to sync it to disk. Busy disks stall for tens of seconds.
+# How long Redis may take to sync a write to disk before the write fails. Busy disks stall for tens of seconds.
 _DISK_WAIT_S = 60.0
 # _DISK_QUESTION_S: timeout of one WAITAOF, well below the socket timeout. _DISK_PAUSE_S: pause between two polls where
 # WAITAOF is not available.

@@ -146,7 +146,7 @@ class TieredStore:
         except StoreUnavailable as error:
             self.rest(error)
         except Exception:  # top of a background job: a bug must be logged and must not end the thread
-            logger.exception("copying %s to the warm tier failed", digest)
+            logger.exception("copying blob %s to the warm tier failed", digest)
 
 
 class _DurableBlob:
