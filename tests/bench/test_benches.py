@@ -138,10 +138,10 @@ def test_first_come_first_served_serves_the_largest_sender_most() -> None:
 def test_long_prompts_of_one_tenant_delay_the_short_requests_of_another_a_little() -> None:
     alone, fair, fcfs = flood_rows(20.0)
     assert fair["TTFT p50 ms"] < 4 * alone["TTFT p50 ms"]
-    # Four fixed costs of a step are added to one.
-    assert fair["between tokens p99 ms"] < 5 * alone["between tokens p99 ms"]
+    # Two fixed costs of a step are added to one.
+    assert fair["between tokens p99 ms"] < 3 * alone["between tokens p99 ms"]
     assert fair["chats answered"] > 0.7 * alone["chats answered"] > 4 * fcfs["chats answered"]
-    assert fair["prompt tokens/s"] > 0.7 * fcfs["prompt tokens/s"]
+    assert fair["prompt tokens/s"] > 0.6 * fcfs["prompt tokens/s"]
 
 
 def test_early_abort_serves_more_in_time_though_it_serves_fewer() -> None:

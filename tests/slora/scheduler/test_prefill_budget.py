@@ -11,8 +11,8 @@ from slora.scheduler.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.sequence import Sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench
 
-# A step may prefill 40 tokens in the time of four fixed costs, and at least 64 at once.
-SLOW_STEPS = replace(COSTS, step_s=0.1, token_s=0.001)
+# A step may prefill 400 tokens in the time of two fixed costs.
+SLOW_STEPS = replace(COSTS, step_s=0.2, token_s=0.001)
 
 
 def make_bench(**options: object) -> SchedulerBench:
