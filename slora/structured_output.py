@@ -15,6 +15,7 @@ from slora.surrogate import refuse_surrogate
 
 __all__ = [
     "MAX_CACHED_FORMS",
+    "MAX_CACHED_FORMS_OF_TENANT",
     "MAX_FORM_CHARS",
     "MISSING_LIBRARY",
     "OPTIONS_KEY",
@@ -23,9 +24,11 @@ __all__ = [
 ]
 
 MAX_FORM_CHARS = 65_536
-# The engine keeps this many compiled grammars. One takes 50 KB, and the largest that a server accepts 10 MB. The API
-# remembers no more forms than that, so that a form that the engine compiles again is charged again.
-MAX_CACHED_FORMS = 256
+# The engine keeps this many compiled grammars, of all tenants and of one. One takes 50 KB, and the largest that a
+# server accepts 10 MB. The API remembers no more forms than that, so that a form that the engine compiles again is
+# charged again. Tenants never share a grammar: the time to the first token would tell a tenant that another uses it.
+MAX_CACHED_FORMS = 512
+MAX_CACHED_FORMS_OF_TENANT = 64
 MISSING_LIBRARY = (
     "structured output needs the package llguidance, which is not installed: pip install 'slora[serve]'"
 )

@@ -1,11 +1,11 @@
-"""Compiles the grammars of requests, on a thread of its own if asked to, and caches them.
+"""Compiles the grammars of requests, on a thread of its own if asked to, and caches them for each tenant.
 
 The library is loaded, and the vocabulary is read, when the first grammar is compiled or when the thread starts.
 """
 
 import importlib
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 from slora.errors import ConfigError, RequestRefused
 from slora.grammar.grammar_source import Compiled, Refused
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import MAX_CACHED_FORMS, MISSING_LIBRARY, StructuredOutput
+from slora.structured_output import (
+    MAX_CACHED_FORMS,
+    MAX_CACHED_FORMS_OF_TENANT,
+    MISSING_LIBRARY,
+    StructuredOutput,
+)
+from slora.tenant_cache import TenantCache
 
 if TYPE_CHECKING:
     from slora.grammar.lark_grammar import GrammarLibrary
@@ -42,29 +48,28 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._notify = notify
         self._lock = Lock()
-        # Guarded by the lock. The least recently used grammar is first.
-        self._cached: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        # Guarded by the lock. Grammars are cached by kind and text of their form.
+        self._cached = TenantCache[tuple[str, str], Compiled](MAX_CACHED_FORMS, MAX_CACHED_FORMS_OF_TENANT)
         self._done: deque[Compiled | Refused] = deque()
-        self._in_flight: set[StructuredOutput] = set()
+        self._in_flight: set[tuple[str, StructuredOutput]] = set()
         self._thread = ThreadPoolExecutor(1, "grammars") if notify is not None else None
         if self._thread is not None:
             self._thread.submit(self._load)
 
-    def request(self, output: StructuredOutput) -> None:
+    def request(self, tenant: str, output: StructuredOutput) -> None:
         with self._lock:
-            if output in self._in_flight:
+            if (tenant, output) in self._in_flight:
                 return
-            self._in_flight.add(output)
-            known = self._cached.get((output.kind, output.text))
+            self._in_flight.add((tenant, output))
+            known = self._cached.find(tenant, (output.kind, output.text))
             if known is not None:
-                self._cached.move_to_end((output.kind, output.text))
-                self._done.append(Compiled(output, known.grammar))
+                self._done.append(Compiled(tenant, output, known.grammar))
         if known is not None:
             return
         if self._thread is not None:
-            self._thread.submit(self._finish, output)
+            self._thread.submit(self._finish, tenant, output)
         else:
-            self._finish(output)
+            self._finish(tenant, output)
 
     def poll(self) -> list[Compiled | Refused]:
         if not self._done:  # the common case: needs no lock
@@ -72,35 +77,35 @@ class GrammarCompiler:
         with self._lock:
             results = list(self._done)
             self._done.clear()
-            self._in_flight.difference_update(result.output for result in results)
+            self._in_flight.difference_update((result.tenant, result.output) for result in results)
         return results
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _finish(self, output: StructuredOutput) -> None:
-        result = self._compile(output)
+    def _finish(self, tenant: str, output: StructuredOutput) -> None:
+        result = self._compile(tenant, output)
         with self._lock:
             self._done.append(result)
             if isinstance(result, Compiled):
-                self._cached[output.kind, output.text] = result
-                if len(self._cached) > MAX_CACHED_FORMS:
-                    self._cached.popitem(last=False)
+                self._cached.insert(tenant, (output.kind, output.text), result)
         if self._notify is not None:
             self._notify()
 
-    def _compile(self, output: StructuredOutput) -> Compiled | Refused:
+    def _compile(self, tenant: str, output: StructuredOutput) -> Compiled | Refused:
         try:
             if isinstance(self._library, ConfigError):
                 unsupported = f"{output.param} is not supported: {self._library}"
-                return Refused(output, RequestRefused(unsupported, output.param))
-            return Compiled(output, self._library.compile(output))
+                return Refused(tenant, output, RequestRefused(unsupported, output.param))
+            return Compiled(tenant, output, self._library.compile(output))
         except RequestRefused as error:
-            return Refused(output, error)
+            return Refused(tenant, output, error)
         except Exception as error:  # top of a thread: a bug must fail this request, not block it
             _log.exception("compiling a grammar failed")
-            return Refused(output, RequestRefused(f"{output.param} can't be compiled: {error}", output.param))
+            return Refused(
+                tenant, output, RequestRefused(f"{output.param} can't be compiled: {error}", output.param)
+            )
 
     def _load(self) -> None:
         """Loads library and vocabulary before the first request needs them."""

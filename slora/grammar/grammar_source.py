@@ -44,12 +44,14 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
+    tenant: str
     output: StructuredOutput
     grammar: Grammar
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    tenant: str
     output: StructuredOutput
     error: RequestRefused
 
@@ -57,9 +59,9 @@ class Refused:
 class GrammarSource(Protocol):
     """Compiles grammars. All methods are called from one thread, and none blocks for long."""
 
-    def request(self, output: StructuredOutput) -> None:
-        """Starts to compile a form. `poll` returns one result for it. A form that is being compiled already is not
-        compiled twice, so its requests share one result.
+    def request(self, tenant: str, output: StructuredOutput) -> None:
+        """Starts to compile a form. `poll` returns one result for it. A form that is being compiled for the tenant
+        already is not compiled twice, so its requests share one result.
         """
 
     def poll(self) -> list[Compiled | Refused]:

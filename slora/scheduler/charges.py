@@ -2,7 +2,7 @@
 
 As in the paper, a prompt token costs 1 and a generated token costs 2. A drafted token that is rejected costs 1. Each
 token is charged once: recomputed tokens after a preemption and tokens found in the prefix cache are free. Loading an
-adapter costs as many prompt tokens as could be prefilled in the same time.
+adapter and computing the mask of a token cost as many prompt tokens as could be prefilled in the same time.
 """
 
 from slora.cost_model import Costs
@@ -30,6 +30,12 @@ def charge_output(sequence: Sequence) -> None:
 def charge_rejected(sequence: Sequence, num_tokens: int) -> None:
     """Charges drafted tokens that were computed and rejected. Accepted ones are charged as generated tokens."""
     sequence.tenant.charge(_PROMPT_PRICE * num_tokens)
+
+
+def charge_mask(sequence: Sequence, costs: Costs) -> None:
+    """Charges the CPU time of the last mask."""
+    if sequence.mask_s:
+        sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(sequence.mask_s))
 
 
 def charge_load(sequence: Sequence, num_bytes: int, costs: Costs) -> None:

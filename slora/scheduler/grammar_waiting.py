@@ -11,25 +11,25 @@ from slora.structured_output import StructuredOutput
 class GrammarWaiting:
     def __init__(self, grammars: GrammarSource | None) -> None:
         self._grammars = grammars
-        self._waiters: dict[StructuredOutput, list[Sequence]] = {}
+        self._waiters: dict[tuple[str, StructuredOutput], list[Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Requests the grammar of a sequence. The sequence waits until `collect` yields it."""
-        output = sequence.request.sampling.structured_output
+        tenant, output = sequence.tenant.name, sequence.request.sampling.structured_output
         assert self._grammars is not None and output is not None, "nothing compiles grammars here"
-        self._waiters.setdefault(output, []).append(sequence)
-        self._grammars.request(output)
+        self._waiters.setdefault((tenant, output), []).append(sequence)
+        self._grammars.request(tenant, output)
 
     def remove(self, sequence: Sequence) -> None:
         """Ends the wait of a sequence. Its grammar is still compiled, because the next request may use it."""
-        output = sequence.request.sampling.structured_output
-        if output is not None and sequence in self._waiters.get(output, ()):
-            self._waiters[output].remove(sequence)
+        tenant, output = sequence.tenant.name, sequence.request.sampling.structured_output
+        if output is not None and sequence in self._waiters.get((tenant, output), ()):
+            self._waiters[tenant, output].remove(sequence)
 
     def collect(self) -> Iterator[tuple[Sequence, RequestRefused | None]]:
         """Yields the sequences whose grammar is compiled, with their matcher, or refused, with the error."""
         for result in () if self._grammars is None else self._grammars.poll():
-            for sequence in self._waiters.pop(result.output, []):
+            for sequence in self._waiters.pop((result.tenant, result.output), []):
                 if isinstance(result, Refused):
                     yield sequence, result.error
                 else:

@@ -48,7 +48,7 @@ from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.background_budget import BackgroundBudget
 from slora.scheduler.beams import Beams
-from slora.scheduler.charges import charge_output, charge_prompt
+from slora.scheduler.charges import charge_mask, charge_output, charge_prompt
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.drafting.drafting import Drafting
 from slora.scheduler.lifecycle import Lifecycle
@@ -484,6 +484,7 @@ class Scheduler:
         return [self._report(sequence, kept)]
 
     def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
+        charge_mask(sequence, self._costs)
         if sequence.matcher is not None and sequence.matcher.error is not None:
             return [self._lifecycle.fail(sequence, _cannot_continue(sequence, sequence.matcher.error))]
         if sampled.token_id is None:

@@ -1,17 +1,23 @@
 """Checks the forms of structured output before the engine compiles them.
 
 A form that compiles within the limits of a sandbox here also does so in the engine, where a compilation can't be
-stopped. Accepted forms are remembered by their digest.
+stopped. The accepted forms of each tenant are remembered by their digest.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 
 from slora.errors import RequestRefused
-from slora.structured_output import MAX_CACHED_FORMS, MISSING_LIBRARY, OutputKind, StructuredOutput
+from slora.structured_output import (
+    MAX_CACHED_FORMS,
+    MAX_CACHED_FORMS_OF_TENANT,
+    MISSING_LIBRARY,
+    OutputKind,
+    StructuredOutput,
+)
+from slora.tenant_cache import TenantCache
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox import pack_frame
@@ -57,8 +63,7 @@ class GrammarChecks:
             ),
             clock,
         )
-        # The least recently used digest is first.
-        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+        self._accepted = TenantCache[bytes, bool](MAX_CACHED_FORMS, MAX_CACHED_FORMS_OF_TENANT)
         self._is_installed = _is_installed()
 
     async def check(self, tenant: str, output: StructuredOutput | None) -> None:
@@ -71,8 +76,7 @@ class GrammarChecks:
         if not self._is_installed:
             raise RequestRefused(f"{output.param} is not supported: {MISSING_LIBRARY}", output.param)
         digest = sha256(f"{output.kind} {output.text}".encode()).digest()
-        if digest in self._accepted:
-            self._accepted.move_to_end(digest)
+        if self._accepted.find(tenant, digest):
             return
         # The child names the field in its errors, so the request contains it.
         request = pack_frame({"kind": output.kind, "text": output.text, "param": output.param})
@@ -86,9 +90,7 @@ class GrammarChecks:
                 else f"{output.param} can't be compiled: {error}; simplify it"
             )
             raise RequestRefused(named, output.param)
-        self._accepted[digest] = None
-        if len(self._accepted) > MAX_CACHED_FORMS:
-            self._accepted.popitem(last=False)
+        self._accepted.insert(tenant, digest, True)
 
     async def close(self) -> None:
         """Ends the idle processes. A busy one ends with its request or with this process."""

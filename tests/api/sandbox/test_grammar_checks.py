@@ -44,13 +44,17 @@ def compilers() -> list[psutil.Process]:
     return find_children("grammar_process")
 
 
-def test_a_form_is_compiled_once_for_all_tenants() -> None:
+def test_a_form_is_compiled_once_for_each_tenant() -> None:
     async def use(checks: GrammarChecks) -> None:
         await checks.check("acme", FINE)
         (process,) = compilers()
         process.suspend()
-        await checks.check("globex", FINE)  # would wait for the process
+        await checks.check("acme", FINE)  # would wait for the process
+        other = asyncio.ensure_future(checks.check("globex", FINE))
+        await asyncio.sleep(0.05)
+        assert not other.done()  # its time must not tell that another tenant has used the form
         process.resume()
+        await other
 
     with_checks(use)
 

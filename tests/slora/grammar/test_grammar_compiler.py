@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from slora.errors import ConfigError
-from slora.grammar import grammar_compiler
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.grammar.grammar_source import Compiled, Refused
 from slora.grammar.token_spelling import TokenSpelling
@@ -27,31 +26,29 @@ def fail_to_spell() -> TokenSpelling:
 def test_a_grammar_is_compiled_on_a_thread_and_then_cached() -> None:
     arrived = threading.Event()
     compiler = GrammarCompiler(spell, [EOS], notify=arrived.set)
-    compiler.request(FINE)
-    compiler.request(FINE)  # joins the first request
+    compiler.request("acme", FINE)
+    compiler.request("acme", FINE)  # joins the first request
     assert arrived.wait(60)
     (first,) = compiler.poll()
-    compiler.request(StructuredOutput(FINE.kind, FINE.text, "another field"))
+    compiler.request("acme", StructuredOutput(FINE.kind, FINE.text, "another field"))
     (second,) = compiler.poll()  # needs no thread
     compiler.close()
     assert isinstance(first, Compiled) and isinstance(second, Compiled)
     assert second.grammar is first.grammar and second.output.param == "another field"
 
 
-def test_the_grammar_that_was_used_least_recently_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_FORMS", 2)
+def test_a_grammar_is_cached_for_its_tenant_alone() -> None:
     compiler = GrammarCompiler(spell, [EOS])
-
-    def compile_one(pattern: str) -> object:
-        compiler.request(StructuredOutput.regex(pattern))
-        (result,) = compiler.poll()
+    for tenant in ("acme", "globex", "acme"):
+        compiler.request(tenant, FINE)
+    grammars = {}
+    for result in compiler.poll():  # the third request has joined the first
         assert isinstance(result, Compiled)
-        return result.grammar
-
-    a, b = compile_one("a"), compile_one("b")
-    assert compile_one("a") is a
-    compile_one("c")
-    assert compile_one("a") is a and compile_one("b") is not b
+        grammars[result.tenant] = result.grammar
+    assert len(grammars) == 2 and grammars["acme"] is not grammars["globex"]
+    compiler.request("globex", FINE)
+    (again,) = compiler.poll()
+    assert isinstance(again, Compiled) and again.grammar is grammars["globex"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def test_a_model_without_the_vocabulary_for_grammars_refuses_each_form(
     compiler: GrammarCompiler, message: str
 ) -> None:
     for _ in range(2):
-        compiler.request(FINE)
+        compiler.request("acme", FINE)
         (result,) = compiler.poll()
         assert isinstance(result, Refused) and result.error.param == "guided_choice"
         assert message in result.error.message
@@ -81,6 +78,6 @@ def test_a_vocabulary_that_spells_no_bytes_is_read_once() -> None:
 
     compiler = GrammarCompiler(count_and_fail, [EOS])
     for text in ("a", "b", "c"):
-        compiler.request(StructuredOutput.regex(text))
+        compiler.request("acme", StructuredOutput.regex(text))
         assert [type(result) for result in compiler.poll()] == [Refused]
     assert num_reads == 1

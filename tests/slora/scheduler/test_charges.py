@@ -1,11 +1,11 @@
-"""Each token is charged once, by weight. Cached prefix tokens are free. A load costs as much as the tokens of its
-duration."""
+"""Each token is charged once, by weight. Cached prefix tokens are free. A load or a mask costs as much as the
+tokens of its duration."""
 
 from random import Random
 
 import pytest
 
-from slora.scheduler.charges import charge_load, charge_output, charge_prompt
+from slora.scheduler.charges import charge_load, charge_mask, charge_output, charge_prompt
 from slora.tenant_share import TenantShare
 from tests.support.queueing import make_sequence, make_tenant
 from tests.support.scheduler_bench import COSTS
@@ -51,3 +51,13 @@ def test_a_load_is_charged_as_the_prefill_tokens_of_its_duration() -> None:
     tenant = make_tenant("a", TenantShare(weight=2))
     charge_load(make_sequence(tenant), 10_000, COSTS)
     assert tenant.service == pytest.approx(0.5)
+
+
+def test_a_mask_is_charged_as_the_prefill_tokens_of_its_cpu_time() -> None:
+    tenant = make_tenant("a")
+    sequence = make_sequence(tenant)
+    charge_mask(sequence, COSTS)
+    assert tenant.service == 0  # a sequence without a grammar has no masks
+    sequence.mask_s = 0.003
+    charge_mask(sequence, COSTS)
+    assert tenant.service == pytest.approx(3)
