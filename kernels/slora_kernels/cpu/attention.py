@@ -57,7 +57,7 @@ TRANSPOSE_ROWS = 8
 # Keys and values are prefetched this many elements before they are read.
 PREFETCH_ELEMENTS = 1024
 
-# The window of a model without one. It is longer than any context.
+# The window size of a model that has no sliding window: longer than any context.
 NO_WINDOW = 1 << 40
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -162,7 +162,9 @@ def attend_token(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """Attends the queries of one token, rows [M, D], to keys first .. visible - 1 -> sums [M, D], state [M, 3].
+    """Computes attention of one token's queries, rows [M, D], to keys first .. visible - 1.
+
+    Updates sums [M, D] and state [M, 3], which the caller has initialised.
 
     The rows belong to consecutive KV heads, `group` rows to each head. These heads are contiguous in a page.
     start: where K of the first head begins in a page. V begins `side` elements later.
@@ -240,7 +242,7 @@ def attend_tile(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """Attends the queries rows [M, D] of one KV head -> sums [M, D], state [M, 3].
+    """Computes attention of the queries rows [M, D] of one KV head. Updates sums [M, D] and state [M, 3].
 
     Row m belongs to the token at position before + m // group. It sees that token and the window - 1 tokens before it.
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.

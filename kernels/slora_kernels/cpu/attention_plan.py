@@ -84,7 +84,7 @@ class AttentionPlan:
     ) -> JobWords:
         """The job that rotates q and k and writes KV.
 
-        Run the job before making the next one: that call may free the norm weights that this job points to.
+        Run the job before you make the next one. Making another job may free the norm weights that this job points to.
         """
         place = self._find_layer(pages, geometry, layer)
         turns = NO_TENSOR if cos_sin is None else pack_rows(cos_sin)

@@ -78,7 +78,7 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     return dots
 
 
-# add_four_dots: sums [t, 4] += x [t, count] times four rows of weights. The first row begins at `weights`, and rows are
-# `pitch` elements apart. add_one_dot: the same for one row.
+# add_four_dots adds the products of x [t, count] and four rows of weights to sums [t, 4]. The first row begins at
+# `weights`, and rows are `pitch` elements apart. add_one_dot does the same for one row.
 add_four_dots = dispatch_by_tokens(lambda tokens: _emit_dots(tokens, 4))
 add_one_dot = dispatch_by_tokens(lambda tokens: _emit_dots(tokens, 1))

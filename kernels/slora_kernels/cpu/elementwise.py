@@ -178,7 +178,7 @@ def rotate_head(target: Array, source: Array, angles: Array) -> None:
 
 @compiled
 def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Array, eps: Float) -> None:
-    """Norms and rotates a head with a single rounding. `target` may be `source`."""
+    """Normalises and rotates a head with a single rounding. `target` may be `source`."""
     scale, half = compute_inverse_rms(source, eps), angles.shape[0] // 2
     a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
     low, high, v, w = target[:half], target[half : 2 * half], weight[:half], weight[half : 2 * half]
@@ -236,7 +236,7 @@ def quantize_row(target: Array, source: Array, scale: Int) -> None:
 
 @compiled
 def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float) -> None:
-    """Norms and rotates the consecutive heads of one token in place."""
+    """Normalises and rotates the consecutive heads of one token in place."""
     size = weight.shape[0]
     for start in range(0, heads.shape[0], size):
         head = heads[start : start + size]

@@ -173,7 +173,7 @@ def _emit_matrix(job: Any, element: Any) -> Any:
 
 @intrinsic
 def read_model_matrix(typing: Any, job: Job, field: int) -> Any:
-    """A tensor of the model's dtype, [rows, pitch]."""
+    """Returns the tensor of a job's field, [rows, pitch], whose elements have the model's dtype."""
     return _emit_matrix(job, job.dtype)
 
 
@@ -184,7 +184,7 @@ def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
 
 @intrinsic
 def read_operand_matrix(typing: Any, job: Job, field: int) -> Any:
-    """A matrix of the dtype that `job_fields.operand_dtype` gives."""
+    """Like `read_model_matrix`, for elements of the dtype that `job_fields.operand_dtype` returns."""
     return _emit_matrix(job, job.dtype if job.dtype == types.uint16 else types.float32)
 
 
@@ -233,7 +233,7 @@ def take_item(job: Job) -> Int:
 def await_count(counts: Array, index: Int, count: Int) -> None:
     """Waits until counts[index] reaches `count`. Yields the core to other threads meanwhile.
 
-    Deadlocks unless threads have already taken all items that increment the count.
+    Deadlocks if an item that increments the count has not been taken yet. Call it only when all such items are taken.
     """
     while _load_acquire(counts, index) < count:
         _yield_core()
@@ -418,7 +418,7 @@ def convert(typing: Any, value: Any, array: Array) -> Any:
 
 
 def emit_prefetch(builder: Any, pointer: Any) -> None:
-    """Prefetches the cache line at `pointer` (to bytes) into the L2 cache.
+    """Prefetches the cache line at `pointer`, a byte pointer, into the L2 cache.
 
     A core can have only about 24 pending fetches into L1. For 32 adapters with two tokens each, LoRA took 0.70 of the
     time of the base matmuls with prefetch into L1, and 0.60 with prefetch into L2 (EPYC, Zen 5).

@@ -56,7 +56,7 @@ def find_segment(pages: Array, table: Array, segment: Int, segment_size: Int) ->
 def shrink_row(
     sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
-    """sums [t, 1] += x [t, :width] times the row of A that begins at `segment`, page by page."""
+    """Adds the products of x [t, :width] and the row of A at `segment` to sums [t, 1], page by page."""
     done = 0
     while done < width:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
@@ -69,7 +69,7 @@ def shrink_row(
 def shrink_rows(
     sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
-    """sums [t, n] += x [t, :width] times n consecutive rows of A from `segment` on.
+    """Adds the products of x [t, :width] and n consecutive rows of A to sums [t, n]. The first row begins at `segment`.
 
     Rows are read four at a time if one page holds all four.
     """
@@ -90,7 +90,7 @@ def shrink_rows(
 def pack_row(
     target: Array, pages: Array, table: Array, segment: Int, segment_size: Int, pitch: Int, size: Int
 ) -> None:
-    """Copies `size` elements from `segment` on to target [:size], and prefetches a later row.
+    """Copies the `size` elements that begin at `segment` to target [:size], and prefetches a later row.
 
     pitch: distance to the next row. The row PACKED_PREFETCH_ROWS rows later is prefetched if it lies in the same page.
     """

@@ -66,7 +66,7 @@ def exponentiate(weights: Array, scores: Array, peak: Float) -> Float:
 
 @compiled
 def cap_scores(scores: Array, cap: Float) -> None:
-    """scores = cap * tanh(scores / cap). Both scores and cap are in base 2."""
+    """scores = cap * tanh(scores / cap). Both `scores` and `cap` include the factor log2(e)."""
     slope = _MINUS_TWO * LOG2_E / cap
     for n in range(scores.shape[0]):
         small = exp2(abs(scores[n]) * slope)

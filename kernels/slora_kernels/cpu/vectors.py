@@ -39,7 +39,7 @@ def _cpu_has(feature: str) -> bool:
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat type, which llvmlite lacks. All other code carries bfloat16 as 16-bit integers."""
+    """LLVM's bfloat type, which llvmlite lacks. All other code stores bfloat16 values as 16-bit integers."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -103,7 +103,7 @@ class Memory:
         emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
 
     def lines(self, columns: list[Any]) -> list[Any]:
-        """Of adjacent vectors that start at `columns`, those that begin a cache line."""
+        """Returns the `columns` at which a cache line begins. Adjacent vectors start at `columns`."""
         return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
     def load_scalar(self, row: int, column: Any) -> Any:
@@ -218,7 +218,7 @@ def exp2_vector(builder: Any, x: Any) -> Any:
 
 
 def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    """A vector of the given lanes of a and b. Lane numbers of b follow those of a."""
+    """Returns a vector of the lanes of a and b that `lanes` selects. The lanes of b are numbered after those of a."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
