@@ -155,7 +155,7 @@ class RequestTiming:
 
 
 class EndedRequest(NamedTuple):
-    """timing: None for a request that was refused."""
+    """The usage and the timing of a request that has ended. timing: None for a request that was refused."""
 
     request_id: str
     usage: RequestUsage

@@ -45,7 +45,7 @@ class CpuBudget:
         self._refill = refill
         self._work = work
         self._clock = clock
-        # Only tenants whose balance is not full.
+        # It has only tenants whose balance is not full.
         self._balances: dict[str, _Balance] = {}
 
     def check(self, tenant: str) -> None:
@@ -71,7 +71,7 @@ class CpuBudget:
         return min(self._burst_s, balance.cpu_s + self._refill * (self._clock() - balance.at_s))
 
     def _drop_full(self) -> None:
-        """Forgets tenants whose balances are full again, beginning with the one that was charged least recently."""
+        """Removes tenants whose balances are full again, beginning with the one that was charged least recently."""
         while self._balances:
             oldest = next(iter(self._balances))
             if self._left(oldest) < self._burst_s:

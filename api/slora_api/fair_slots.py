@@ -76,7 +76,7 @@ class FairSlots:
         self._max_waiting = max_waiting
         self._work = work
         self._clock = clock
-        # Only active tenants, which hold a slot or wait for one.
+        # It has only active tenants, which hold a slot or wait for one.
         self._active: dict[str, _TenantState] = {}
 
     @asynccontextmanager

@@ -191,7 +191,7 @@ class HostBoard:
         text = json.dumps(state).encode()
         if len(text) > _MAX_STATE_BYTES:
             raise ValueError(f"the state has {len(text)} bytes; the board has room for {_MAX_STATE_BYTES}")
-        self._words[0] += 1  # odd while the text is incomplete
+        self._words[0] += 1  # The number is odd while the text is incomplete.
         self._words[1] = len(text)
         self._memory[_STATE_AT : _STATE_AT + len(text)] = text
         self._words[0] += 1

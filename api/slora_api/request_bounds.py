@@ -294,7 +294,7 @@ class RequestBounds:
             _check_count("input", given, "items", self.messages, "Leave out the oldest items.")
 
     def _check_parts(self, param: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """messages: or the items of `input`."""
+        """Checks the parts of each message. messages: the messages of a chat, or the items of `input`."""
         for message in messages:
             _check_fields("A message" if param == "messages" else "An item", param, message)
             _check_each("A tool call", param, message.get("tool_calls"))

@@ -27,7 +27,7 @@ class RequestSpan(Protocol):
         """Adds the spans of the stages of one prompt, which may end after the HTTP request."""
 
     def end(self, context: "RequestContext", route: str, status: int) -> None:
-        """status: 0 if the client disconnected before an answer."""
+        """Ends the span. status: 0 if the client disconnected before an answer."""
 
 
 class Tracing(Protocol):
@@ -39,7 +39,7 @@ class Tracing(Protocol):
 
 @dataclass(slots=True)
 class RequestContext:
-    """tenant: None until the key is known, and for an operator."""
+    """The context of one request. tenant: None until the key is known, and for an operator."""
 
     request_id: str
     tenant: str | None = None

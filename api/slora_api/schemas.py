@@ -206,7 +206,7 @@ class StreamOptions(BaseModel):
 
 
 def _check_weight(weight: float) -> float:
-    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
+    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Written so that NaN is refused, too.
         raise make_refusal(
             "it is {weight}, and must be a number from -{limit} to {limit}",
             weight=weight,

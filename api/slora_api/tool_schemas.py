@@ -206,7 +206,9 @@ def find_forced_tools(choice: str | NamedChoice | None, shown: list[Tool]) -> li
 
 
 class SentFunction(BaseModel):
-    """arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: what the openai SDK adds."""
+    """The function of a call. arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: what the
+    openai SDK adds.
+    """
 
     model_config = STRICT
     name: Name

@@ -22,9 +22,11 @@ def _check_num_kept(value: int) -> int:
 
 
 class TruncationFields(BaseModel):
-    """truncate_prompt_tokens: as in vLLM, how many tokens of each prompt are kept; -1 keeps as many as fit.
+    """How long prompts are shortened.
+
+    truncate_prompt_tokens: as in vLLM, how many tokens of each prompt are kept; -1 keeps as many as fit.
     truncation_side: the side that loses tokens. The default is that of vLLM: `left` for answers, `right` for
-    embeddings.
+        embeddings.
     """
 
     model_config = STRICT

@@ -170,7 +170,7 @@ class LocalEngine:
         batches: dict[asyncio.AbstractEventLoop, list[StepOutput]] = defaultdict(list)
         for output in outputs:
             loop = self._loops.get(output.request_id)
-            if loop is not None:  # None: the request was aborted meanwhile.
+            if loop is not None:  # A request that was aborted meanwhile has no loop.
                 batches[loop].append(output)
         for loop, batch in batches.items():
             with suppress(RuntimeError):  # Closed loop: its requests have ended.

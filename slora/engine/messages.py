@@ -186,7 +186,7 @@ def decode_stats(message: Message) -> EngineStats:
 
 
 def encode_live_state(state: LiveState, number: int) -> Message:
-    # Without asdict, which would copy thousands of owners and take milliseconds.
+    # Not `asdict`: it would copy thousands of owners, which takes milliseconds.
     fields = {name: getattr(state, name) for name in LiveState.__slots__}
     pages = state.page_map
     fields["page_map"] = [pages.stride, pages.cells, pages.owners]

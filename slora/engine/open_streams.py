@@ -62,7 +62,8 @@ class OpenStreams:
 
     def put(self, output: StepOutput) -> None:
         stream = self._streams.get(output.request_id)
-        if stream is not None:  # None: the request was aborted while tokens were under way.
+        # A request that was aborted while its tokens were in transit has no stream.
+        if stream is not None:
             stream.put(output)
 
     def fail(self, error: Exception) -> None:
@@ -73,7 +74,9 @@ class OpenStreams:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """unfinished: indices of the choices that may still get deltas. arrived: set when there are outputs."""
+    """One open request. unfinished: indices of the choices that may still get deltas. arrived: set when there are
+    outputs.
+    """
 
     unfinished: set[int]
     outputs: deque[StepOutput] = field(default_factory=deque)

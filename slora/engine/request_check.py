@@ -63,7 +63,7 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
 
 
 def check_adapters(adapters: Sequence[WeightedAdapter], info: EngineInfo) -> None:
-    """adapters: as `compose_adapters` returns them."""
+    """Checks the number of adapters and their weights. adapters: as `compose_adapters` returns them."""
     if len(adapters) > info.max_composed_adapters:
         raise RequestRefused(
             f"adapters has {len(adapters)} adapters; this server adds up at most {info.max_composed_adapters} in one "
@@ -71,7 +71,7 @@ def check_adapters(adapters: Sequence[WeightedAdapter], info: EngineInfo) -> Non
             "adapters",
         )
     for version, weight in adapters:
-        if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
+        if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Written so that NaN is refused, too.
             raise RequestRefused(
                 f"adapters has the weight {weight} for adapter {version.digest[:12]}, counting all of its entries; it "
                 f"must be a number from -{MAX_ADAPTER_WEIGHT:g} to {MAX_ADAPTER_WEIGHT:g}",

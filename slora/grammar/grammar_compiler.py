@@ -72,7 +72,7 @@ class GrammarCompiler:
             self._finish(tenant, output)
 
     def poll(self) -> list[Compiled | Refused]:
-        if not self._done:  # the common case: needs no lock
+        if not self._done:  # The common case needs no lock.
             return []
         with self._lock:
             results = list(self._done)
@@ -101,7 +101,7 @@ class GrammarCompiler:
             return Compiled(tenant, output, self._library.compile(output))
         except RequestRefused as error:
             return Refused(tenant, output, error)
-        except Exception as error:  # top of a thread: a bug must fail this request, not block it
+        except Exception as error:  # A bug must fail this request instead of ending the thread.
             _log.exception("compiling a grammar failed")
             return Refused(
                 tenant, output, RequestRefused(f"{output.param} can't be compiled: {error}", output.param)
@@ -112,7 +112,7 @@ class GrammarCompiler:
         try:
             if isinstance(self._library, ConfigError):
                 _log.info("structured output is not available: %s", self._library)
-        except Exception:  # top of a thread: the first request fails with the same error
+        except Exception:  # The first request for structured output fails with the same error.
             _log.exception("structured output is not available")
 
     @cached_property

@@ -131,7 +131,7 @@ class AsyncLLM:
         await asyncio.to_thread(self._builder.source.close)
 
     async def _stream(self, build: Callable[[], list[Answer]]) -> AsyncGenerator[CompletionDelta, None]:
-        # On a thread, because tokenizing a long text and reading an adapter take time.
+        # This runs on a thread, because tokenizing a long text and reading an adapter take time.
         (answer,) = await asyncio.to_thread(build)
         answer.request.sampling.refuse_streaming()
         async with aclosing(self._read(answer)) as deltas:

@@ -118,7 +118,7 @@ def _read_typed_rope(fields: ConfigFields, family: Family, head_dim: int, kind: 
 
 
 def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim: int, theta: float) -> Rope:
-    """theta: used if `values` has no rope_theta of its own."""
+    """Reads one rope. theta: used if `values` has no rope_theta of its own."""
     theta = values.number("rope_theta", theta)
     rotary_dim = _rotary_dim(values, top, family, head_dim)
     refuse_unknown_rope_fields(values)

@@ -25,7 +25,7 @@ class Content(Enum):
 class Evictable(Protocol):
     """An idle adapter, or the last idle block of a cached prefix."""
 
-    ticket: int  # identifies its entry in the evictor's heap; 0: not a candidate
+    ticket: int  # Identifies its entry in the evictor's heap. 0: it is not a candidate.
 
     @property
     def content(self) -> Content: ...

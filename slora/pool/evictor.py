@@ -121,7 +121,7 @@ class Evictor:
         if num_pages == 0 or self._has_room(num_pages, tenant):
             return True
         self._rebuild_heaps()
-        protected_items = frozenset(protected)  # count each item once
+        protected_items = frozenset(protected)  # A set, so that each item is counted once.
         if not self._can_free(
             num_pages, tenant, protected_items, ignore_floors=ignore_floors, ignore_pins=ignore_pins
         ):

@@ -183,7 +183,7 @@ class KVCache:
         Worked example: of 5 blocks the third is missing. Without a window n is 2. If only the last two blocks before n
         are needed, n is 5.
         """
-        longest, num_present = 0, 0  # num_present: length of the run of present blocks that ends here
+        longest, num_present = 0, 0  # num_present: the length of the run of present blocks that ends here.
         first_of_all = first_needed(len(keys))
         for index, key in enumerate(keys):
             if key in self._by_key:
@@ -191,7 +191,7 @@ class KVCache:
                 if first_needed(index + 1) > index - num_present:
                     longest = index + 1
             elif first_of_all <= index:
-                break  # every longer match needs this block
+                break  # Every longer match needs this block.
             else:
                 num_present = 0
         return longest

@@ -43,12 +43,12 @@ class PagePool:
         # A stack: the page freed last is reused first, while its bytes are still in the CPU caches.
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._owners: list[TenantAccount | None] = [None] * num_pages  # None: free
+        self._owners: list[TenantAccount | None] = [None] * num_pages  # None for a free page.
         # The tenant that the page was last allocated for. A free page may still have bytes of this tenant.
         self._last_owners: list[TenantAccount | None] = [None] * num_pages
         self._num_cached = 0
         self.now = 0.0
-        self._readings = [0.0] * num_pages  # at the times in `_read_at`
+        self._readings = [0.0] * num_pages  # The readings at the times in `_read_at`.
         self._read_at = [0.0] * num_pages
 
     @property

@@ -88,7 +88,7 @@ class Resident:
         self.num_bytes = num_bytes
         self.targets = targets
         self.fetch_s = fetch_s
-        self.num_users = 1  # the load
+        self.num_users = 1  # The load is its first user.
         self.num_loaded = 0
         self.is_loading = True
         self.is_loaded = False

@@ -67,7 +67,7 @@ class UnifiedPaging:
             if account.num_pages:
                 owned[account.name] += account.num_pages
         largest = sorted(owned, key=lambda name: (-owned[name], name))
-        # Only these are counted by content, because there may be thousands of tenants.
+        # Pages are counted by content only for these tenants, because there may be thousands.
         tenants = {name: PageCounts() for at, name in enumerate(largest) if at < most or name in also}
         for account in self.tenants:
             if account.num_pages and account.name in tenants:

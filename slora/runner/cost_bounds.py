@@ -46,7 +46,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
     bandwidth = _GPU_BANDWIDTH if on_gpu else _HOST_BANDWIDTH
     kv_bytes = full_page_bytes / block_tokens
     least = CostModel(
-        step_s=weights / bandwidth,  # At one byte per weight.
+        step_s=weights / bandwidth,  # One byte per weight is the least.
         token_s=flop / fastest,
         decode_s=flop / fastest,
         context_token_s=kv_bytes / bandwidth,

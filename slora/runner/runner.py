@@ -177,7 +177,8 @@ class Runner:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         logits = self._model.logits(sampled, deltas)
-        # After the launch of the model's head: uploading the masks waits until the device has computed the logits.
+        # The masks are computed after the launch of the model's head, because uploading them waits until the device has
+        # computed the logits.
         masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         if masks is None or len(masks.kept) == num_sampled:
             return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
@@ -394,7 +395,9 @@ def _page_bytes(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def resolve_device(name: str, kernels: str = "auto") -> torch.device:
-    """auto: a GPU if there is one, unless the kernels run only on a CPU."""
+    """Returns the device of the name `auto`, `cpu` or `cuda`. `auto` is a GPU if there is one, unless the kernels run
+    only on a CPU.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "auto":

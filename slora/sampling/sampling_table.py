@@ -30,9 +30,8 @@ class Column(IntEnum):
 
     FEATURES = 0
     SEED = auto()
-    POSITION = (
-        auto()
-    )  # of the token to sample; set when rows are gathered, because it changes with each token
+    # The position of the token to sample. It changes with each token, so it is set when rows are gathered.
+    POSITION = auto()
     TOP_K = auto()  # If off, the value is greater than any vocabulary size.
     NUM_LOGPROBS = auto()
     NUM_PROPOSED = auto()  # The number of continuations that a beam proposes.
@@ -164,7 +163,7 @@ class SamplingTable:
         """The rows of the sequences. A sequence with drafts is listed once for each position that is sampled."""
         index = np.array([sequence.row for sequence in sequences], np.int64)
         features = self._features[index]
-        if not (self._biases.has_any or features.any()):  # the common case: saves an index and an upload
+        if not (self._biases.has_any or features.any()):  # The common case saves an index and an upload.
             return SamplingRows(index, features, True, self._ints[:0], self._no_numbers)
         positions = _find_positions(sequences)
         is_biased = positions < self._biases.until[index]
@@ -217,8 +216,9 @@ class _LogitBiases:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.until = np.zeros(num_rows, np.int64)  # first position at which none of the row's biases applies
-        self.has_any = False  # never reset to False
+        # The first position at which none of the row's biases applies.
+        self.until = np.zeros(num_rows, np.int64)
+        self.has_any = False  # It is never reset to False.
         self._num = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, 0), np.int64)
         self._values = np.zeros((num_rows, 0), np.float32)

@@ -115,7 +115,7 @@ class BeamSearch:
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._stop_ids = stop_ids
-        self._length = 0  # generated tokens of every beam
+        self._length = 0  # The number of generated tokens of every beam.
         self._beams: dict[int, _Beam] = {0: _Beam()}  # best first
         self._proposals: dict[int, Proposal] = {}
         self._finished: list[Hypothesis] = []  # best first

@@ -24,7 +24,7 @@ class Deadlines:
         self._heap: list[tuple[float, Sequence, float]] = []
 
     def add(self, sequence: Sequence, deadline_s: float) -> None:
-        """sequence: the first of its request."""
+        """Adds a request. sequence: its first sequence."""
         latest_s = deadline_s - self._min_s([sequence])
         heapq.heappush(self._heap, (latest_s, sequence, deadline_s))
 

@@ -36,9 +36,10 @@ class LoadBudget:
         self._is_shared = False
 
     def begin_step(self, num_decoding: int, num_waiting: int, *, is_shared: bool = False) -> None:
-        """num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load.
+        """Sets the budget of the next step.
 
-        is_shared: interactive requests run, and the numbers count only them.
+        num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load.
+        is_shared: whether interactive requests run. If so, both numbers count only these.
         """
         self._is_limited = num_decoding > 0
         self.num_pages = self._limit(num_decoding, num_waiting) if self._is_limited else self._pool_pages

@@ -29,9 +29,10 @@ def short_prefill_s(costs: Costs) -> float:
 
 
 class PrefillBudget:
-    """num_tokens: the tokens that the step may still compute.
+    """The prompt tokens that one step may compute.
 
-    num_beside_others: those of them that may be prefilled beside decode rows of other tenants.
+    num_tokens: the tokens that the step may still compute.
+    num_beside_others: how many of them may be prefilled beside decode rows of other tenants.
     decoding: the tenants with decode rows in the step.
     prefilling: the tenants with prompts to compute.
     """

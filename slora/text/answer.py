@@ -221,7 +221,7 @@ class _ChoiceState:
         text = ""
         if self._detokenizer is not None:
             text, num_pushed = self._detokenizer.push_until_stop(delta.token_ids[:num_shown])
-            if num_pushed < num_shown:  # a stop string ended the answer within the delta
+            if num_pushed < num_shown:  # A stop string ended the answer within the delta.
                 delta, num_shown = _shorten(delta, num_pushed), num_pushed
             if delta.finish_reason is not None:
                 text += self._detokenizer.flush()

@@ -181,7 +181,7 @@ class _StripStart:
         return _StripStart(self._char, self._count)
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
-        if self._count > 1:  # how much is removed from a token depends on those before it
+        if self._count > 1:  # How much is removed from a token depends on the tokens before it.
             return None
         char = self._char if isinstance(piece, str) else self._char.encode()
         return piece.removeprefix(char) if is_first else piece  # type: ignore[arg-type]

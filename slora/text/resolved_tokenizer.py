@@ -3,7 +3,7 @@
 transformers 5 does not always use tokenizer.json as it is. A class such as LlamaTokenizer reads only the vocabulary
 from it and builds the rest itself. Settings of tokenizer_config.json change the special tokens that are put around a
 text. The installed version of transformers decides which class and settings apply, so this module calls transformers.
-Only for a directory in the format that transformers 5 saves, it does not: there tokenizer.json is used as it is.
+A directory in the format that transformers 5 saves is the exception: its tokenizer.json is used as it is.
 
 This module does not import torch. A process that has not imported torch runs `slora.text.transformers_tokenizer` in a
 subprocess.
@@ -28,7 +28,7 @@ __all__ = ["SPECIAL_NAMES", "ResolvedTokenizer", "resolve_tokenizer"]
 _log = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Enough to import transformers and torch on a busy machine.
+# This is enough time to import transformers and torch on a busy machine.
 _TIMEOUT_S = 300
 # The classes that use tokenizer.json as it is.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")

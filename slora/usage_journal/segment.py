@@ -151,7 +151,7 @@ def measure_bytes(directory: Path) -> int:
     for path in directory.iterdir():
         try:
             total += path.stat().st_size
-        except FileNotFoundError:  # another process shipped it
+        except FileNotFoundError:  # Another process has shipped it.
             continue
     return total
 

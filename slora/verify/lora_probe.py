@@ -79,7 +79,7 @@ def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: 
         shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype
     )
     memory = DeviceMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
-    # In reverse order, so that a kernel that ignores the page table fails.
+    # The pages are in reverse order, so that a kernel that ignores the page table fails.
     pages = list(range(num_pages - 1, -1, -1))
     resident = Resident(
         AdapterVersion("", ""), TenantAccount(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.targets

@@ -121,7 +121,7 @@ def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
         base = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
-        # autocast_adapter_dtype would hold 16-bit adapters in float32, which is meant for training.
+        # By default, autocast_adapter_dtype converts 16-bit adapters to float32, which only training needs.
         return PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
     except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
         raise NotComparable(f"transformers and peft can't load {adapter} on {model}: {error}") from error

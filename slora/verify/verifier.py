@@ -36,7 +36,7 @@ __all__ = ["Reference", "VerificationRequest", "verify_adapter"]
 
 # Lengths of the random prompts: shorter and longer than a page of 16 tokens, and one longer than two pages.
 _DEFAULT_LENGTHS = (1, 7, 17, 40)
-# In nats. Below this value the adapter has no effect.
+# In nats. An adapter with a smaller effect counts as having none.
 _NO_EFFECT = 1e-6
 
 

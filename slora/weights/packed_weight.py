@@ -22,7 +22,7 @@ _ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """blocks: the packed form of a weight [out, in]. It is opaque and has as many bytes as the weight."""
+    """A packed weight [out, in]. blocks: its packed form, which is opaque and has as many bytes as the weight."""
 
     blocks: Tensor
 

@@ -35,7 +35,9 @@ class BaseIdentity:
         self._computed: asyncio.Future[str | None] | None = None
 
     async def compare(self, claimed: str | None, base_name: str | None) -> BaseMatch:
-        """claimed: the fingerprint that the client sent, if any.
+        """Compares the base model of an adapter with the served one.
+
+        claimed: the fingerprint that the client sent, if any.
         base_name: the base model that the adapter's config names, if any.
 
         Raises AdapterInvalid if the fingerprint is of another base model.

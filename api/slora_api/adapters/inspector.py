@@ -22,7 +22,8 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]
 
-# Only what Python needs to start. A process that opens untrusted files receives no secret.
+# The environment of the process has only what Python needs to start. A process that opens untrusted files receives no
+# secret.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -79,7 +79,7 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
         for name in MEMBER_NAMES:
             if (source / name).exists():
                 _copy(_below(root, source / name), directory / name, max_bytes)
-    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+    except (OSError, ValueError) as error:  # A NUL in the path raises ValueError.
         if is_full(error):
             raise
         # The message is the same for a path outside the root and for a missing one, so a client cannot probe the file

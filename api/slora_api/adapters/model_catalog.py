@@ -285,7 +285,7 @@ class ModelCatalog:
         except AdapterInUse as error:
             raise InUse(reference, error.aliases) from None
         for version in removal.orphaned:
-            with suppress(EngineUnavailable):  # a new engine starts without adapters
+            with suppress(EngineUnavailable):  # A new engine starts without adapters.
                 await self._client.remove_adapter(version)
         if removal.moved_pin:
             self._pinning.refresh()

@@ -91,7 +91,7 @@ class Pinning:
             try:
                 await self._client.set_pins(await asyncio.to_thread(self._read_pins))
             except EngineUnavailable:
-                pass  # the next engine asks for the pins when it connects
+                pass  # The pins are sent again when the next engine connects.
             except StoreUnavailable as error:
                 _log.error(
                     "the pins cannot be read, so the engine does not have the current ones: %s; trying again",

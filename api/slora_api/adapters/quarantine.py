@@ -59,14 +59,14 @@ class Quarantine:
             try:
                 yield folder
             finally:
-                # On a thread: a stalled disk must not delay the tokens of all tenants.
+                # This runs on a thread, because a stalled disk must not delay the tokens of all tenants.
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         except OSError as error:
             if not is_full(error):
                 raise
             _log.error("there is no space for an upload in %s: %s", self._directory, error)
             if self._reserve is not None:
-                # The folder is deleted by now. One upload that is too large for the disk must not make the server
-                # read-only.
+                # The folder is deleted by now, so the disk has room again. One upload that is too large for the disk
+                # must not make the server read-only.
                 await asyncio.to_thread(self._reserve.watch)
             raise DiskFull(self._directory.parent) from None

@@ -15,7 +15,7 @@ from slora_api.batches.batches import BatchProblem
 
 __all__ = ["MAX_LINES", "BatchLine", "count_lines", "read_lines", "write_failure", "write_response"]
 
-# As in OpenAI's API.
+# The limits of OpenAI's API.
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 1 << 20
 _MAX_ID_CHARS = 512

@@ -61,7 +61,7 @@ async def call_route(
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            await asyncio.Event().wait()  # this client never hangs up
+            await asyncio.Event().wait()  # This client never hangs up.
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -78,9 +78,9 @@ async def call_route(
             await app(scope, receive, send)
     except TenantSuspended:
         raise
-    except ApiError as error:  # the key was revoked
+    except ApiError as error:  # The key was revoked.
         return LineResponse.of(error)
-    except Exception as error:  # a bug fails this line only and is logged
+    except Exception as error:  # A bug fails this line only, and is logged.
         logger.error("line %s failed", line_id, exc_info=error)
         return LineResponse.of(error)
     return response

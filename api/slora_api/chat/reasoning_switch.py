@@ -22,7 +22,10 @@ _DEFAULT = "medium"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSwitch:
-    """toggles: variables that are true or false. reads_effort: the template also reads `reasoning_effort`."""
+    """How requests set the effort of the reasoning in one chat template.
+
+    toggles: the template's variables that are true or false. reads_effort: whether it also reads `reasoning_effort`.
+    """
 
     toggles: tuple[str, ...]
     reads_effort: bool
@@ -46,7 +49,7 @@ class ReasoningSwitch:
 
 
 def find_reasoning_switch(template: str) -> ReasoningSwitch:
-    """template: its source without comments."""
+    """Finds the variables that a template reads. template: its source without comments."""
     code = _STRING.sub("''", " ".join(_EXPRESSION.findall(template)))
     return ReasoningSwitch(
         tuple(name for name in _TOGGLES if _reads_variable(code, name)), _reads_variable(code, _EFFORT)

@@ -18,7 +18,7 @@ _SPACE = re.compile(r"\s*")
 # How many characters a parser may read before it decides what they are. The limit bounds the work on a text that looks
 # like the beginning of a tool call again and again.
 MAX_HELD_CHARS = 1 << 14
-# Longer than every text that `take` reads.
+# This is more than the length of every text that `take` reads.
 _MAX_TAKEN_CHARS = 64
 
 

@@ -50,7 +50,9 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 def _lay_out(answers: Sequence[tuple[str, str]], width: int) -> str:
-    """answers: heading and text of each. width: characters of a line."""
+    """Lays the answers out side by side if they fit. answers: the heading and the text of each. width: characters of a
+    line.
+    """
     column = (width - len(_GAP) * (len(answers) - 1)) // len(answers)
     if column < _MIN_COLUMN_CHARS:
         return "\n\n".join(f"{heading}\n{'-' * len(heading)}\n{text}" for heading, text in answers)

@@ -639,7 +639,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage.
     """
     parsed, unknown = make_parser().parse_known_args(arguments)
-    if unknown:  # argparse itself would show the usage of slora, not of this subcommand
+    if unknown:  # argparse itself would show the usage of slora instead of this subcommand's.
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         handler = _load_handler(parsed.handler)

@@ -33,7 +33,7 @@ class CommandFailed(Exception):
 
 
 def nothing_to_change(fields: Iterable[str]) -> CommandFailed:
-    """fields: what the command can change, as named in the API."""
+    """Returns the error of a command without changes. fields: what the command can change, as named in the API."""
     flags = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
     return CommandFailed(f"there is nothing to change; give at least one of {flags}")
 

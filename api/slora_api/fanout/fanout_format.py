@@ -42,7 +42,7 @@ class FanoutAnswer(TypedDict):
 
 
 class FanoutObject(TypedDict):
-    """id: the call's `X-Request-Id`. answers: in the order of `models`."""
+    """The answers of all models. id: the call's `X-Request-Id`. answers: one for each of `models`, in order."""
 
     id: str
     object: Literal["fanout"]
@@ -89,7 +89,7 @@ class AnswerEnvelope:
         return b"".join(self.chunk(data) for data in found if data not in (b"", _DONE))
 
     def chunk(self, data: bytes) -> bytes:
-        """data: ASCII JSON."""
+        """Returns one event. data: ASCII JSON."""
         return _EVENT + self._start + b'"chunk":' + data + b"}" + _END
 
     def closing(self) -> bytes:

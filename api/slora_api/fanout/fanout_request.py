@@ -27,7 +27,10 @@ _Model = Annotated[FanoutModel, BeforeValidator(_as_object, json_schema_input_ty
 
 
 class _FanoutFields(BaseModel):
-    """models: names of adapters or of the base model, or objects with `adapters`. Each gets the rest of the body."""
+    """The fields of every call of /v1/fanout.
+
+    models: names of adapters or of the base model, or objects with `adapters`. Each gets the rest of the body.
+    """
 
     models: Annotated[list[_Model], Field(min_length=1)]
     model: Annotated[Any, Unsupported(instead="Send the list `models`.")] = None

@@ -413,7 +413,7 @@ def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishRea
 
 def _encode_rest(logprobs: Json | None, reason: str | None, token_ids: Sequence[int] | None) -> str:
     """The fields of a choice in a stream that follow its text, as JSON. token_ids: None leaves the field out."""
-    if logprobs is None and reason is None and token_ids is None:  # nearly always
+    if logprobs is None and reason is None and token_ids is None:  # This is nearly always the case.
         return '"logprobs":null,"finish_reason":null'
     ids = {} if token_ids is None else {"token_ids": token_ids}
     return encode_ascii({"logprobs": logprobs, "finish_reason": reason, **ids})[1:-1]

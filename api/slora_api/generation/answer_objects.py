@@ -14,13 +14,15 @@ __all__ = ["ChatCompletion", "ChatCompletionChunk", "Completion", "CompletionChu
 
 
 class PromptTokensDetails(TypedDict):
-    """cached_tokens: tokens of the prompt that were found in the prefix cache."""
+    """Details of the prompt's tokens. cached_tokens: tokens of the prompt that were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """reasoning_tokens: tokens of the answers up to the end of their reasoning, which the last of them marks."""
+    """Details of the answers' tokens. reasoning_tokens: tokens of the answers up to the end of their reasoning. The
+    token that marks the end counts.
+    """
 
     reasoning_tokens: int
 
@@ -30,7 +32,7 @@ ServiceTier = Literal["default"]
 
 
 class UsageObject(TypedDict):
-    """completion_tokens_details: only of a chat with a model that reasons."""
+    """The tokens of a request. completion_tokens_details: only in chats with a model that reasons."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,7 +42,9 @@ class UsageObject(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """rank: null if the token is not among the most probable tokens that the engine listed."""
+    """The log-probability of one token. rank: null if the token is not among the most probable tokens that the engine
+    listed.
+    """
 
     logprob: float
     rank: int | None

@@ -19,7 +19,9 @@ class EmbeddingUsage(TypedDict):
 
 
 class EmbeddingObject(TypedDict):
-    """embedding: the components, or with `encoding_format: base64` the base64 of little-endian float32 numbers."""
+    """One embedding. embedding: the components, or with `encoding_format: base64` the base64 of little-endian float32
+    numbers.
+    """
 
     object: Literal["embedding"]
     index: int
@@ -27,7 +29,7 @@ class EmbeddingObject(TypedDict):
 
 
 class EmbeddingList(TypedDict):
-    """data: one embedding for each input, in order. model: the name in the request."""
+    """The embeddings of a request. data: one embedding for each input, in order. model: the name in the request."""
 
     object: Literal["list"]
     data: list[EmbeddingObject]
@@ -36,7 +38,7 @@ class EmbeddingList(TypedDict):
 
 
 def encode_embedding(embedding: bytes, *, is_base64: bool) -> str | LongList:
-    """embedding: float32 in the byte order of the machine."""
+    """Encodes one embedding. embedding: float32 in the byte order of the machine."""
     if not is_base64:
         return LongList(lambda: memoryview(embedding).cast("f"))
     if sys.byteorder == "big":
@@ -49,7 +51,7 @@ def encode_embedding(embedding: bytes, *, is_base64: bool) -> str | LongList:
 def format_embeddings(
     model: str, embeddings: Sequence[str | LongList | None], num_tokens: int
 ) -> dict[str, object]:
-    """embeddings: as `encode_embedding` makes them. num_tokens: tokens of all inputs."""
+    """Makes the JSON of an answer. embeddings: as `encode_embedding` makes them. num_tokens: tokens of all inputs."""
     return {
         "object": "list",
         "data": [

@@ -13,7 +13,7 @@ from slora_api.generation.json_slices import LongList
 
 __all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]
 
-# Enough for a step of short texts to fill the token budget, and a quarter of the answers that one tenant may have in
+# With this many short texts a step fills the token budget. It is a quarter of the answers that one tenant may have in
 # progress.
 _MAX_LANES = 64
 

@@ -30,7 +30,7 @@ class PromptEcho:
         """
         if not answer.lists_logprobs:
             return PromptEcho(text)
-        # On a thread, because a long prompt is processed token by token.
+        # This runs on a thread, because a long prompt is processed token by token.
         return PromptEcho(text, await asyncio.to_thread(_align_prompt, answer, tokenizer))
 
     def prepend_to(self, completion: Completion) -> Completion:

@@ -116,7 +116,7 @@ def _sampling(
             "temperature": 0.0
         }
     values |= sent
-    if values.get("top_k") == -1:  # in vLLM, -1 turns top_k off
+    if values.get("top_k") == -1:  # In vLLM, -1 turns top_k off.
         values["top_k"] = 0
     values["stop"] = defaults.stop if fields.stop is None else tuple(fields.stop)
     values["stop_token_ids"] = (

@@ -13,7 +13,7 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(TypedDict):
-    """logprobs: empty unless the request includes them."""
+    """The text of a message. logprobs: empty unless the request includes them."""
 
     type: Literal["output_text"]
     text: str
@@ -22,7 +22,7 @@ class OutputText(TypedDict):
 
 
 class OutputMessage(TypedDict):
-    """content: one text."""
+    """A message of the assistant. content: a list of one text."""
 
     type: Literal["message"]
     id: str
@@ -37,7 +37,7 @@ class ReasoningText(TypedDict):
 
 
 class OutputReasoning(TypedDict):
-    """content: one text, as the model wrote it. summary: always empty."""
+    """The reasoning. content: a list of one text, as the model wrote it. summary: always empty."""
 
     type: Literal["reasoning"]
     id: str
@@ -47,7 +47,7 @@ class OutputReasoning(TypedDict):
 
 
 class OutputCall(TypedDict):
-    """arguments: JSON, as the model wrote it. It may be invalid, or cut off if the answer is."""
+    """A call of a function. arguments: JSON, as the model wrote it. It may be invalid, or cut off if the answer is."""
 
     type: Literal["function_call"]
     id: str
@@ -61,14 +61,16 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(TypedDict):
-    """cached_tokens: tokens of the prompt that were found in the prefix cache. cache_write_tokens: always 0."""
+    """Details of the input tokens. cached_tokens: tokens of the prompt that were found in the prefix cache.
+    cache_write_tokens: always 0.
+    """
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """reasoning_tokens: tokens of the answer up to the end of its reasoning."""
+    """Details of the output tokens. reasoning_tokens: tokens of the answer up to the end of its reasoning."""
 
     reasoning_tokens: int
 

@@ -128,7 +128,7 @@ class UsageRecorder:
         self._batch = []
 
     def _receive(self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
-        """usage: None if the engine died before it reported the usage."""
+        """Receives the usage of an ended request. usage: None if the engine died before it reported the usage."""
         opened = self._open.pop(request_id, None)
         found = usage if usage is not None or opened is None else _seen(opened.answer)
         # Requests that this recorder did not open are canaries of uploads, which are not billed.

@@ -89,7 +89,7 @@ class Acceptor:
             if error.errno in _EXHAUSTED:
                 self._report_exhausted(error)
                 self._pause(_RETRY_S, self._listen)
-            return False  # no connection waits, or a client hung up before it was accepted
+            return False  # No connection waits, or a client hung up before it was accepted.
         accepted.setblocking(False)
         host = str(address[0])
         reason = self._connections.make_room(host)
@@ -122,7 +122,7 @@ class Acceptor:
     async def _start(self, accepted: socket.socket, protocol: HttpProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, accepted)
-        except OSError as error:  # the client hung up meanwhile
+        except OSError as error:  # The client hung up meanwhile.
             accepted.close()
             self._connections.discard(protocol)
             _log.warning("an accepted connection could not be served: %s", error)

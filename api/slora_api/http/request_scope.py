@@ -91,10 +91,10 @@ class RequestScopeMiddleware:
             # uvicorn cancels the remaining requests when the drain time is over, and waits no longer.
             if sender.status is None:
                 await error_response(Stopping())(scope, receive, sender.send)
-        except ApiError as error:  # a layer around the routes refuses or ends the request
+        except ApiError as error:  # A layer around the routes has refused or ended the request.
             if sender.status is None:
                 await error_response(error)(scope, receive, sender.send)
-        except Exception as error:  # a bug fails this request only and is logged
+        except Exception as error:  # A bug fails this request only, and is logged.
             logger.error(
                 "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error
             )

@@ -137,7 +137,7 @@ class FrameObject(TypedDict):
 
 
 class FrameMaker:
-    """Makes the frames of one observation. names: of adapter versions, as far as they are known.
+    """Makes the frames of one observation. names: the names of adapter versions, as far as they are known.
 
     What all viewers need is computed once, because the frames are made on the event loop.
     """
@@ -154,7 +154,7 @@ class FrameMaker:
                 self._drawn[state.page_map.owners[number - 1].tenant].append(number)
 
     def make(self, tenant: str | None) -> FrameObject:
-        """tenant: the viewer's; None for an operator."""
+        """Makes the frame of one viewer. tenant: the viewer's tenant; None for an operator."""
         state = self._state
         return {
             "object": "live.frame",

@@ -31,7 +31,7 @@ _TENANT_INTERVAL_S = 0.015
 _MAX_INTERVAL_S = 4.0
 # A step that takes longer than this delays a frame. The engine is observed between two steps.
 _PATIENCE_S = 5.0
-# In one process. An operator counts like a tenant.
+# The most viewers in one process. An operator counts like a tenant.
 _MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
 # How long the name of an adapter is cached.
 _NAMES_S = 30.0
@@ -40,8 +40,10 @@ FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 
 
 class LiveFeed:
-    """find_names: looks names of adapters up in the database. is_stopping: whether the server is shutting down, which
-    ends all feeds.
+    """Observes the engine for the viewers of this process.
+
+    find_names: looks names of adapters up in the database. is_stopping: whether the server is shutting down, which ends
+        all feeds.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ __all__ = ["engine_metrics"]
 
 
 def engine_metrics(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
-    """model_name: value of the `model_name` label of vLLM's metrics."""
+    """Yields the engine's metrics. model_name: value of the `model_name` label of vLLM's metrics."""
     yield from _vllm(model_name, info, stats)
     yield from _own(stats)
     yield from _pages(stats)

@@ -134,7 +134,7 @@ class Metrics:
         self._http_seconds.labels(route).observe(seconds)
 
     def quota_refused(self, quota: str) -> None:
-        """quota: the field that did not admit a request or an upload."""
+        """Counts a refusal. quota: the field that did not admit a request or an upload."""
         self._quota_refusals.labels(quota).inc()
 
     def answered_line(self, outcome: str) -> None:

@@ -45,10 +45,10 @@ class KeyQuotas:
 
 
 class QuotaStore:
-    """default: limits of tenants whose quota does not set them.
-    is_behind: whether the cache may lack a change of another process, so that lookups must not use it.
+    """The quotas of all tenants and keys. It may be used by several threads. Methods raise StoreUnavailable.
 
-    May be used by several threads. Methods raise StoreUnavailable.
+    default: limits of tenants whose quota does not set them.
+    is_behind: whether the cache may lack a change of another process, so that lookups must not use it.
     """
 
     def __init__(

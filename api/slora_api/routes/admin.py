@@ -155,7 +155,8 @@ def list_tenant_adapters(
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[AdapterObject]:
-    services.tenant_store.find_tenant(tenant)  # an unknown tenant is a 404, not an empty list
+    # An unknown tenant is answered 404 instead of with an empty list.
+    services.tenant_store.find_tenant(tenant)
     return services.catalog.list_tenant_adapters(tenant, limit, after)
 
 

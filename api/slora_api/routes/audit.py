@@ -20,7 +20,9 @@ _EntryId = Annotated[int, Query(ge=1, lt=2**63)]
 
 
 class AuditEntryObject(TypedDict):
-    """created: Unix time in seconds. actor: the id of a key, or the user of a command. details depend on the action."""
+    """One entry of the audit log. created: Unix time in seconds. actor: the id of a key, or the user of a command.
+    details: fields that depend on the action.
+    """
 
     object: Literal["audit_entry"]
     id: int

@@ -24,7 +24,7 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 
 class BatchErrorObject(TypedDict):
-    """line: the number of the line in the input file; null for the whole file."""
+    """One reason why a batch failed. line: the number of the line in the input file; null for the whole file."""
 
     code: str
     message: str
@@ -38,7 +38,7 @@ class BatchErrors(TypedDict):
 
 
 class RequestCounts(TypedDict):
-    """total: 0 until the input file is checked."""
+    """The numbers of a batch's lines. total: 0 until the input file is checked."""
 
     total: int
     completed: int

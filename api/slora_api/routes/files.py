@@ -26,7 +26,7 @@ _FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 
 
 class FileObject(TypedDict):
-    """created_at, expires_at: Unix times in seconds; null for never."""
+    """A file of a tenant. created_at, expires_at: Unix times in seconds; null for never."""
 
     id: str
     object: Literal["file"]

@@ -42,7 +42,7 @@ class KeyObject(TypedDict):
 
 
 class NewKey(KeyObject):
-    """key: the secret, which the server cannot show again."""
+    """A key that was just created. key: the secret, which the server cannot show again."""
 
     key: str
 
@@ -83,7 +83,8 @@ def create_key(
     scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
     models = None
     if wanted.models is not None:
-        services.tenant_store.find_tenant(tenant)  # an unknown tenant is a 404, whatever the models are
+        # An unknown tenant is answered 404, whatever the models are.
+        services.tenant_store.find_tenant(tenant)
         models = services.catalog.read_allow_list(tenant, wanted.models, wanted.adapter)
     record, key = services.key_store.create_key(
         tenant, wanted.adapter, name=wanted.name, scopes=scopes, models=models, expires_at=wanted.expires_at

@@ -24,7 +24,7 @@ _ANSWERS = errors(TenantBusy, ServerBusy) | event_stream(
     "Server-sent events. The data of each is a JSON object, or null while no engine answers. An error ends the stream, "
     "as an event with the JSON of an error.",
 )
-# A console asks for many. It asks again when it has received them.
+# A console requests many frames in one stream, and opens another stream when it has received them.
 _NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
 
 
@@ -45,7 +45,7 @@ async def watch_all(request: Request, key: Operator, services: Wired, frames: _N
     frames: after so many the stream ends.
     """
     shown = services.live.watch(None)
-    # Requests of operators are short, except this one. It ends if its key is revoked.
+    # All other requests of operators are short. This stream ends if its key is revoked.
     return await _stream(
         shown if key is BOOTSTRAP_KEY else _while_valid(shown, services, key.key_id, request), frames
     )

@@ -51,7 +51,7 @@ class QuotaUse(TypedDict):
 
 
 class QuotaObject(TypedDict):
-    """key_id: null for the quota of the tenant."""
+    """The quota of a tenant or a key. key_id: null for the quota of the tenant."""
 
     object: Literal["quota"]
     tenant: str

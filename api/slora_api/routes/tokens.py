@@ -27,7 +27,7 @@ _ERRORS = errors(ModelNotFound, AdapterCorrupt, Starting)
 
 
 class TokenizedText(TypedDict):
-    """count: the number of tokens. token_strs: null unless requested."""
+    """The tokens of a text. count: the number of tokens. token_strs: null unless requested."""
 
     count: int
     max_model_len: int

@@ -90,7 +90,7 @@ class SandboxProcess:
         except (OSError, asyncio.IncompleteReadError):
             raise SandboxDied(await self._process.wait()) from None
         finally:
-            # Also after a cancellation, because the next request must not read this answer.
+            # The process also ends after a cancellation, because the next request must not read this answer.
             if not answered:
                 await self.close()
         return SandboxAnswer.unpack(content)

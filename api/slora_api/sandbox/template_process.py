@@ -19,7 +19,7 @@ from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
 
 __all__ = ["MAX_RENDERED_BYTES", "RendererSettings", "main", "pack_request"]
 
-# Far longer than any context. Decoding this many bytes takes the reader some milliseconds.
+# This is far longer than any context. The reader decodes this many bytes in a few milliseconds.
 MAX_RENDERED_BYTES = 8 << 20
 
 
@@ -70,7 +70,7 @@ def _render(special_tokens: Mapping[str, str], request: Mapping[str, Any]) -> tu
         )
     except (MemoryError, RecursionError):
         return None, f"it takes more than {MEMORY_BYTES} bytes of memory, or is nested too deeply"
-    except Exception as error:  # a template may raise any exception
+    except Exception as error:  # A template may raise any exception.
         return None, (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()[:1000]
     if num_bytes > MAX_RENDERED_BYTES:
         return None, f"it outputs {num_bytes} bytes; at most {MAX_RENDERED_BYTES} are accepted"

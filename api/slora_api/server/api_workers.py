@@ -95,7 +95,7 @@ class ApiWorkers:
         await self._supervisor.run()
 
     def stop(self, *, at_once: bool) -> None:
-        self._supervisor.stop()  # a second SIGTERM ends a worker at once
+        self._supervisor.stop()  # A second SIGTERM ends a worker at once.
 
     def _clear(self, name: str) -> None:
         self._board.clear(self._numbers[name])

@@ -15,7 +15,10 @@ __all__ = ["BaseModelFiles"]
 
 
 class BaseModelFiles:
-    """started_at: Unix time of the server's start, which /v1/models shows. Raises ConfigError."""
+    """The files of the base model. Raises ConfigError.
+
+    started_at: Unix time of the server's start, which /v1/models shows.
+    """
 
     def __init__(self, settings: Settings, started_at: int | None = None) -> None:
         self.started_at = int(time.time()) if started_at is None else started_at

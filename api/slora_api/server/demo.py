@@ -84,7 +84,7 @@ def _make_tenants(
     # Written before the keys become valid: a valid key that is stored nowhere could never be used.
     replace_durably(keys_path, json.dumps(keys, indent=2).encode())
     for tenant, adapter in wanted.items():
-        with suppress(Conflict):  # an earlier start created it
+        with suppress(Conflict):  # An earlier start has created it.
             tenant_store.create_tenant(tenant)
         key_store.import_key(tenant, adapter, keys[tenant])
     return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]

@@ -19,7 +19,7 @@ class Front(Protocol):
         """Serves until `stop`, and then until requests in progress have ended."""
 
     def stop(self, *, at_once: bool) -> None:
-        """at_once: do not wait for requests in progress."""
+        """Makes `run` end. at_once: whether not to wait for requests in progress."""
 
 
 class HttpFront:

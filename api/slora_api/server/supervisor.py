@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # The first restart is almost immediate, because requests must wait for the model to load in any case.
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
-# After a life this long, the next death counts as the first of a new series.
+# If a child has lived this long, its next death counts as the first of a new series.
 _HEALTHY_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 0.25
@@ -201,7 +201,7 @@ class Supervisor:
             child.name, process.pid, max(watchdog.stuck_s, watchdog.incomplete_s),
         )  # fmt: skip
         process.kill()
-        await asyncio.Event().wait()  # keep the stall reported until the process has ended
+        await asyncio.Event().wait()  # The stall stays reported until the process has ended.
 
 
 async def _start(child: Child, page: HeartbeatPage) -> Process:

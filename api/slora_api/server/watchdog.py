@@ -41,7 +41,7 @@ class Watchdog:
     stuck_s: float = 0.0
     incomplete_s: float = 0.0
     _last: Beat = _NO_BEAT
-    _computing_us: int = 0  # at the time when the child last made progress
+    _computing_us: int = 0  # The CPU time when the child last made progress.
 
     @property
     def is_stalled(self) -> bool:

@@ -25,7 +25,7 @@ BOOTSTRAP_KEY = OperatorKey(BOOTSTRAP_KEY_ID, BOOTSTRAP_KEY_ID, 0)
 
 @dataclass(frozen=True, slots=True)
 class AdminKey:
-    """shown_once: the text of a key that was generated just now; None for any other key."""
+    """The bootstrap key of this run. shown_once: the text of a key generated just now; None for any other key."""
 
     pepper: Pepper
     digest: bytes

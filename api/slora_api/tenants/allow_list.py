@@ -17,14 +17,18 @@ MAX_MODELS = 100
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """entries: `name` permits an adapter with all its versions and aliases. `name@alias` permits that alias only; a
-    bare name in a request counts as `name@latest`.
+    """The entries of one list.
+
+    entries: `name` permits an adapter with all its versions and aliases. `name@alias` permits that alias only; a bare
+        name in a request counts as `name@latest`.
     """
 
     entries: frozenset[str]
 
     def permits(self, reference: str) -> bool:
-        """reference: an adapter's `name`, `name@3` or `name@alias`, or the name of the base model."""
+        """Whether a model is permitted. reference: an adapter's `name`, `name@3` or `name@alias`, or the name of the
+        base model.
+        """
         name, _, target = reference.partition("@")
         return name in self.entries or f"{name}@{target or LATEST}" in self.entries
 

@@ -145,8 +145,9 @@ class UsagePage:
 
 
 class UsageReport:
-    """base_model: the name of the base model, as the reports show it.
+    """Makes the pages of all reports.
 
+    base_model: the name of the base model, as the reports show it.
     batch_price_percent: what a token of a batch costs, in percent of any other token.
     """
 

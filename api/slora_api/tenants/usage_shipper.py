@@ -28,8 +28,11 @@ _RECORDS_AT_ONCE = 1000
 
 
 class UsageShipper:
-    """journal: the journal of this process, in `directory`. retention_days: None if another process deletes what is too
-    old. clock: Unix time.
+    """Ships the records of one journal directory.
+
+    journal: the journal of this process, in `directory`.
+    retention_days: None if another process deletes what is too old.
+    clock: Unix time.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class FairQueue:
         # Background requests do not count in the shares of interactive ones.
         waiting = {one for one in self._heaps if one.is_background == candidates[0].is_background}
         weights = sum(tenant.share.weight for tenant in held.keys() | waiting)
-        page_share = sum(held.values()) / weights  # pages per unit of weight
+        page_share = sum(held.values()) / weights  # Pages per unit of weight.
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
 
         def tenant_preemption_order(sequence: Sequence) -> tuple[bool, int, bool, bool, int, Sequence]:

@@ -74,7 +74,7 @@ def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Findin
 
         yield refused(f"with the scope {scope} alone", 403, key, needs_another)
     yield _hidden_paths(server)
-    # Without this, a server that refuses everything would pass.
+    # Without this check, a server that refuses everything would pass.
     opened = server.send("GET", "/v1/models", tenant.key).status_code
     yield Finding(_PROBE, "a tenant's own route with its key", "200", str(opened), opened == 200)
 

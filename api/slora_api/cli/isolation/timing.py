@@ -65,7 +65,7 @@ def compare_samples(first: Sequence[float], second: Sequence[float]) -> tuple[fl
     one, two = sorted(first), sorted(second)
     d = max(abs(bisect_right(one, x) / len(one) - bisect_right(two, x) / len(two)) for x in (*one, *two))
     scaled = math.sqrt(len(one) * len(two) / (len(one) + len(two))) * d
-    if scaled < 0.2:  # the series converges slowly there, and the p-value is 1 in double precision
+    if scaled < 0.2:  # The series converges slowly here, and the p-value is 1 in double precision.
         return d, 1.0
     series = sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
     return d, min(1.0, max(0.0, 2 * series))
