@@ -12,6 +12,11 @@ from slora_kernels.kv_format import KVFormat
 _GIB = 1 << 30
 # Longer drafts would delay other sequences of the step, and are rarely accepted as a whole.
 MAX_DRAFT_TOKENS = 64
+# What `auto` takes: of the free RAM or GPU memory for the page pool, and of the pool for swapped sequences.
+CPU_POOL_SHARE = 0.25
+GPU_POOL_SHARE = 0.9
+SWAP_SHARE = 0.25
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 # The names of the policies in `slora/pool/eviction_policy.py`.
@@ -199,9 +204,14 @@ def free_ram_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
+    limit, used = cgroup_memory_limit(), _CGROUP / "memory.current"
+    if limit is not None and used.exists():
+        available = min(available, limit - int(used.read_text()))
     return max(available, _GIB // 4)
+
+
+def cgroup_memory_limit() -> int | None:
+    """Bytes that the control group of this process may use, as a container sees it. None without a limit."""
+    path = _CGROUP / "memory.max"
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)

@@ -11,7 +11,12 @@ from slora.errors import SloraError
 from slora_adapters.durable_file import replace_durably
 from slora_adapters.full_disk import is_full
 
-__all__ = ["DataDir", "DataDirInUse", "open_data_dir"]
+__all__ = ["DataDir", "DataDirInUse", "find_lock_holder", "open_data_dir"]
+
+
+_LOCK = "server.lock"
+# Lists all locks that this process can see. See proc_locks(5).
+_LOCKS = Path("/proc/locks")
 
 
 class DataDirInUse(SloraError):
@@ -85,14 +90,13 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.chmod(0o700)
     # The kernel releases the lock when the process ends, even by kill -9. A lock file by itself would remain.
-    descriptor = os.open(path / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
             raise DataDirInUse(
-                f"{path} is in use by another slora server (process {owner}); stop it, or choose another --data-dir"
+                f"{path} is in use by another slora server ({_read_owner(path)}); stop it, or choose another --data-dir"
             ) from None
         try:
             os.ftruncate(descriptor, 0)
@@ -104,3 +108,20 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
         yield DataDir(path)
     finally:
         os.close(descriptor)
+
+
+def find_lock_holder(path: Path) -> str | None:
+    """Returns which process holds the lock of the directory; None if none does. It takes no lock itself, because a
+    server that starts at this moment would then be refused.
+    """
+    try:
+        inode = (path / _LOCK).stat().st_ino
+    except FileNotFoundError:
+        return None
+    fields = (line.split() for line in _LOCKS.read_text().splitlines())
+    held = {one[5].rpartition(":")[2] for one in fields if len(one) > 5 and one[1] == "FLOCK"}
+    return _read_owner(path) if str(inode) in held else None
+
+
+def _read_owner(path: Path) -> str:
+    return f"process {(path / _LOCK).read_text()[:32].strip() or 'unknown'}"

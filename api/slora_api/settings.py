@@ -25,7 +25,14 @@ from slora.setting import (
 )
 from slora_adapters.log_lines import LOG_FORMATS
 
-__all__ = ["TOOL_CALL_PARSERS", "Settings", "read_settings", "server_setting_specs", "unknown_variables"]
+__all__ = [
+    "TOOL_CALL_PARSERS",
+    "Settings",
+    "explain_unknown_variables",
+    "read_settings",
+    "server_setting_specs",
+    "unknown_variables",
+]
 
 # The names of `slora_api.chat.call_format`.
 TOOL_CALL_PARSERS = ("auto", "mistral_args", "mistral", "deepseek", "hermes", "phi4", "llama3", "gemma")
@@ -186,6 +193,14 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]
     meant = {name: get_close_matches(name, known, 1) for name in strangers}
     return {_PREFIX + name: _PREFIX + close[0] if close else None for name, close in meant.items()}
+
+
+def explain_unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns a sentence about each variable that looks like a setting but is not."""
+    return [
+        f"{name} is not a setting{f'; did you mean {meant}?' if meant else ''}"
+        for name, meant in unknown_variables(environment).items()
+    ]
 
 
 def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:

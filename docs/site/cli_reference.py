@@ -8,7 +8,7 @@ from unittest.mock import patch
 from slora_api.cli.main import make_parser
 
 # Their flags are the settings, which have a page of their own.
-_WITH_SETTINGS = ("slora serve", "slora demo")
+_WITH_SETTINGS = ("slora serve", "slora demo", "slora doctor")
 _SETTINGS = "Its flags are the [settings](settings.md)."
 
 

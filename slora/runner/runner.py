@@ -14,7 +14,7 @@ from slora.device.device_memory import DeviceMemory
 from slora.device.float8_support import check_float8_kv
 from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.device.step_batch import StepBatch, tile_prompt_rows
-from slora.engine_config import EngineConfig, free_ram_bytes
+from slora.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE, EngineConfig, free_ram_bytes
 from slora.errors import ConfigError, DeviceFailed
 from slora.kv_footprint import KVFootprint
 from slora.models.decoder import Decoder
@@ -44,9 +44,6 @@ from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 
 _DEFERRED = SampledToken(None, is_deferred=True)
-_CPU_POOL_SHARE = 0.25
-_GPU_POOL_SHARE = 0.9
-_SWAP_SHARE = 0.25
 _MAX_SLOTS = 1024
 # A compilation this long means that the kernels were not in the cache.
 _LONG_WARM_UP_S = 3.0
@@ -66,7 +63,7 @@ class Runner:
         self.model = model
         self.dtype_name = model.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.kernels = _kernels(config.kernels, self.device)
+        self.kernels = load_kernels(config.kernels, self.device)
         if config.kv_format is KVFormat.FP8:
             check_float8_kv(self.device)
         _check_positions(config, model)
@@ -268,9 +265,9 @@ class Runner:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-            pool_bytes = int((free - peak) * _GPU_POOL_SHARE)
+            pool_bytes = int((free - peak) * GPU_POOL_SHARE)
         elif pool_bytes is None:
-            pool_bytes = int(free_ram_bytes() * _CPU_POOL_SHARE)
+            pool_bytes = int(free_ram_bytes() * CPU_POOL_SHARE)
         num_pages = pool_bytes // self.full_page_bytes
         if num_pages < 2:
             raise ConfigError(
@@ -285,8 +282,8 @@ class Runner:
             return 0
         swap_bytes = config.swap_bytes
         if swap_bytes is None:
-            of_ram = int(free_ram_bytes() * _SWAP_SHARE) // self.full_page_bytes
-            return min(int(num_pages * _SWAP_SHARE), of_ram)
+            of_ram = int(free_ram_bytes() * SWAP_SHARE) // self.full_page_bytes
+            return min(int(num_pages * SWAP_SHARE), of_ram)
         if 0 < swap_bytes < self.full_page_bytes:
             raise ConfigError(
                 f"swap_bytes is {swap_bytes}, but one page of this model takes "
@@ -380,7 +377,7 @@ def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
         )
 
 
-def _kernels(name: str, device: torch.device) -> Kernels:
+def load_kernels(name: str, device: torch.device) -> Kernels:
     try:
         return select_kernels(name, device)
     except ValueError as error:

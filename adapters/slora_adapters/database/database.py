@@ -15,7 +15,6 @@ On a full disk, a SQLite database is read-only. Opening an up-to-date database w
 even for the shared memory file that SQLite keeps beside the database, one connection reads without that file.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,17 +27,18 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Executable
 
 from slora_adapters.database import schema
-from slora_adapters.database.database_url import parse_database_url
+from slora_adapters.database.database_url import label_database, parse_database_url
 from slora_adapters.database.migration import SCHEMA, is_current, upgrade
 from slora_adapters.database.postgresql_engine import check_settings, lock_by_name, make_postgresql_engine
 from slora_adapters.database.sqlite_engine import (
     BUSY_TIMEOUT_S,
+    check_writable,
     is_disk_full,
     make_exclusive_engine,
     make_sqlite_engine,
 )
 from slora_adapters.disk_reserve import DiskReserve
-from slora_adapters.errors import DiskFull, StoreUnavailable, StoreUnfit
+from slora_adapters.errors import DiskFull, StoreUnavailable
 
 __all__ = ["CHANGES", "Database", "Snapshot", "blob_lock"]
 
@@ -88,7 +88,7 @@ class Database:
         url = parse_database_url(str(place))
         self._path = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
         # The name of the database in messages. It contains no password.
-        self.label = repr(str(self._path) if self._path else url.render_as_string(hide_password=True))
+        self.label = label_database(url)
         self._reserve = reserve if self._path else None
         self._on_change = on_change
         self._engine = make_sqlite_engine(self._path) if self._path else make_postgresql_engine(url)
@@ -112,13 +112,8 @@ class Database:
         if self._path is None:
             with self._connection() as connection:
                 check_settings(connection)
-        elif self._path.exists() and not os.access(self._path, os.W_OK):
-            raise StoreUnfit(f"the database {self.label} is read-only: make the file writable")
-        elif self._path.parent.exists() and not os.access(self._path.parent, os.W_OK):
-            raise StoreUnfit(
-                f"the directory of the database {self.label} is read-only, but SQLite keeps files beside the database: "
-                "make the directory writable"
-            )
+        else:
+            check_writable(self._path, self.label)
         if not is_current(self.read, self._engine.dialect.name, self.label):
             with self.transaction(SCHEMA) as connection:
                 upgrade(connection, self.label)

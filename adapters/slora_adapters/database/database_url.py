@@ -6,7 +6,7 @@ from pathlib import Path
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-__all__ = ["parse_database_url"]
+__all__ = ["label_database", "parse_database_url"]
 
 _POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
@@ -33,4 +33,11 @@ def parse_database_url(text: str) -> URL:
         return url
     raise ValueError(
         f"a database is a file, sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME, not {url.drivername}://"
+    )
+
+
+def label_database(url: URL) -> str:
+    """Returns the name of a database in messages. It contains no password."""
+    return repr(
+        url.database if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
     )

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
@@ -25,7 +25,7 @@ from sqlalchemy.sql import Executable
 from slora_adapters.database import schema
 from slora_adapters.errors import StoreUnavailable
 
-__all__ = ["SCHEMA", "VERSION_TABLE", "is_current", "upgrade"]
+__all__ = ["SCHEMA", "VERSION_TABLE", "Revisions", "find_revisions", "is_current", "upgrade"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,26 @@ _NEWER = "was written by a newer release: run that release, or restore an older 
 Read = Callable[[Executable], Sequence[Any]]
 
 
+class Revisions(NamedTuple):
+    """found: the revision of a database; None if it is empty or was written by release 0.1. head: of this release."""
+
+    found: str | None
+    head: str
+
+
 def is_current(read: Read, dialect: str, label: str) -> bool:
     """Returns whether the database has the schema of this release. Raises StoreUnavailable if `upgrade` would refuse
     it.
 
     label: the database in error messages.
     """
-    return _find_state(read, dialect, label) == _scripts().get_current_head()
+    found, head = find_revisions(read, dialect, label)
+    return found == head
+
+
+def find_revisions(read: Read, dialect: str, label: str) -> Revisions:
+    """Raises StoreUnavailable if the database cannot get the schema of this release."""
+    return Revisions(_find_state(read, dialect, label), str(_scripts().get_current_head()))
 
 
 def upgrade(connection: Connection, label: str) -> None:

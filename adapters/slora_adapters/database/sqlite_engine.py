@@ -7,17 +7,27 @@ SQLAlchemy's driver would begin transactions by itself, and only at the first wr
 opened in autocommit mode, and `Database.transaction` begins each transaction.
 """
 
+import os
 import sqlite3
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from sqlalchemy import create_engine
 from sqlalchemy.engine import Engine
 from sqlalchemy.pool import QueuePool, StaticPool
 
+from slora_adapters.errors import StoreUnfit
 from slora_adapters.full_disk import has_space
 
-__all__ = ["BUSY_TIMEOUT_S", "is_disk_full", "make_exclusive_engine", "make_sqlite_engine"]
+__all__ = [
+    "BUSY_TIMEOUT_S",
+    "check_writable",
+    "is_disk_full",
+    "make_exclusive_engine",
+    "make_reading_engine",
+    "make_sqlite_engine",
+]
 
 # How long a writer waits for another writer. Transactions here take milliseconds.
 BUSY_TIMEOUT_S = 10.0
@@ -59,6 +69,27 @@ def make_exclusive_engine(path: Path) -> Engine:
         return connection
 
     return create_engine("sqlite://", creator=connect, poolclass=StaticPool)
+
+
+def make_reading_engine(path: Path) -> Engine:
+    """Returns an engine with one connection that reads an existing file and cannot change it."""
+
+    def connect() -> sqlite3.Connection:
+        place = f"file:{quote(str(path))}?mode=ro"
+        return sqlite3.connect(place, timeout=BUSY_TIMEOUT_S, isolation_level=None, uri=True)
+
+    return create_engine("sqlite://", creator=connect, poolclass=StaticPool)
+
+
+def check_writable(path: Path, label: str) -> None:
+    """Raises StoreUnfit if SQLite could not write the database. label: the database in error messages."""
+    if path.exists() and not os.access(path, os.W_OK):
+        raise StoreUnfit(f"the database {label} is read-only: make the file writable")
+    if path.parent.exists() and not os.access(path.parent, os.W_OK):
+        raise StoreUnfit(
+            f"the directory of the database {label} is read-only, but SQLite keeps files beside the database: make "
+            "the directory writable"
+        )
 
 
 def is_disk_full(error: BaseException | None, directory: Path) -> bool:

@@ -11,7 +11,7 @@ from slora_adapters.store.store import Store, WarmStore
 from slora_adapters.store.tiered_store import TieredStore
 
 # fsspec has two schemes for local files.
-_FILE_SCHEMES = ("file", "local")
+FILE_SCHEMES = ("file", "local")
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 # Schemes that fsspec supports but that cannot be a store, with the reason.
 _NO_STORES = {
@@ -32,9 +32,8 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
     Raises ValueError for other URLs. Raises StoreUnavailable if the durable store does not answer or its settings allow
     data loss. A warm tier that does not answer is logged, and used again later.
     """
-    if warm_url is not None and urlsplit(warm_url).scheme not in REDIS_SCHEMES:
-        schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
-        raise ValueError(f"the warm tier must be a Redis ({schemes}), not {urlsplit(warm_url).scheme!r}")
+    if warm_url is not None:
+        check_redis_url(warm_url, "the warm tier")
     durable = _open_durable(url)
     if warm_url is None or _place(warm_url) == _place(
         url
@@ -48,11 +47,24 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
     return tiers
 
 
+def check_redis_url(url: str, what: str) -> None:
+    """Raises ValueError unless it is the URL of a Redis. The message has no password. what: what the Redis is for."""
+    try:
+        _place(url)
+    except ValueError:  # its message may quote a part of the password
+        raise ValueError(
+            f"the URL of {what} is not valid: write / as %2F, @ as %40 and : as %3A in its password"
+        ) from None
+    if urlsplit(url).scheme not in REDIS_SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
+        raise ValueError(f"{what} must be the URL of a Redis ({schemes}), not {urlsplit(url).scheme!r}")
+
+
 def _open_durable(url: str) -> Store:
     parts = urlsplit(url)
     if "://" not in url:
         return FileStore(Path(url))
-    if parts.scheme in _FILE_SCHEMES:
+    if parts.scheme in FILE_SCHEMES:
         if parts.netloc not in ("", "localhost"):
             raise ValueError(
                 f"a {parts.scheme}:// URL cannot name another host ({parts.netloc!r}); write "
@@ -68,6 +80,7 @@ def _open_durable(url: str) -> Store:
 
 
 def _open_redis(url: str, *, durable: bool) -> WarmStore:
+    check_redis_url(url, "the store" if durable else "the warm tier")
     module = load_optional("slora_adapters.store.redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
     return cast(WarmStore, module.open_redis_store(url, durable=durable))
 

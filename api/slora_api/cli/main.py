@@ -19,6 +19,7 @@ __all__ = ["main", "make_parser"]
 _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
     "demo": ("slora_api.server.serve", "serve_demo"),
+    "doctor": ("slora_api.doctor.doctor", "diagnose"),
     "migrate": ("slora_api.cli.migrate", "migrate"),
     "backup": ("slora_api.cli.backup", "backup"),
     "restore": ("slora_api.cli.backup", "restore"),
@@ -120,13 +121,20 @@ def _add_serve(commands: _Commands) -> None:
     demo = commands.add(
         "demo", "run the server with a small trained model and a tenant for each of its adapters"
     )
-    for parser in (serve, demo):
+    doctor = commands.add(
+        "doctor", "check this machine and the settings of a server, and say what to do", has_json=True
+    )
+    for parser in (serve, demo, doctor):
         parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
         for spec in server_setting_specs():
             if parser is demo and spec.name == "demo":
                 continue
             shown = f" (default {spec.default_text})" if spec.default_text else ""
             parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+        if parser is doctor:
+            parser.epilog += (
+                " Give the flags and variables of `slora serve`. The exit code is 1 only if a check fails."
+            )
         # This setting is gone. It is still parsed, so that the error can name the command that copies a registry into
         # the database.
         parser.add_argument("--registry", help=argparse.SUPPRESS)

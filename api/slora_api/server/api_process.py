@@ -22,7 +22,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
@@ -38,7 +37,7 @@ from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
-from slora_adapters.store.store_url import REDIS_SCHEMES, load_optional, open_store
+from slora_adapters.store.store_url import check_redis_url, load_optional, open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.canary import Canary
 from slora_api.adapters.change_follower import ChangeFollower
@@ -245,9 +244,7 @@ def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
     host = HostCounters(data.quotas)
     if not redis_url:
         return host
-    if urlsplit(redis_url).scheme not in REDIS_SCHEMES:
-        schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
-        raise ValueError(f"--quota-redis must be the URL of a Redis ({schemes}), not {redis_url!r}")
+    check_redis_url(redis_url, "--quota-redis")
     module = load_optional("slora_api.quotas.redis_counters", "redis", "--quota-redis")
     return cast(QuotaCounters, module.open_redis_counters(redis_url, host))
 

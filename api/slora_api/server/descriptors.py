@@ -3,7 +3,7 @@
 import logging
 import resource
 
-__all__ = ["fit_connections", "raise_descriptor_limit"]
+__all__ = ["explain_few_descriptors", "fit_connections", "raise_descriptor_limit"]
 
 _log = logging.getLogger(__name__)
 
@@ -22,14 +22,22 @@ def raise_descriptor_limit() -> int:
 
 def fit_connections(max_connections: int, num_descriptors: int) -> int:
     """Returns how many connections the descriptors allow, at most `max_connections`."""
-    allowed = num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)
-    if max_connections > allowed:
-        _log.warning(
-            "this process may open %d files, which is enough for %d of the %d connections of "
-            "max_connections: raise the limit of open files (ulimit -Hn, LimitNOFILE=, or docker's "
-            "--ulimit nofile=)",
-            num_descriptors,
-            allowed,
-            max_connections,
-        )
-    return min(max_connections, allowed)
+    if shortage := explain_few_descriptors(max_connections, num_descriptors):
+        _log.warning("%s", shortage)
+    return min(max_connections, _allowed_connections(num_descriptors))
+
+
+def explain_few_descriptors(max_connections: int, num_descriptors: int) -> str:
+    """Returns why the descriptors allow fewer connections, and what to do; empty if they do not."""
+    allowed = _allowed_connections(num_descriptors)
+    if max_connections <= allowed:
+        return ""
+    return (
+        f"this process may open {num_descriptors} files, which is enough for {allowed} of the {max_connections} "
+        "connections of max_connections: raise the limit of open files (ulimit -Hn, LimitNOFILE=, or docker's "
+        "--ulimit nofile=)"
+    )
+
+
+def _allowed_connections(num_descriptors: int) -> int:
+    return num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)

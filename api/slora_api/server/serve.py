@@ -53,7 +53,7 @@ from slora_api.server.metrics_files import open_metrics_files
 from slora_api.server.sockets import open_sockets
 from slora_api.server.supervisor import Supervisor
 from slora_api.server.tracing import open_tracing
-from slora_api.settings import Settings, read_settings, unknown_variables
+from slora_api.settings import Settings, explain_unknown_variables, read_settings
 from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
 
@@ -174,8 +174,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"slora: {error}", file=sys.stderr)
         return 2
     set_up_logging(settings.log_format, "API", RequestFields(), mask=mask_keys)
-    for name, meant in unknown_variables(os.environ).items():
-        logger.warning("%s is not a setting%s", name, f"; did you mean {meant}?" if meant else "")
+    for unknown in explain_unknown_variables(os.environ):
+        logger.warning("%s", unknown)
     try:
         asyncio.run(_serve(settings, vars(arguments)))
     except (SloraError, OSError, ValueError) as error:

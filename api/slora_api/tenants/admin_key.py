@@ -13,7 +13,7 @@ from slora_adapters.durable_file import create_durably
 from slora_api.tenants.api_key import Pepper, make_key
 from slora_api.tenants.key_record import BOOTSTRAP_KEY_ID, OperatorKey
 
-__all__ = ["BOOTSTRAP_KEY", "AdminKey", "open_admin_key"]
+__all__ = ["BOOTSTRAP_KEY", "AdminKey", "explain_weak_key", "open_admin_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,21 @@ class AdminKey:
         return self.pepper.matches(key, self.digest)
 
 
+def explain_weak_key(given: str) -> str:
+    """Returns what is wrong with a given key; empty if nothing is."""
+    if len(given) >= _WEAK_CHARS:
+        return ""
+    return f"the admin key has only {len(given)} characters; use at least {_WEAK_CHARS} random ones"
+
+
 def open_admin_key(given: str, directory: Path, pepper: Pepper, *, is_needed: bool = True) -> AdminKey | None:
     """Returns the key that is valid for this run: `given` if it is not empty, else the key from the first start.
 
     is_needed: whether a key is generated if there is none; otherwise the result is None.
     """
     if given:
-        if len(given) < _WEAK_CHARS:
-            logger.warning(
-                "the admin key has only %d characters; use at least %d random ones", len(given), _WEAK_CHARS
-            )
+        if weakness := explain_weak_key(given):
+            logger.warning("%s", weakness)
         return AdminKey(pepper, pepper.digest(given))
     path = directory / _FILE_NAME
     try:

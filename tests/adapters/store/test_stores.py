@@ -542,8 +542,16 @@ def test_both_names_of_local_files_mean_the_same_store(tmp_path: Path) -> None:
         assert open_store(name).exists(DIGEST)
 
 
+@pytest.mark.parametrize("url", ["redis://:pa55/word@host/0", "redis://host:pa55word/0"])
+def test_an_invalid_url_of_a_redis_is_refused_without_a_part_of_it(url: str) -> None:
+    """Born from a bug: the message quoted the beginning of a password with an unescaped slash."""
+    with pytest.raises(ValueError, match="write / as %2F") as caught:
+        open_store(url)
+    assert "pa55" not in str(caught.value)
+
+
 def test_a_warm_tier_that_is_not_redis_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be a Redis"):
+    with pytest.raises(ValueError, match="must be the URL of a Redis"):
         open_store(str(tmp_path), str(tmp_path))
 
 

@@ -271,9 +271,9 @@ def test_a_host_counts_for_itself_while_redis_is_away(tmp_path: Path, redis_serv
 
 def test_only_a_redis_can_be_the_quota_redis(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"--quota-redis must be the URL of a Redis \(redis://, .*, not 'http://x'"
+        ValueError, match=r"--quota-redis must be the URL of a Redis \(redis://, .*, not 'http'$"
     ):
-        open_counters(DataDir(tmp_path), "http://x")
+        open_counters(DataDir(tmp_path), "http://slora:secret@x")
     assert isinstance(open_counters(DataDir(tmp_path), ""), HostCounters)
     # It need not answer yet.
     assert isinstance(open_counters(DataDir(tmp_path), "redis://127.0.0.1:1/0"), RedisCounters)

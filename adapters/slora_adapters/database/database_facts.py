@@ -1,0 +1,98 @@
+"""Looks at a database without creating or migrating it, for `slora doctor`."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import exc, text
+from sqlalchemy.engine import URL, Connection
+from sqlalchemy.sql import Executable
+
+from slora_adapters.clock_offset import ClockOffset, measure_clock
+from slora_adapters.database.database_url import label_database, parse_database_url
+from slora_adapters.database.migration import Revisions, find_revisions
+from slora_adapters.database.postgresql_engine import check_settings, make_postgresql_engine
+from slora_adapters.database.sqlite_engine import check_writable, make_reading_engine
+from slora_adapters.errors import StoreUnavailable
+
+__all__ = ["DatabaseFacts", "measure_database_clock", "read_database_facts"]
+
+_NOW = text("SELECT extract(epoch FROM clock_timestamp())")
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseFacts:
+    """label: the database in messages, without a password. server: its product and version.
+
+    revisions: None if a SQLite file does not exist yet.
+    """
+
+    label: str
+    server: str
+    revisions: Revisions | None
+
+
+def read_database_facts(place: Path | str) -> DatabaseFacts:
+    """place: as `Database` takes it.
+
+    Raises ValueError for a text that is no database, StoreUnfit if a server would refuse it because of its settings,
+    and StoreUnavailable if it does not answer or this release cannot migrate it.
+    """
+    url = parse_database_url(str(place))
+    label = label_database(url)
+    if url.get_backend_name() == "sqlite":
+        path = Path(url.database or "")
+        check_writable(path, label)
+        if not path.exists():
+            return DatabaseFacts(label, "SQLite", None)
+    with closing(_Reader(url, label)) as reader:
+        return DatabaseFacts(label, reader.find_version(), reader.find_revisions())
+
+
+def measure_database_clock(place: str) -> ClockOffset | None:
+    """Returns None for SQLite, which has no clock of its own. Raises ValueError and StoreUnavailable."""
+    url = parse_database_url(place)
+    if url.get_backend_name() == "sqlite":
+        return None
+    with closing(_Reader(url, label_database(url))) as reader:
+        return measure_clock(lambda: float(reader.read(_NOW)[0][0]))
+
+
+class _Reader:
+    """One connection to an existing database. Raises StoreUnavailable if there is none."""
+
+    def __init__(self, url: URL, label: str) -> None:
+        self._label = label
+        self._is_file = url.get_backend_name() == "sqlite"
+        self._engine = (
+            make_reading_engine(Path(url.database or "")) if self._is_file else make_postgresql_engine(url)
+        )
+        try:
+            self._connection: Connection = self._engine.connect()
+        except exc.DBAPIError as error:
+            self._engine.dispose()
+            raise self._as_unavailable(error) from error
+
+    def read(self, statement: Executable) -> Sequence[Any]:
+        try:
+            return self._connection.execute(statement).fetchall()
+        except exc.DBAPIError as error:
+            raise self._as_unavailable(error) from error
+
+    def find_version(self) -> str:
+        if self._is_file:
+            return f"SQLite {self.read(text('SELECT sqlite_version()'))[0][0]}"
+        check_settings(self._connection)
+        return f"PostgreSQL {self.read(text('SHOW server_version'))[0][0]}"
+
+    def find_revisions(self) -> Revisions:
+        return find_revisions(self.read, self._engine.dialect.name, self._label)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._engine.dispose()
+
+    def _as_unavailable(self, error: exc.DBAPIError) -> StoreUnavailable:
+        return StoreUnavailable(f"database {self._label}: {' '.join(str(error.orig).split())}")

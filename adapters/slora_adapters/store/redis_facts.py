@@ -1,0 +1,62 @@
+"""What a Redis says about itself, for `slora doctor`.
+
+The module needs the package redis, so only modules that `store_url.load_optional` loads import it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from slora_adapters.clock_offset import ClockOffset, measure_clock
+from slora_adapters.store.durable_redis import as_unavailable, connect
+
+__all__ = ["RedisFacts", "read_redis_facts"]
+
+_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFacts:
+    """max_bytes: 0 without a limit. eviction: the setting maxmemory-policy. is_logged: the setting appendonly."""
+
+    version: str
+    max_bytes: int
+    used_bytes: int
+    eviction: str
+    is_logged: bool
+    clock: ClockOffset
+
+
+def read_redis_facts(url: str) -> RedisFacts:
+    """Raises StoreUnavailable, within seconds if the Redis hangs."""
+    with _client(url) as client, as_unavailable():
+        info: dict[str, Any] = {
+            **client.info("server"),
+            **client.info("memory"),
+            **client.info("persistence"),
+        }
+        return RedisFacts(
+            str(info.get("redis_version", "of unknown version")),
+            int(info.get("maxmemory", 0)),
+            int(info.get("used_memory", 0)),
+            str(info.get("maxmemory_policy", "unknown")),
+            bool(info.get("aof_enabled")),
+            measure_clock(lambda: _read_time(client)),
+        )
+
+
+@contextmanager
+def _client(url: str) -> Iterator["redis.Redis[bytes]"]:
+    client = connect(url, _TIMEOUT_S, num_retries=0)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _read_time(client: "redis.Redis[bytes]") -> float:
+    seconds, microseconds = client.time()
+    return float(seconds) + float(microseconds) / 1e6

@@ -1,0 +1,97 @@
+"""Prints as JSON what torch finds on this machine, and whether the engine can use it as configured.
+
+    python -P -m slora.runner.device_facts --device auto --kernels auto --kv-cache-dtype auto
+
+`slora doctor` runs this program, because API processes and commands do not import torch.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from slora.device.float8_support import check_float8_kv
+from slora.errors import ConfigError
+from slora.runner.runner import load_kernels, resolve_device
+
+__all__ = ["DeviceFacts", "find_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """device: a name for people. type: cpu or cuda, which AMD GPUs have, too. num_gpus: GPUs that torch sees.
+
+    torch, triton, numba: versions; None of a package that is not installed. num_threads: of torch, on a CPU.
+    total_bytes, free_bytes: memory of the GPU; None on a CPU.
+    """
+
+    type: str
+    device: str
+    num_gpus: int
+    kernels: str
+    torch: str
+    triton: str | None
+    numba: str | None
+    num_threads: int
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
+    """Raises ConfigError if the engine cannot run with these settings."""
+    device = resolve_device(device_name, kernels_name)
+    try:
+        kernels = load_kernels(kernels_name, device)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"kernels is {kernels_name}, but the package {error.name} is not installed; choose auto"
+        ) from error
+    if kv_cache_dtype == "fp8":
+        check_float8_kv(device)
+    is_gpu = device.type == "cuda"
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device) if is_gpu else (None, None)
+    return DeviceFacts(
+        device.type,
+        _describe_gpu(device) if is_gpu else "CPU",
+        torch.cuda.device_count(),
+        kernels.name,
+        torch.__version__,
+        _find_version("triton"),
+        _find_version("numba"),
+        torch.get_num_threads(),
+        total_bytes,
+        free_bytes,
+    )
+
+
+def _describe_gpu(device: torch.device) -> str:
+    platform = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{torch.cuda.get_device_name(device)} ({platform})"
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Prints what torch finds on this machine, as JSON.")
+    for flag in ("--device", "--kernels", "--kv-cache-dtype"):
+        parser.add_argument(flag, default="auto")
+    arguments = parser.parse_args()
+    try:
+        facts = find_device(arguments.device, arguments.kernels, arguments.kv_cache_dtype)
+    except ConfigError as error:
+        print(json.dumps({"error": str(error)}))
+        return 0
+    print(json.dumps(asdict(facts)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

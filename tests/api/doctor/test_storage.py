@@ -1,0 +1,127 @@
+"""Database, store, Redis and clocks are checked as a server uses them, and stay as they were."""
+
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slora_adapters.clock_offset import ClockOffset
+from slora_adapters.errors import StoreUnavailable
+from slora_adapters.store.file_store import FileStore
+from slora_api.doctor import storage
+from slora_api.doctor.finding import Status
+from slora_api.doctor.storage import check_clock, check_database, check_redis, check_store
+from slora_api.settings import Settings
+from tests.api.doctor.test_machine import SETTINGS, worst
+from tests.redis_server import RedisServer
+from tests.support.migrated_file import write_migrated_database
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return replace(SETTINGS, data_dir=str(tmp_path))
+
+
+def test_a_database_of_this_release_is_in_order_and_has_a_clock_on_postgresql(
+    settings: Settings, database_place: str
+) -> None:
+    chosen = replace(settings, database=database_place)
+    status, text = worst(check_database(chosen))
+    assert status is Status.OK and "has the schema of this release" in text
+    is_server = database_place.startswith("postgresql")
+    assert ("the clock of the database is" in worst(check_clock(chosen))[1]) == is_server
+
+
+@pytest.mark.parametrize(
+    ("revision", "status", "words"),
+    [("0009", Status.WARNING, "migrates it to"), ("9999", Status.FAILS, "written by a newer release")],
+)
+def test_a_database_of_another_release_is_read_and_not_migrated(
+    settings: Settings, tmp_path: Path, revision: str, status: Status, words: str
+) -> None:
+    file = tmp_path / "slora.db"
+    write_migrated_database(file)
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("UPDATE slora_schema SET version_num = ?", (revision,))
+    before = file.read_bytes()
+    if status is Status.FAILS:
+        with pytest.raises(StoreUnavailable, match=words):
+            worst(check_database(settings))
+    else:
+        found, text = worst(check_database(settings))
+        assert found is status and words in text
+    assert file.read_bytes() == before
+
+
+def test_a_database_that_does_not_exist_is_not_created(settings: Settings, tmp_path: Path) -> None:
+    assert worst(check_database(settings))[0] is Status.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_of_files_is_tried_and_keeps_nothing(settings: Settings, tmp_path: Path) -> None:
+    assert worst(check_store(settings))[0] is Status.OK
+    assert list(tmp_path.iterdir()) == []
+    store = FileStore(tmp_path / "adapters")
+    status, text = worst(check_store(settings))
+    assert status is Status.OK and "a blob was written, read and deleted" in text
+    assert list(store.digests()) == [] and not any((tmp_path / "adapters" / "tmp").iterdir())
+
+
+def test_a_store_that_changes_bytes_fails(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "adapters")
+    put = FileStore.put
+    monkeypatch.setattr(
+        FileStore, "put", lambda self, digest, members: put(self, digest, {"probe": bytes(64)})
+    )
+    with pytest.raises(StoreUnavailable, match="other bytes than were written"):
+        worst(check_store(settings))
+    assert list(store.digests()) == []
+
+
+def test_a_redis_that_is_the_store_is_tried_and_left_empty(
+    settings: Settings, shared_redis: RedisServer
+) -> None:
+    with shared_redis.client() as client:
+        before = set(client.keys())
+        chosen = replace(settings, store=shared_redis.tcp_url, redis=shared_redis.tcp_url)
+        chosen = replace(chosen, quota_redis=shared_redis.tcp_url)
+        assert worst(check_store(chosen))[0] is Status.OK
+        status, text = worst(check_redis(chosen))
+        assert status is Status.OK
+        assert "maxmemory-policy noeviction, appendonly yes" in text
+        status, text = worst(check_clock(chosen))
+        assert status is Status.OK and "the clock of the store is" in text
+        assert set(client.keys()) == before
+
+
+def test_a_redis_that_may_lose_data_is_refused_as_store_and_warned_about_for_quotas(
+    settings: Settings, make_redis
+) -> None:
+    server = make_redis("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    with pytest.raises(StoreUnavailable, match="appendonly yes"):
+        worst(check_store(replace(settings, store=server.tcp_url)))
+    status, text = worst(check_redis(replace(settings, quota_redis=server.tcp_url)))
+    assert status is Status.WARNING and "set maxmemory-policy noeviction" in text
+    status, text = worst(check_redis(replace(settings, redis=server.tcp_url)))
+    assert status is Status.OK and "used of 100 MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("offset", "status"),
+    [
+        (ClockOffset(0.5, 0.1), Status.OK),
+        (ClockOffset(-3.0, 2.0), Status.OK),
+        (ClockOffset(-3.0, 0.1), Status.WARNING),
+        (ClockOffset(45.0, 0.1), Status.FAILS),
+    ],
+)
+def test_a_clock_that_differs_by_more_than_the_round_trip_explains_is_reported(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, offset: ClockOffset, status: Status
+) -> None:
+    monkeypatch.setattr(storage, "_measure_clocks", lambda _: iter([("the database", offset)]))
+    found, text = worst(check_clock(settings))
+    assert found is status and ("behind" in text) == (offset.seconds < 0)
