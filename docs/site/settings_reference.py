@@ -7,9 +7,9 @@ from slora_api.settings import Settings
 _INTRODUCTION = """\
 # Settings
 
-Each setting of `slora serve`, `slora demo` and `slora doctor` is a flag and an environment variable: `--max-model-len` is
-`SLORA_MAX_MODEL_LEN`. A flag overrides the variable, which overrides the default. The tables are made from the
-declarations that the server reads.
+Each setting of `slora serve`, `slora demo` and `slora doctor` is a flag and an environment variable:
+`--max-model-len` is `SLORA_MAX_MODEL_LEN`. A flag overrides the variable, which overrides the default. The tables are
+made from the declarations that the server reads.
 """
 _GROUPS = {
     "Which settings has the engine?": EngineConfig,
