@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,11 @@ class Platform:
         if tenant not in self._keys:
             self._keys[tenant] = self._served.make_key(tenant)
         return self._keys[tenant]
+
+    def set_quota(self, tenant: str, limits: Mapping[str, int]) -> None:
+        self.key(tenant)
+        response = self._client.patch(f"/admin/tenants/{tenant}/quota", json=limits)
+        _check(response, response.text)
 
     def headers(self, tenant: str) -> dict[str, str]:
         return bearer(self.key(tenant))
