@@ -146,7 +146,7 @@ class Tally:
 class HostBoard:
     """The board as process number `process` sees it; the main process has number 0.
 
-    descriptor: of the shared memory; None if this is the only process.
+    descriptor: the file descriptor of the shared memory; None if this is the only process.
     """
 
     def __init__(self, descriptor: int | None, size: BoardSize, process: int = 0) -> None:

@@ -58,7 +58,7 @@ class ResponseFormat(BaseModel):
 class StructuredOutputs(BaseModel):
     """vLLM's structured_outputs: exactly one form.
 
-    json: a JSON schema, as an object or as text. grammar: in Lark's syntax or GBNF.
+    json: a JSON schema, as an object or as text. grammar: a grammar in Lark's syntax or GBNF.
     """
 
     model_config = STRICT

@@ -13,14 +13,14 @@ from slora.device.huge_pages import empty_tensor
 
 __all__ = ["HostPages"]
 
-# Large enough for huge pages, and small enough to be page-locked within one step.
+# A slab is large enough for huge pages, and small enough to be page-locked within one step.
 _SLAB_BYTES = 64 << 20
 
 
 class HostPages:
     """`num_pages` pages of `page_bytes` each.
 
-    is_page_locked: for copies to and from a GPU, which are then asynchronous.
+    is_page_locked: whether the pages are page-locked. A GPU then copies from and to them asynchronously.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, *, is_page_locked: bool) -> None:

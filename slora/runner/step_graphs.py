@@ -1,7 +1,7 @@
 """CUDA graphs of steps: each step shape is recorded once and replayed for every step of that shape.
 
-A step launches hundreds of kernels, which takes the host longer than it takes the GPU to run them: on an H200, a decode
-step of a Llama-3.1-8B with adapters takes 37 ms without graphs, and 9 ms with them.
+A step launches hundreds of kernels. Launching them takes the host longer than running them takes the GPU. On an H200, a
+decode step of Llama-3.1-8B with adapters takes 37 ms without graphs and 9 ms with them.
 
 Before a replay, a step is padded to a recorded number of tokens and sequences and copied into static buffers. Padding
 tokens have a KV slot of -1, padding sequences have no tokens, and padding LoRA tiles have none either. So they touch no
@@ -10,9 +10,9 @@ page, and no other token reads their results.
 Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
 step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, and the
 padded numbers of tiles change the launches. So graphs differ by these, and by the number of layers of LoRA work, but
-not by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows: a program for a padding
-tile ends at once, but a site has thousands of them, and with 64 rows and 8 adapters, padding to all rows doubled the
-time of expand (H200).
+not by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding
+tile ends at once, but a site has thousands of them. With 64 rows and 8 adapters, padding to all rows doubled the time
+of expand (H200).
 
 Steps of many tokens are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """

@@ -19,7 +19,7 @@ class Detokenizer:
     The joined results of `push` and `flush` equal the text of all tokens, up to the first stop string. They do not
     depend on how many tokens each `push` gets.
 
-    decoder: of `Tokenizer.start_decoding`.
+    decoder: the result of `Tokenizer.start_decoding`.
 
     min_tokens: a stop string that ends within the text of the first min_tokens tokens is ordinary text, as in vLLM
     (v1/engine/detokenizer.py). A stop string that begins there and ends later ends the answer.

@@ -55,7 +55,7 @@ class UsageJournal:
         self._waiting: list[_Entry] = []
         self._rotations: list[Future[None]] = []
         self._is_closing = False
-        # Why there is no spare segment, and why requests are refused.
+        # The reasons why there is no spare segment and why requests are refused; None if there are none.
         self._no_spare_reason: str | None = None
         self._refusal: str | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -15,7 +15,8 @@ __all__ = ["TOLERANCES", "ModuleCheck", "PromptCheck", "Tolerance", "Verificatio
 class Tolerance:
     """The differences that rounding explains.
 
-    logprob: of one token, in nats. delta: of a module's output, relative to its largest entry.
+    logprob: the difference for one token, in nats. delta: the difference of a module's output, relative to its largest
+        entry.
     margin: if the reference's two most probable tokens differ by less log-probability than this, either one passes.
     excused: share of all tokens that may differ for that reason. One token may always differ, because few are compared.
     """

@@ -71,7 +71,7 @@ class CertificateObject(TypedDict):
 
     modules: by module name. pool_bytes: size in the page pool.
     logprob_change: greatest change that the canary found; null if the version was tried out before.
-    predicted_load_ms: for each tier; null if no adapter was loaded from it yet.
+    predicted_load_ms: the predicted load time for each tier; null if no adapter was loaded from it yet.
     """
 
     modules_adapted: int

@@ -3,9 +3,9 @@
 The input is read once from its start, and lines that have an answer already are skipped. Only the lines in flight are
 in memory. A line keeps its slot until its answer is durable.
 
-A line that the server cannot answer now, because it is busy, restarts, or the tenant is suspended or has used up its
-quota for the moment, is sent again later, until the batch expires. Meanwhile it holds no slot, so that the lines of
-other tenants go on. The number of such lines is bounded for each API key, because they stay in memory.
+The server may be unable to answer a line now: it is busy or restarts, or the tenant is suspended or has used up its
+quota. Such a line is sent again later, until the batch expires. Meanwhile it holds no slot, so that the lines of other
+tenants go on. The number of such lines is bounded for each API key, because they stay in memory.
 """
 
 import asyncio

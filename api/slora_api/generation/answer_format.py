@@ -41,7 +41,7 @@ class Usage:
     reasoning: counts the tokens of reasoning; None if the answers have none.
     completion_tokens, reasoning_tokens: grow with each delta.
     cached_tokens: tokens of the prompt that were found in the prefix cache.
-    timing: of the answer, at its end.
+    timing: the timing of the answer, set at its end.
     """
 
     prompt_tokens: int

@@ -103,7 +103,7 @@ class ResponseObject(TypedDict):
     """An answer. Its fields repeat those of the request, and have the values that were used.
 
     output: what the model wrote, in its order: reasoning, messages and function calls.
-    error, incomplete_details: of a stream that failed, and of an answer that was cut off.
+    error: set if the stream failed. incomplete_details: set if the answer was cut off.
     usage: null in the events before the last one.
     """
 

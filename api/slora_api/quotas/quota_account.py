@@ -29,7 +29,8 @@ class Account:
     """What one tenant or key has used. second: the newest second of the windows. requests, tokens: charges by second
     modulo BUCKETS.
 
-    tokens_today, tokens_this_month: of `day` and `month`. is_seeded: whether they include the durable history.
+    tokens_today, tokens_this_month: tokens used in `day` and in `month`. is_seeded: whether they include the durable
+        history.
     """
 
     second: int = 0

@@ -194,8 +194,8 @@ class Spending:
 
 
 class RequestMeter:
-    """Charges one request. subjects: those whose quotas limit it. counts_answers: whether its answers count as answers
-    in progress.
+    """Charges one request. subjects: the tenant and the key whose quotas limit it. counts_answers: whether its answers
+    count as answers in progress.
     """
 
     def __init__(

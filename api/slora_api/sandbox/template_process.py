@@ -45,7 +45,8 @@ class RendererSettings:
 def pack_request(template: str, messages: Any = None, variables: Mapping[str, Any] | None = None) -> bytes:
     """Encodes a request. Without `messages`, the process only checks that the template can be compiled.
 
-    variables: of the template. They travel as JSON, because msgpack has no integers of more than 64 bits.
+    variables: the variables of the template. They are sent as JSON, because msgpack has no integers of more than 64
+        bits.
     """
     text = to_json(variables or {}).decode()
     return pack_frame({"template": template, "messages": messages, "variables": text})
