@@ -250,6 +250,12 @@ class ResponsesRequest(TemplateFields, AnswerFields):
         None
     )
     moderation: Annotated[Any, Unsupported()] = None
+    # vLLM's fields.
+    include_reasoning: Annotated[Any, Unsupported(True, instead="Skip the items of reasoning.")] = None
+    enable_response_messages: Annotated[
+        Any, Unsupported(False, instead="Send `return_token_ids` to /v1/chat/completions.")
+    ] = None
+    previous_input_messages: Annotated[Any, Unsupported(instead=_NO_STATE)] = None
     # Fields of /v1/chat/completions that have another name here.
     messages: Annotated[Any, Unsupported(instead="Send `input`.")] = None
     max_tokens: Annotated[Any, Unsupported(instead="Send `max_output_tokens`.")] = None

@@ -288,6 +288,8 @@ class AnswerFields(BaseModel):
     session_id: Annotated[Any, Unsupported(instead="Send the header X-Session-Id.")] = None
     return_token_offsets: Annotated[Any, Unsupported(False)] = None
     return_mm_kwargs: Annotated[Any, Unsupported(True)] = None
+    return_weight_versions: Annotated[Any, Unsupported(False)] = None
+    mm_payload: Annotated[Any, Unsupported("tensors")] = None
     routed_experts_prompt_start: Annotated[Any, Unsupported(0)] = None
     stream_interval: Annotated[Any, Unsupported(1)] = None
     cache_salt: Annotated[Any, Unsupported(instead="Each tenant has a prefix cache of its own.")] = None

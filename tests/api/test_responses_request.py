@@ -138,6 +138,10 @@ NEUTRAL: dict[str, list[Any]] = {
     "parallel_tool_calls": [True, False],
     "max_tool_calls": [3],
     "context_management": [[]],
+    "include_reasoning": [True],
+    "enable_response_messages": [False],
+    "return_weight_versions": [False],
+    "mm_payload": ["tensors"],
 }
 
 

@@ -256,16 +256,11 @@ class PromptMaker:
         self, body: ConversationRequest, syntax: AnswerSyntax | None
     ) -> StructuredOutput | None:
         """The form of a whole answer: what the request asks for, with tool calls and reasoning in their format."""
-        form, forced = body.structured_output, body.forced_tools
+        forced = body.forced_tools
+        form = None if forced else body.structured_output  # an answer of calls has no content of that form
         are_strict = any(tool.function.strict for tool in body.shown_tools)
         if syntax is None or (form is None and not forced and not are_strict):
             return form
-        if form is not None and forced:
-            raise RequestRefused(
-                f"{form.param} and tool_choice both set the form of the answer; send `tool_choice: auto` or omit "
-                f"{form.param}",
-                "tool_choice",
-            )
         if form is not None and form.kind not in _JSON_KINDS:
             raise RequestRefused(
                 f"{form.param} asks for the form {form.kind.value}, which leaves no room for tool calls; omit tools, "

@@ -219,7 +219,12 @@ class ResponsesFormat:
         text, logprobs = _written(item)
         match item.kind:
             case PieceKind.CALL:
-                done = {"item_id": item.item_id, "output_index": item.index, "arguments": text}
+                done = {
+                    "item_id": item.item_id,
+                    "output_index": item.index,
+                    "name": item.name,
+                    "arguments": text,
+                }
                 yield from self._event("response.function_call_arguments.done", done)
             case PieceKind.REASONING:
                 yield from self._event("response.reasoning_text.done", {**_place(item), "text": text})

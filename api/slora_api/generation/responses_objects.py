@@ -219,6 +219,7 @@ class CallArgumentsDone(TypedDict):
     type: Literal["response.function_call_arguments.done"]
     item_id: str
     output_index: int
+    name: str
     arguments: str
     sequence_number: int
 
