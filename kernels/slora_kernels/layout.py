@@ -40,7 +40,7 @@ LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256
 # The most modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
-# Names of linears that K and V of their own layer do not depend on.
+# Linears whose output does not change K and V of the same layer.
 _WITHOUT_KV = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Int32Array = npt.NDArray[np.int32]

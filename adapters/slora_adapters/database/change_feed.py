@@ -92,7 +92,7 @@ def publish(connection: Connection, change: Change) -> None:
 
 
 def read_changes(database: Database, cursor: str | None) -> Changes:
-    """Returns the changes after the cursor. None starts at the end of the feed, with `resync` set."""
+    """Returns the changes after the cursor. Without a cursor, returns the end of the feed, with `resync` set."""
     if cursor is not None:
         first, _, _ = cursor.partition("/")
         rows = database.read(_AFTER, {"first": int(first), "most": _MAX_CHANGES + 1})

@@ -227,7 +227,7 @@ class HostCache:
         gap, a run of adjacent regions is evicted.
         """
         regions = sorted(self._regions(), key=lambda entry: entry.offset)
-        # Prefix sums over the regions, so that the loss of a run is one subtraction. Integers keep the sums exact.
+        # Prefix sums of the losses. The loss of adjacent regions is then one subtraction. Integers keep the sums exact.
         lost = [0, *accumulate(self._losses(regions, tenant, num_bytes))]
         pins = [0, *accumulate(entry.num_pins for entry in regions)]
         starts = [*(entry.offset for entry in regions), self.num_bytes]

@@ -38,7 +38,7 @@ def find_copies(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> froze
 def refuse_other_copies(
     copies: Iterable[StoredTensor], shape: ModelShape, base_directory: Path | None
 ) -> Iterable[Reason]:
-    """Yields a reason for each copy that differs from the base model's parameter, or cannot be compared with it."""
+    """Yields a reason to refuse the adapter for each copy of a base parameter that differs or cannot be compared."""
     for tensor in copies:
         why = _compare(tensor, shape, base_directory)
         if why is not None:

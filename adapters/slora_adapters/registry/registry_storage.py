@@ -1,7 +1,7 @@
-"""The registry's tables: lookups, changes of names, and references to blobs.
+"""The registry's tables: lookups, updates of named adapters, and references to blobs.
 
-A change of a name is one transaction. It applies a rule of `named_adapter.py` to the stored name. It writes the result
-with an entry of the audit log, and publishes the change to all processes; see `change_feed.py`.
+An update of a named adapter is one transaction. It applies a rule of `named_adapter.py` to the stored record. It writes
+the result with an entry of the audit log, and publishes the change to all processes; see `change_feed.py`.
 """
 
 import uuid

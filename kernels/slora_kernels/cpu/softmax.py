@@ -35,8 +35,8 @@ from slora_kernels.cpu.vectors import (
     sum_lanes,
 )
 
-# The most keys of a block. With head dim 64 and 16 bits, the keys and the values of a block take 8 KiB each. They share
-# the L2 cache with the scores.
+# The maximum number of keys in a block. With head dim 64 and 16 bits, the keys and the values of a block take 8 KiB
+# each. They share the L2 cache with the scores.
 BLOCK_KEYS = 64
 _ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 LOG2_E = np.float32(np.log2(np.e))

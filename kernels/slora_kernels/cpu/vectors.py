@@ -153,9 +153,9 @@ class Memory:
 
 
 def access_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
-    """The first three arguments of a block: the sums, the rows of x (or factors) and the rows of weights.
+    """Returns access to the arrays that an intrinsic gets first: sums, rows of x (or factors) and rows of weights.
 
-    The fourth argument locates the rows of weights: their pitch, or an array with the start of each row.
+    The intrinsic's fourth argument locates the rows of weights: their pitch, or an array with the start of each row.
     """
     sums, x, weights, pitch = signature.args[:4]
     return (

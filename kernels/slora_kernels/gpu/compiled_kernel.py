@@ -17,8 +17,8 @@ from triton.backends import nvidia
 
 _CUOBJDUMP = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-# _PTX_LOAD matches a load to registers, whose width is the vector length times the element size in bits. _PTX_COPY
-# matches a copy to shared memory, whose size is in bytes.
+# _PTX_LOAD matches a load to registers, and finds its vector length and the bits of an element. _PTX_COPY matches a
+# copy to shared memory, and finds its bytes.
 _PTX_LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _AMD_LOAD = re.compile(r"\b(?:buffer|global)_load_(\w+)")
