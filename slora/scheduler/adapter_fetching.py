@@ -36,7 +36,7 @@ class AdapterFetching:
         self._missing: dict[Sequence, set[AdapterVersion]] = {}
         self._waiters: dict[AdapterVersion, list[Sequence]] = {}
         self._retaining: set[Sequence] = set()
-        # A heap: background sequences last, then by arrival. Sequences that have ended are still in it.
+        # A heap sorted by arrival, with background sequences last. Sequences that have ended stay in it.
         self._pending: list[tuple[bool, Sequence]] = []
         self._requested: set[AdapterVersion] = set()
         self._copies: dict[AdapterVersion, PackedAdapter] = {}
@@ -62,7 +62,7 @@ class AdapterFetching:
         return self._copies.get(version)
 
     def add_waiter(self, sequence: Sequence, missing: Iterable[AdapterVersion]) -> None:
-        """Records that the sequence waits until the missing ones of its adapters are fetched."""
+        """Records that the sequence waits until its adapters in `missing` are fetched."""
         self._missing[sequence] = set(missing)
         for version in missing:
             self._waiters.setdefault(version, []).append(sequence)
@@ -70,15 +70,16 @@ class AdapterFetching:
         self._request_fetches()
 
     def remove_waiter(self, sequence: Sequence) -> None:
-        """Ends the wait of a sequence, which still keeps the copies that it retains. A no-op if it is not waiting.
+        """Ends the wait of a sequence. A no-op if it is not waiting.
 
-        The fetches continue, because the next request may use them.
+        The sequence keeps the copies that it has retained. The fetches continue, because the next request may need
+        the same adapters.
         """
         for version in self._missing.pop(sequence, set()):
             self._remove_from_group(sequence, version)
 
     def has_fetched_all(self, sequence: Sequence) -> bool:
-        """Whether all adapters that a waiting sequence was missing have been fetched since."""
+        """Whether every adapter that the waiting sequence was missing has been fetched."""
         return not self._missing[sequence]
 
     def prefetch(self, version: AdapterVersion) -> None:
@@ -92,12 +93,12 @@ class AdapterFetching:
         self._prefetching.add(version)
 
     def pop_prefetched(self) -> list[Fetched | FetchFailed]:
-        """The prefetches that ended since the last call. The caller releases the adapter copies in the host cache."""
+        """Returns the prefetches that ended since the last call. The caller releases their copies in the host cache."""
         prefetched, self._prefetched = self._prefetched, []
         return prefetched
 
     def collect(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
-        """The fetches that ended, each with the sequences that waited for it.
+        """Yields the fetches that ended, each with the sequences that waited for it.
 
         After each item, the copy is released unless the caller has retained it.
         """
@@ -144,7 +145,7 @@ class AdapterFetching:
                 self.release_version(version)
 
     def retain_version(self, version: AdapterVersion) -> None:
-        """Counts one more user of the adapter's copy. The copy is kept until as many `release_version`."""
+        """Counts one more user of the adapter's copy. The copy is kept until each user has called `release_version`."""
         self._users[version] += 1
 
     def release_version(self, version: AdapterVersion) -> None:
@@ -211,7 +212,7 @@ class AdapterFetching:
                 self._source.request(version)
 
     def _find_unrequested(self, sequence: Sequence) -> list[AdapterVersion]:
-        """The adapters that a pending sequence is missing, and that neither are on the host nor have been requested."""
+        """Returns the missing adapters of a pending sequence that are not on the host and have not been requested."""
         missing = self._missing.get(sequence, set())
         return sorted(missing - self._requested - self._copies.keys(), key=_digest)
 
@@ -224,7 +225,7 @@ class AdapterFetching:
     def _has_room(self, count: int = 1) -> bool:
         """Whether the host cache has room for `count` more fetches.
 
-        Half of the cache is left free for gaps between copies, and for adapters that are larger than any before.
+        Half of the cache is kept free for gaps between copies, and for adapters that are larger than all earlier ones.
         """
         capacity = self._source.capacity_bytes
         if capacity is None or not (self._requested or self._copies):

@@ -104,7 +104,7 @@ class AdapterLoading:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add_waiter(self, sequence: Sequence, missing: Iterable[AdapterVersion]) -> None:
-        """Starts a sequence's wait for the missing ones of its adapters."""
+        """Records that the sequence waits until its adapters in `missing` are fetched."""
         self._host.add_waiter(sequence, missing)
 
     def remove_waiter(self, sequence: Sequence) -> None:
@@ -112,7 +112,7 @@ class AdapterLoading:
         self._host.remove_waiter(sequence)
 
     def has_fetched_all(self, sequence: Sequence) -> bool:
-        """Whether all adapters that a waiting sequence was missing have been fetched since."""
+        """Whether every adapter that the waiting sequence was missing has been fetched."""
         return self._host.has_fetched_all(sequence)
 
     def retain_copies(self, sequence: Sequence) -> None:
@@ -130,23 +130,23 @@ class AdapterLoading:
         self._host.prefetch(version)
 
     def pop_prefetched(self) -> list[Fetched | FetchFailed]:
-        """The prefetches that ended since the last call. The caller passes them to `release_prefetched`."""
+        """Returns the prefetches that ended since the last call. The caller passes them to `release_prefetched`."""
         return self._host.pop_prefetched()
 
     def release_prefetched(self, prefetched: Iterable[Fetched | FetchFailed]) -> None:
-        """Releases the copies. An adapter that is being loaded keeps its copy."""
+        """Releases the prefetched copies. The copy of an adapter that is being loaded is kept."""
         for fetch in prefetched:
             if isinstance(fetch, Fetched):
                 self._host.release_version(fetch.version)
 
     def collect_fetches(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
-        """The fetches that succeeded or failed, each with the sequences that waited for it."""
+        """Yields the fetches that succeeded or failed, each with the sequences that waited for it."""
         return self._host.collect()
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan, batch: RunningBatch) -> None:
-        """Plans the next slice of the loads in progress. If no sequence decodes, plans all of their slices.
+        """Plans the next slices of the loads in progress, or all remaining slices if no sequence decodes.
 
         While interactive sequences run, background sequences count neither as decoding nor as waiting.
         """
@@ -178,7 +178,7 @@ class AdapterLoading:
         return resident
 
     def start_load(self, version: AdapterVersion, owner: TenantAccount, cause: str) -> Resident:
-        """Starts a load: takes the copy in the host cache and allocates a slot, and pages that `owner` owns.
+        """Starts a load: takes the copy from the host cache, and allocates a slot, and pages that belong to `owner`.
 
         owner: an account of the adapter's tenant. cause: a key of `loads`. The caller has made room for both.
         """
@@ -197,7 +197,7 @@ class AdapterLoading:
         return resident
 
     def plan_slices(self, plan: StepPlan) -> None:
-        """Plans slices of the loads under way, oldest first, as far as the budget allows."""
+        """Plans slices of the loads in progress, oldest first, as far as the budget allows."""
         for resident, load in self._loading.items():
             left = self.budget.num_background_pages if load.is_background else self.budget.num_pages
             count = min(max(0, left), len(resident.pages) - load.num_planned)
@@ -269,7 +269,7 @@ class AdapterLoading:
 
 
 class _Load:
-    """One load under way.
+    """One load in progress.
 
     num_planned: how many pages this step and earlier steps were planned to load.
     is_background: only background requests are known to wait for it.

@@ -64,7 +64,7 @@ class Admission:
         return not sequence.is_background and sequence.num_choices <= self._batch.free_capacity
 
     def admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
-        """Admits interactive sequences in the queue's order until one does not fit. Later sequences then wait, too, so
+        """Admits interactive sequences in the queue's order until one does not fit. All later sequences then wait, so
         that they do not take the pages that this one needs.
 
         There are exceptions: a tenant at its ceiling is skipped, and so is a tenant that has used its part of the

@@ -4,9 +4,9 @@ Beside interactive requests, background work may lengthen the step by at most `M
 so the time between two tokens of an interactive request hardly changes. Often not even one row fits, for example on a
 CPU, where each row takes time of its own. Background requests then wait for a step without interactive requests.
 
-A step without interactive requests is short, too (`short_prefill_s`), because an interactive request that arrives
-during the step waits for its end. Its first row is computed even if it takes longer, for example because of its mask.
-The request would otherwise never end.
+A step without interactive requests is also kept short (`short_prefill_s`), because an interactive request that arrives
+during the step waits for its end. The first row of such a step is computed even if it takes longer, for example because
+of its mask. Otherwise its request would never end.
 """
 
 from slora.cost_model import Costs, StepWork
@@ -37,11 +37,12 @@ class BackgroundBudget:
         num_tokens = min(num_tokens, self._num_tokens)
         if num_tokens > 0 and _decodes(sequence):
             return int(self._must_fit or self._row_s(sequence) <= self._seconds)
-        # A chunk of a prefill can have any length. The 1e-6 makes 0.03 s at 0.001 s per token 30 tokens, not 29.
+        # A prefill chunk can have any length. Without the 1e-6, rounding errors could lose a token: 0.03 s at 0.001 s
+        # per token are 30 tokens, not 29.
         return max(0, min(num_tokens, int(self._costs.tokens(self._seconds) + 1e-6)))
 
     def spend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Counts tokens that the step computes. Called while the sequence is as it was at `fit`."""
+        """Counts tokens that the step computes. Called after `fit`, before the sequence changes."""
         self._num_tokens -= num_tokens
         self._must_fit = self._must_fit and not num_tokens
         if num_tokens and _decodes(sequence):

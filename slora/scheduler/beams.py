@@ -1,4 +1,4 @@
-"""The beams of a search as sequences: forking, dropping and finishing them when all have proposed.
+"""Forks, drops and finishes the sequences of a beam search when all of its beams have proposed.
 
 In each step a beam proposes its continuations and waits for the other beams: they may be computed in a later step or be
 preempted. When all beams have proposed, the best continuations are kept. The first continuation of a beam keeps the
@@ -64,7 +64,7 @@ class Beams:
         first, *_ = beams.values()
         num_wanted = first.request.sampling.num_choices
         best = search.best(num_wanted)
-        if len(best) < num_wanted:  # A grammar may allow fewer texts.
+        if len(best) < num_wanted:  # A grammar may allow fewer answers than the request wants.
             return [self._lifecycle.fail(first, _too_few(len(best), num_wanted))]
         for beam in beams.values():
             self._lifecycle.finish(beam)

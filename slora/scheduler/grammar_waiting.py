@@ -14,7 +14,7 @@ class GrammarWaiting:
         self._waiters: dict[tuple[str, StructuredOutput], list[Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Requests the grammar of a sequence. The sequence waits until `collect` yields it."""
+        """Requests the grammar of a sequence. The sequence waits until `collect` yields the sequence."""
         tenant, output = sequence.tenant.name, sequence.request.sampling.structured_output
         assert self._grammars is not None and output is not None, "nothing compiles grammars here"
         self._waiters.setdefault((tenant, output), []).append(sequence)
@@ -27,7 +27,10 @@ class GrammarWaiting:
             self._waiters[tenant, output].remove(sequence)
 
     def collect(self) -> Iterator[tuple[Sequence, RequestRefused | None]]:
-        """Yields the sequences whose grammar is compiled, with their matcher, or refused, with the error."""
+        """Yields each sequence that need not wait any more, with the error if its grammar was refused.
+
+        Otherwise the sequence now has its matcher.
+        """
         for result in () if self._grammars is None else self._grammars.poll():
             for sequence in self._waiters.pop((result.tenant, result.output), []):
                 if isinstance(result, Refused):

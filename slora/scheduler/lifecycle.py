@@ -102,7 +102,7 @@ class Lifecycle:
                     if error is not None:
                         yield self.fail(sequence, error)
                 elif self._adapters.has_fetched_all(sequence):
-                    # An adapter that was in the pool has been evicted meanwhile.
+                    # An adapter that was in the pool when the wait began has been evicted.
                     self._stop_waiting(sequence)
                     self._wait_for_all(sequence)
 
@@ -215,8 +215,8 @@ class Lifecycle:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or only its choice `index`, in any state. An unknown or finished request is not an error.
 
-        A single choice can be ended only after the fork, and the beams of a search cannot be ended singly. Clients see
-        no token of a choice before the fork, and none of a beam before the search ends.
+        With an `index`, nothing happens before the fork or in a beam search. Clients see no token of a choice before
+        the fork, and no token of a beam before the search ends.
         """
         for sequence in self.unfinished.find(request_id):
             is_choice = sequence.num_choices == 1 and sequence.search is None
@@ -233,7 +233,7 @@ class Lifecycle:
         self._remove_deleted(version)
 
     def check_invariants(self) -> None:
-        """Proves that no page is lost and that every reference has an owner."""
+        """Asserts that no page is lost and that every reference has an owner."""
         running = list(self.batch)
         self.batch.check_invariants()
         waiting = [sequence for sequence in self.unfinished if not sequence.is_running]
@@ -355,7 +355,7 @@ class Lifecycle:
             self._remove_deleted(version)
 
     def pop_usage(self) -> list[EndedRequest]:
-        """The requests that ended since the last call."""
+        """Returns the usage of the requests that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

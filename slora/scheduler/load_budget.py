@@ -7,8 +7,8 @@ lengthen the step by the fraction (W - 1) / D of its duration.
 At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
 is not noticeable. A step without decoding sequences has no limit.
 
-Loads that only background requests wait for get less: they may lengthen the steps of interactive requests as much as
-background computing may.
+Loads that only background requests wait for get less. They may lengthen the steps of interactive requests only as much
+as background computation may.
 """
 
 from slora.cost_model import Costs
@@ -55,8 +55,8 @@ class LoadBudget:
     def add_sequence(self, *, is_background: bool) -> None:
         """Called when a sequence is admitted to the step.
 
-        Limits the budget if no sequence was decoding before, and what background requests get of it if no interactive
-        sequence was running before.
+        The first sequence in a step without decoding sequences limits the budget. The first interactive sequence in a
+        step without interactive sequences limits the part for background requests.
         """
         if not self._is_limited:
             self._is_limited = True
@@ -67,10 +67,10 @@ class LoadBudget:
             self.num_background_pages = min(self.num_background_pages, self._share(1, MAX_GROWTH))
 
     def _limit(self, num_decoding: int, num_waiting: int) -> int:
-        """Adapter pages that one step may load; at least 1.
+        """Returns how many adapter pages one step may load; at least 1.
 
-        Worked example: 20 decoding sequences, steps of 0.03 s, 0.001 s per page. With 1 waiting request the step grows
-        by 0.1 * 0.03 s: 3 pages. With 11 it grows by 10 / 20 = half of 0.03 s: 15 pages.
+        Worked example: 20 sequences decode, a step takes 0.03 s and a page 0.001 s. With 1 waiting request the step
+        may grow by 0.1 * 0.03 s, which are 3 pages. With 11 it may grow by 10 / 20 * 0.03 s, which are 15 pages.
         """
         if self._fixed is not None:
             return self._fixed

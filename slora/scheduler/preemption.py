@@ -1,4 +1,4 @@
-"""Preemption: makes pages free. It evicts idle items first, then it preempts running sequences."""
+"""Makes pages free: evicts idle items first, and then preempts running sequences."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
 
-# Idle adapters of this many next sequences are protected while others can be evicted.
+# The number of next sequences in the queue whose idle adapters are evicted only after other items.
 _LOOK_AHEAD = 8
 
 
@@ -33,7 +33,7 @@ class Preemption:
 
     @property
     def upcoming(self) -> list[Sequence]:
-        """The next interactive sequences of the queue, as of this step's first access."""
+        """The next interactive sequences of the queue. The list is made once per step, at the first access."""
         if self._next is None:
             self._next = [one for one in self._queue.upcoming(_LOOK_AHEAD) if not one.is_background]
         return self._next
@@ -48,7 +48,7 @@ class Preemption:
         pages may be available than were counted when the request was accepted. Without this exception the request would
         wait forever.
 
-        evict_pinned: pinned adapters may be evicted.
+        evict_pinned: whether pinned adapters may be evicted even if `may_evict_pinned` returns False.
         """
         tenant = sequence.tenant
         if num_pages <= self._paging.pool.num_free and tenant.max_pages is None:

@@ -7,7 +7,7 @@ tenant, and a prompt that gets no tokens of the step waits for the next one. Two
 - While another tenant also has a prompt to compute, a tenant takes at most half of what is left. Equal parts would be
   fairer, but every prompt would then complete as late as the last one.
 
-A tenant alone in the engine gets every step whole.
+A tenant that is alone in the engine may use the whole step.
 """
 
 from collections.abc import Set
@@ -15,16 +15,16 @@ from collections.abc import Set
 from slora.cost_model import Costs
 from slora.pool.tenant_account import TenantAccount
 
-# The prefills of a step may take this many times the step's fixed cost. So a flood of prompts makes the steps of other
-# tenants at most three times as long, and gets two thirds of its tokens per second. With 4, these are five times and
-# four fifths. Ordinary loads complete as many requests with either (bench.simulate).
+# The prefills of a step may take this many times the step's fixed cost. With 2, a flood of prompts makes the steps of
+# other tenants at most three times as long, and reaches two thirds of the throughput that it would have alone. With 4,
+# it would be five times and four fifths. Ordinary loads complete as many requests with 4 as with 2 (bench.simulate).
 _STEP_COSTS = 2
 # A step may always prefill this many tokens, even if its fixed cost is tiny.
 _MIN_TOKENS = 64
 
 
 def short_prefill_s(costs: Costs) -> float:
-    """The seconds of prefill in a step that others wait for."""
+    """Returns how many seconds of prefill a step may contain if other requests may be waiting for its end."""
     return max(_STEP_COSTS * costs.step_s, costs.prefill_s(_MIN_TOKENS))
 
 
@@ -51,11 +51,11 @@ class PrefillBudget:
         self._parts: dict[TenantAccount, int] = {}
 
     def left(self, tenant: TenantAccount) -> int:
-        """How many prompt tokens the step has left for the tenant, whatever its part is."""
+        """Returns how many prompt tokens the step has left for the tenant, without the limit to half of them."""
         return min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
 
     def fit(self, tenant: TenantAccount) -> int:
-        """How many prompt tokens of the tenant fit into the step."""
+        """Returns how many prompt tokens of the tenant fit into the step."""
         left = self.left(tenant)
         if tenant not in self._parts:
             self._without_part.discard(tenant)

@@ -4,8 +4,8 @@ The key of a block is a hash chain over scope, adapters, their weights and all t
 If the operator has set the prefix cache to public, the base model has one scope for all tenants. Clients cannot choose
 the scope.
 
-An adapter that changes no K and no V is left out of the key: its blocks are those of the base model, or of the other
-adapters of its sum. In a public prefix cache it is kept in the key, because the prompts of adapters are not public.
+An adapter that changes neither K nor V is left out of the key, because its blocks equal those of the request without
+this adapter. In a public prefix cache it stays in the key, because the prompts of adapters are not public.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from slora_adapters.version import AdapterVersion
 
 
 class PrefixCache:
-    """Finds the blocks of sequences in the cache and inserts new ones. num_queries, num_hits: prompt tokens that were
-    looked up, and that were found.
+    """Finds the blocks of sequences in the cache and inserts new ones.
 
-    changes_kv: whether an adapter changes K or V of any layer. It is called with adapters that are in the pool or on
-        the host.
+    num_queries: number of prompt tokens that were looked up. num_hits: number of these that were found.
+    changes_kv: a function that tells whether an adapter changes K or V of any layer. It is called with adapters that
+        are in the pool or on the host.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PrefixCache:
         return root_key(scope, adapters, uses_long_rope=sequence.uses_long_rope)
 
     def _keyed_adapters(self, request: EngineRequest) -> tuple[WeightedAdapter, ...]:
-        """The adapters of a request that its blocks depend on."""
+        """Returns the adapters of a request that are part of its blocks' keys."""
         if self._is_public:
             return request.adapters
         return tuple(one for one in request.adapters if self._changes_kv(one.version))

@@ -1,4 +1,4 @@
-"""When one unfinished request passed the stages of the engine."""
+"""The times at which one unfinished request passed the stages of the engine."""
 
 from slora.request import RequestTiming
 
@@ -34,14 +34,14 @@ class RequestTimes:
         self._fetching_since: float | None = None
 
     def begin_fetch(self, now: float) -> None:
-        """Its adapters are being fetched. Waits after a preemption are not counted."""
+        """Called when the request starts to wait for its adapters. Waits after a preemption are not counted."""
         if self.admitted_at is None:
             self.is_cold = True
-            # The clock of the scheduler stands still between two steps.
+            # `now` may be the time of the last step, before the request arrived.
             self._fetching_since = max(now, self.arrived_at)
 
     def end_fetch(self, now: float) -> None:
-        """A no-op if it does not wait."""
+        """Called when the request stops waiting for its adapters. A no-op if it does not wait."""
         if self._fetching_since is not None:
             self.fetch_s += now - self._fetching_since
             self._fetching_since = None

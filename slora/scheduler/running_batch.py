@@ -26,7 +26,7 @@ class RunningBatch:
 
     @property
     def num_pages_needed_soon(self) -> int:
-        """Pages that the running sequences still need for their present tokens, plus one page for each sequence."""
+        """Pages that the running sequences still need for their current tokens, plus one page for each sequence."""
         return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
 
     def runs_alone(self, sequence: Sequence) -> bool:

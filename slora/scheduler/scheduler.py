@@ -8,8 +8,8 @@ There are two exceptions. A request with an adapter that is not yet on the host 
 its ceiling is skipped.
 
 Background requests: interactive requests are planned first. Background requests fill the rest of the step, as far as
-the step then takes little longer (`background_budget`). None is admitted while an interactive request waits that could
-run, and they are preempted first: when an interactive request needs a page, and also when it needs one to be admitted.
+the step then takes little longer (`background_budget`). No background request is admitted while an interactive request
+could run but waits. Background requests are preempted first. They are preempted even to admit an interactive request.
 
 Pages come from three sources, in this order:
 
@@ -106,7 +106,7 @@ class Scheduler:
         self._config = config
         self._costs = costs
         self._was_idle = True  # Whether the last step had nothing to do.
-        # For the sequences that got a token in the last step: the times of their previous tokens.
+        # The times of the previous tokens of the sequences that got a token in the last step.
         self._last_tokens: Counter[float] = Counter()
         # Sequences whose sampling table rows `undo_step` left outdated.
         self._stale_rows: list[Sequence] = []
@@ -131,7 +131,7 @@ class Scheduler:
         return len(self._lifecycle.unfinished) - len(self._batch)
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
-        """The numbers of running and of waiting sequences, by tenant."""
+        """Returns the numbers of running sequences and of waiting sequences, each by tenant."""
         running = Counter(sequence.tenant.name for sequence in self._batch)
         return running, Counter(one.tenant.name for one in self._lifecycle.unfinished) - running
 
@@ -145,7 +145,9 @@ class Scheduler:
 
     @property
     def preemptions_by_kind(self) -> dict[str, int]:
-        """`swap`, `recompute` and `background` (of background sequences, which are always recomputed)."""
+        """Number of preemptions by kind: `swap`, `recompute` or `background`. Background sequences are always
+        recomputed.
+        """
         return dict(self._preemption.counts)
 
     @property
@@ -161,7 +163,7 @@ class Scheduler:
 
     @property
     def next_due_s(self) -> float | None:
-        """The time on the clock of `schedule` at which it must be called again even if nothing happens; None: never."""
+        """The time at which `schedule` must be called again even without new work; None: never."""
         times = (self._deadlines.next_due_s, self.pins.next_retry_s)
         return min((time for time in times if time is not None), default=None)
 
@@ -215,7 +217,7 @@ class Scheduler:
         self.paging.pool.now = max(self.paging.pool.now, now)
 
     def pop_usage(self) -> list[EndedRequest]:
-        """The requests that ended since the last call."""
+        """Returns the usage of the requests that ended since the last call."""
         return self._lifecycle.pop_usage()
 
     @property
@@ -281,7 +283,7 @@ class Scheduler:
                 continue
             # A deferred sequence has no forks: the mask of a first token is never deferred.
             sequence.num_computed += chunk.num_tokens - (bool(found) and found[0].is_deferred)
-            if not sequence.is_finished:  # The request may have failed at another choice in this step.
+            if not sequence.is_finished:  # Another choice of the request may have failed in this step.
                 self.prefixes.insert(sequence)
             if sequence.scores and not sequence.is_finished:
                 outputs.append(_report_prompt_logprobs(sequence))
@@ -290,7 +292,7 @@ class Scheduler:
             if chunk.forks:
                 self._fork(chunk)
             for choice, token in zip(chunk.sampled_sequences, found, strict=True):
-                # The request may just have failed at another choice.
+                # Another choice of the request may just have failed.
                 if not (choice.is_finished or token.is_deferred):
                     outputs.extend(self._apply_sampled(choice, token))
         return outputs
@@ -303,7 +305,7 @@ class Scheduler:
         for chunk in chunks:
             for fork in chunk.forks:
                 self._batch.release_row(fork)
-            # Already finished if another dropped chunk belongs to the same request.
+            # The sequence is already finished if another dropped chunk belongs to the same request.
             if not chunk.sequence.is_finished:
                 self.paging.kv.invalidate(chunk.sequence.block_keys)
                 outputs.append(self._lifecycle.fail(chunk.sequence, error))
@@ -334,12 +336,13 @@ class Scheduler:
             elif (misfit := self._lifecycle.requeue(sequence)) is not None:
                 outputs.append(self._lifecycle.fail(sequence, misfit))
         self.swapping.finish_step()
-        # The sampling table rows of these sequences were not written, or they count tokens that are lost.
+        # The step may not have written the sampling table rows of these sequences, or may have counted tokens in them
+        # that are lost.
         self._stale_rows += [*plan.rows_to_write, *(chunk.sequence for chunk in plan.chunks)]
         return outputs
 
     def check_invariants(self) -> None:
-        """Proves that no page is lost and that every reference has an owner."""
+        """Asserts that no page is lost and that every reference has an owner."""
         self.paging.check_invariants(page for one in self._batch for page in one.blocks.held_pages)
         self.pins.check_invariants()
         self._lifecycle.check_invariants()
@@ -472,12 +475,12 @@ class Scheduler:
     def _apply_drafts(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens up to the first one that differs from its draft."""
         sequence = chunk.sequence
-        if sequence.is_finished:  # The request just failed at another choice.
+        if sequence.is_finished:  # Another choice of the request has failed in this step.
             return []
         kept = self.drafting.keep_sampled(chunk, sampled)
         if kept[0].token_id is None:
             return self._apply_sampled(sequence, kept[0])
-        # The step has computed the KV of all kept tokens but the last.
+        # The step has computed the KV of all kept tokens except the last one.
         self._extend(sequence, kept)
         sequence.num_computed += len(kept)
         self.prefixes.insert(sequence)

@@ -69,7 +69,7 @@ class PooledPrompt:
 
     next_token: the first token whose hidden state is still needed. Tokens before it may be computed again, after a
         preemption for example, but are not added again.
-    count: number of hidden states in the whole sum.
+    count: number of hidden states in the complete sum.
     total: the sum, a float32 tensor [H] on the model's device; None before the first chunk.
     embedding: the result, once the sum is complete; None also if a hidden state was not finite.
     """
@@ -96,10 +96,10 @@ class Sequence:
     num_choices: how many choices it forks into when its prompt is computed; 1 afterwards and in the forks.
     max_chunk_tokens: the most of its tokens that one step may compute. With larger chunks, its pages might not fit into
     the pool.
-    uses_long_rope: its KV is rotated with the long factors of a longrope model.
+    uses_long_rope: whether its K is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when it was first admitted.
     slots: where `residents` are in the kernels' tables.
-    usage: counts what the request uses; all of its sequences share it. So they do `times`.
+    usage: counts what the request uses. All sequences of a request share its `usage` and its `times`.
     last_token_at: time of its last token, on the clock of `Scheduler.schedule`; None before its first one.
     len_at_preemption: number of its tokens at its last preemption.
     num_repeat_preemptions: number of preemptions since it last gained a token.

@@ -1,8 +1,9 @@
-"""What ended requests have used, by tenant and by adapter, for the metrics.
+"""Counts what ended requests have used, by tenant and by adapter, for the metrics.
 
-The number of names is bounded, whatever tenants do: the busiest names have counters of their own, and all others are
-counted together. Every few minutes, one name that became busier than another takes its place. The counters of that
-other name are dropped, and its later requests count with all others. So each counter only grows while it is listed.
+The number of names is bounded. The busiest names have counters of their own, and all other names are counted together.
+Every few minutes, the busiest of the other names may replace the least busy listed name. The counters of the replaced
+name are dropped, and its later requests are counted with those of all other names. So each counter only grows while it
+is listed.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ __all__ = ["OTHERS", "ServedCounts", "ServedRequests"]
 OTHERS = "other"
 
 _REPLACE_EVERY_S = 180.0
-# A name replaces another one only if it had this many times its requests.
+# A name replaces a listed name only if it had more than this many times as many requests.
 _MUCH_BUSIER = 2
 # The most names whose requests are counted between two replacements.
 _MAX_CANDIDATES = 1024
@@ -24,7 +25,7 @@ _MAX_CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ServedCounts:
-    """Sums over ended requests. Background requests count in the tokens only.
+    """Sums over ended requests. Background requests count only in the sums of tokens.
 
     cold_starts: requests that waited for an adapter. queue_s: see `RequestTiming`.
     """
@@ -48,7 +49,7 @@ class ServedCounts:
 
 
 class _BusiestNames:
-    """Counters of at most `most` names and of all others."""
+    """Counters of at most `most` names, and one counter of all other names."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -87,7 +88,7 @@ class _BusiestNames:
 
 
 class ServedRequests:
-    """The counters. most: the most tenants, and the most adapters, that have counters of their own."""
+    """Counts requests by tenant and by adapter. At most `most` tenants and `most` adapters have their own counters."""
 
     def __init__(self, most: int) -> None:
         self._tenants = _BusiestNames(most)
@@ -95,13 +96,14 @@ class ServedRequests:
 
     @property
     def tenants(self) -> dict[str, ServedCounts]:
-        """By tenant, and `OTHERS`."""
+        """The counters by name of the tenant. `OTHERS` counts all tenants without a counter of their own."""
         return self._tenants.read()
 
     @property
     def adapters(self) -> dict[str, ServedCounts]:
-        """By tenant and shortened digest, as `AdapterVersion.label` has them, and `OTHERS`. A request with several
-        adapters counts once for each of them. Requests to the base model are not among them.
+        """The counters by `AdapterVersion.label`. `OTHERS` counts all adapters without their own.
+
+        A request with several adapters counts once for each adapter. Requests to the base model are not counted here.
         """
         return self._adapters.read()
 

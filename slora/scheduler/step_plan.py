@@ -58,7 +58,7 @@ class Chunk(NamedTuple):
 
     @property
     def sampled_sequences(self) -> tuple[Sequence, ...]:
-        """The sequences that a token is sampled for, in order. With drafts, the sequence itself for each position."""
+        """The sequences that a token is sampled for, in order. With drafts, the sequence is repeated for each token."""
         if self.drafts:
             return (self.sequence,) * self.num_tokens
         return (self.sequence, *self.forks) if self.samples else ()
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
         return [*known, *self.drafts] if self.drafts else known
 
     def split(self) -> "list[Chunk]":
-        """Chunks of one token each: the sequence's last token, and the drafts of a chunk that has some."""
+        """Splits a chunk with drafts into chunks of one token: the sequence's last token, and then each draft."""
         rows = [self._replace(num_tokens=1, drafts=())]
         for number, token_id in enumerate(self.drafts, start=1):
             rows.append(self._replace(start=self.start + number, num_tokens=1, drafts=(token_id,)))
@@ -82,9 +82,9 @@ class StepPlan:
 
     chunks: sorted by slots and weights, so that tokens with the same adapters and weights are contiguous.
     loads: adapter slices to copy from the host.
-    swaps_out: (page, host page). Copied before any page is written, because this step may reuse the pages.
-    copies: (source page, target page). Copied next, before the other writes, because this step may reuse the sources
-        too.
+    swaps_out: (page, host page). These copies run first, because this step may write new content to the pages.
+    copies: (source page, target page). These copies run second, because this step may write new content to the
+        sources.
     swaps_in: (host page, page).
     rows_to_write: sequences that were given a row of the sampling table in this step.
     ended: outputs of requests that ended before they could run, for example because their adapter could not be fetched.
@@ -103,7 +103,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     def measure_work(self, full_page_bytes: int) -> StepWork:
-        """The step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row,
+        """Returns the step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row,
         and so is each token of a chunk with drafts.
         """
         prefill_tokens = decode_rows = context_tokens = 0

@@ -38,7 +38,7 @@ class UnfinishedRequests:
         self._deleted.add(version)
 
     def pop_unused(self, version: AdapterVersion) -> bool:
-        """Whether the adapter was deleted and no unfinished request names it. Returns True only once."""
+        """Returns True once, after the adapter was deleted and the last unfinished request that names it has ended."""
         if version not in self._deleted:
             return False
         if any(version in group[0].request.versions for group in self._sequences.values()):

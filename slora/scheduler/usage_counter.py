@@ -1,10 +1,10 @@
-"""Counts what one unfinished request uses, all of its sequences together."""
+"""Counts what all sequences of one unfinished request use together."""
 
 
 class UsageCounter:
     """The parts of `RequestUsage` that grow while the request runs.
 
-    page_seconds: lacks the pages that are held now.
+    page_seconds: complete only after all sequences of the request have ended.
     """
 
     __slots__ = ("adapter_bytes", "generated_tokens", "page_seconds")

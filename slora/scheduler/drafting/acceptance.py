@@ -11,14 +11,15 @@ from slora_adapters.version import AdapterVersion
 
 # The acceptance rate that is assumed before the first draft, and the number of drafted tokens that it counts as.
 _FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
-# The weight of older drafts at each new draft: a sequence changes quickly between copying and new text.
+# Each new draft multiplies the weight of older drafts by this factor. A sequence forgets them sooner than an adapter,
+# because its text may change quickly between copied and new passages.
 _SEQUENCE_DECAY, _ADAPTER_DECAY = 0.85, 0.98
 # The most pairs of a tenant and its adapters whose rates are kept.
 _MAX_ADAPTERS = 1024
 
 
 class AcceptanceRate:
-    """The share of drafted tokens that were accepted, given that all earlier tokens of their draft were.
+    """The share of accepted tokens among the drafted tokens whose predecessors in the draft were all accepted.
 
     Recent drafts weigh more. start: the rate that is assumed before the first draft.
     """
@@ -44,13 +45,13 @@ Rates = tuple[AcceptanceRate, ...]
 
 
 class AcceptanceHistory:
-    """The rates of the adapters that were used last, for each tenant."""
+    """The acceptance rates of the most recently used pairs of a tenant and its adapters."""
 
     def __init__(self) -> None:
         self._rates: OrderedDict[tuple[str, tuple[AdapterVersion, ...]], Rates] = OrderedDict()
 
     def find(self, tenant: str, adapters: tuple[AdapterVersion, ...]) -> Rates:
-        """Returns the rates of these adapters, which are empty for the base model."""
+        """Returns the tenant's rates with these adapters. For the base model, `adapters` is empty."""
         key = tenant, adapters
         rates = self._rates.get(key)
         if rates is None:
@@ -63,5 +64,5 @@ class AcceptanceHistory:
 
 
 def start_rates(history: Rates) -> Rates:
-    """The rates with which a new sequence starts."""
+    """Returns the rates with which a new sequence starts."""
     return tuple(AcceptanceRate(rate.value, _SEQUENCE_DECAY) for rate in history)

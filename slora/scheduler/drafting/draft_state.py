@@ -3,7 +3,8 @@
 from slora.scheduler.drafting.acceptance import Rates
 from slora.scheduler.drafting.ngram_index import NgramIndex
 
-# Where drafts do not pay, one drafted token is tried after this many matches, and twice as rarely after each failure.
+# While drafts are not expected to pay, one token is drafted after this many matches, to see whether it is accepted.
+# Each draft without an accepted token doubles this number, up to the maximum.
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128
 
 
@@ -28,7 +29,7 @@ class DraftState:
         return self._num_skipped >= self._patience
 
     def start(self, rank: int) -> None:
-        """Called when a step gets a draft. rank: the n-gram that it follows, an index of `NGRAM_SIZES`."""
+        """Called when a step gets a draft. rank: the index in `NGRAM_SIZES` of the n-gram that the draft follows."""
         self._rank = rank
         self._num_skipped = 0
 

@@ -2,23 +2,23 @@
 
 If the last tokens of a sequence occurred earlier in its prompt or its answer, the tokens that followed there are its
 draft. The step computes the draft along with the last token, and samples a token after each of them. A drafted token is
-accepted if it is the token that was sampled in its place. After the first that is not, the rest is discarded.
+accepted if it is the token that was sampled in its place. The first rejected token and all drafted tokens after it are
+discarded.
 
-The tokens are those of decoding one by one. A sampled token depends only on the logits, the request's seed and the
-position, and the logits depend only on the tokens before. So up to the first rejected draft every position was sampled
+The output is the same as without drafts. A sampled token depends only on the logits, the request's seed and the
+position, and the logits depend only on the earlier tokens. So up to the first rejected token, every position is sampled
 from its own distribution, with its own random number. No drafted token ever replaces a sampled one, so the distribution
 is unchanged at any temperature.
 
-Each drafted token is a decode row to the kernels, with the block table of its sequence. All rows of a step write their
-KV before attention reads it. So the rows have the same bits as in single steps. KV of rejected drafts is overwritten
-before any token attends to it, and is never offered to the prefix cache.
+The kernels compute each drafted token as a decode row, with the block table of its sequence. All rows of a step write
+their KV before attention reads it. So the results are bit-identical to those of separate steps. KV of rejected tokens
+is overwritten before any token attends to it, and is never offered to the prefix cache.
 
-Drafts pay where a step takes long whatever its number of rows, so mostly in small batches. They only use what a step
-has left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted and nothing is evicted for
-them.
+Drafts pay where more rows make a step only a little longer, so mostly in small batches. They only use what a step has
+left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted and nothing is evicted for them.
 
-Not drafted: beams, answers with a structured form, and requests with penalties, `allowed_token_ids` or `bad_words`.
-What these may sample depends on the tokens before in ways that a step does not compute for several positions at once.
+Beams, structured output, and requests with penalties, `allowed_token_ids` or `bad_words` get no drafts. What they may
+sample depends on the earlier tokens in ways that a step does not compute for several positions at once.
 Background sequences get drafts only in steps without interactive ones.
 """
 
@@ -35,7 +35,7 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
 
-# A drafted token must be expected to save this many times its cost: the estimates of both are rough.
+# A token is drafted only if it is expected to save this many times its cost, because both estimates are rough.
 _MIN_GAIN = 1.25
 # Drafts may lengthen a step by this factor for a sequence that gains nothing from them.
 _MAX_DELAY = 1.25
@@ -47,7 +47,7 @@ class _Candidate:
     """A decode row that may get a draft.
 
     number: the place of its chunk in the plan. position: where the drafted tokens are copied from.
-    rate: the estimated probability that a drafted token is accepted if the one before was. most: the most tokens to
+    rate: the estimated probability that a drafted token is accepted after an accepted one. most: the most tokens to
     draft. row_s: seconds of one drafted row. expected: tokens that the sequence is expected to gain in this step.
     """
 
@@ -112,7 +112,7 @@ class Drafting:
                     self._add(plan, candidate)
 
     def keep_sampled(self, chunk: Chunk, sampled: Items[SampledToken]) -> list[SampledToken]:
-        """The tokens of a chunk with a draft that decoding one by one would have sampled, too; at least the first.
+        """Returns the sampled tokens that decoding without drafts would also have sampled; at least the first.
 
         sampled: one token for each token of the chunk. Counts and charges the rejected tokens.
         """
@@ -163,7 +163,7 @@ class Drafting:
         return found
 
     def _most_tokens(self, sequence: Sequence) -> int:
-        """The most tokens to draft: the last token of the answer is never drafted, as nothing follows it."""
+        """Returns the most tokens to draft. The last token of an answer is never drafted, because no token follows."""
         num_tokens = len(sequence.token_ids)
         most = min(
             self._config.prompt_lookup_tokens,
@@ -188,7 +188,7 @@ class Drafting:
         sequence, state = chunk.sequence, chunk.sequence.draft_state
         assert state is not None, "a candidate has a state"
         drafts = copy_from(sequence.token_ids, candidate.position, candidate.num_tokens)
-        # Nothing follows a stop token, so it is not drafted.
+        # No token follows a stop token, so a stop token is not drafted.
         drafts = list(takewhile(lambda token: token not in sequence.stop_ids, drafts))
         num_tokens = len(sequence.token_ids) + len(drafts)
         if not drafts or not self._has_room(sequence, num_tokens):  # Another draft may have taken the pages.

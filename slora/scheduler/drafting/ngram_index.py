@@ -1,4 +1,4 @@
-"""Where the n-grams of a sequence occurred last: finds the tokens that may come next.
+"""An index of where each n-gram of a sequence occurred last, to find the tokens that may come next.
 
 An n-gram is a run of n consecutive tokens. The index keeps the hash of an n-gram, not its tokens. If two n-grams have
 the same hash, the result is a wrong draft, which costs time but never changes an answer.
@@ -21,7 +21,7 @@ class NgramIndex:
         self._num_indexed = 0
 
     def extend(self, token_ids: list[int], limit: int) -> int:
-        """Indexes the n-grams that end in the next tokens, at most `limit` of them. Returns how many tokens it took."""
+        """Indexes the n-grams that end in the next `limit` tokens, or fewer. Returns how many tokens it indexed."""
         start = self._num_indexed
         end = min(len(token_ids) - 1, start + limit)
         if end <= start:

@@ -41,7 +41,8 @@ class FairQueue:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._heaps:
-            if not sequence.num_preemptions:  # The tenant of a preempted sequence was not idle.
+            # The tenant of a preempted sequence was not idle, so its counter is not lifted.
+            if not sequence.num_preemptions:
                 self._lift(tenant)
             self._heaps[tenant] = []
         self._members.add(sequence)
