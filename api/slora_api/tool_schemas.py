@@ -146,8 +146,13 @@ Tools = Annotated[
 
 
 class NamedFunction(BaseModel):
+    """description, parameters, strict: no effect. Clients may send the whole tool as the choice."""
+
     model_config = STRICT
     name: Name
+    description: Any = None
+    parameters: Any = None
+    strict: Any = None
 
 
 class NamedChoice(BaseModel):

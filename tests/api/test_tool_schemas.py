@@ -76,6 +76,8 @@ def test_a_choice_forces_one_of_its_tools() -> None:
     assert {choice: len(forced) for choice, forced in chosen.items()} == {"auto": 0, "none": 0, "required": 2}
     (named,) = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}).forced_tools
     assert named.function.name == "f"
+    (whole,) = chat(tools=tools, tool_choice=WEATHER).forced_tools  # only its name counts
+    assert whole.function.name == "get_weather"
 
 
 def test_the_choice_none_hides_the_tools_from_the_model() -> None:

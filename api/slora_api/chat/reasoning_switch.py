@@ -4,6 +4,7 @@ Some templates switch the reasoning on and off, and some also pass the effort on
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["ReasoningSwitch", "find_reasoning_switch"]
@@ -13,8 +14,6 @@ _TOGGLES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _EXPRESSION = re.compile(r"\{[{%].*?(?:[%}]\}|\Z)", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
-# A template that sets a name before it reads it does not mean a variable of the request.
-_FIRST_USE = r"(?P<is_set>\b(?:set|for)\s+)?(?<![.\w]){name}\b"
 _LEAST = ("none", "minimal")
 # The default of most models of OpenAI, which asks for nothing.
 _DEFAULT = "medium"
@@ -50,12 +49,16 @@ class ReasoningSwitch:
 
 def find_reasoning_switch(template: str) -> ReasoningSwitch:
     """Finds the variables that a template reads. template: its source without comments."""
-    code = _STRING.sub("''", " ".join(_EXPRESSION.findall(template)))
-    return ReasoningSwitch(
-        tuple(name for name in _TOGGLES if _reads_variable(code, name)), _reads_variable(code, _EFFORT)
-    )
+    # Each by itself, because an expression that ends within a string has a quote without its pair.
+    expressions = [_STRING.sub("''", one) for one in _EXPRESSION.findall(template)]
+    toggles = tuple(name for name in _TOGGLES if _reads_variable(expressions, name))
+    return ReasoningSwitch(toggles, _reads_variable(expressions, _EFFORT))
 
 
-def _reads_variable(code: str, name: str) -> bool:
-    first = re.search(_FIRST_USE.format(name=name), code)
-    return first is not None and first["is_set"] is None
+def _reads_variable(expressions: Sequence[str], name: str) -> bool:
+    """Whether the first expression with this name reads it. A template that first sets it has a name of its own."""
+    for expression in expressions:
+        num_uses = len(re.findall(rf"(?<![.\w]){name}\b", expression))
+        if num_uses:
+            return num_uses > 1 or re.search(rf"\b(?:set|for)\s+{name}\b", expression) is None
+    return False

@@ -66,9 +66,19 @@ def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Met
     cache = GaugeMetricFamily(
         "vllm:cache_config_info",
         "The page pool.",
-        labels=["block_size", "cache_dtype", "num_gpu_blocks", "engine"],
+        labels=[
+            "block_size",
+            "cache_dtype",
+            "num_gpu_blocks",
+            "kv_cache_size_tokens",
+            "kv_cache_max_concurrency",
+            "engine",
+        ],
     )
-    cache.add_metric([str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages), ENGINE], 1)
+    num_tokens = info.num_pages * info.block_tokens
+    num_whole = f"{num_tokens / info.max_model_len:.2f}"  # sequences of the greatest length that fit
+    sizes = [str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages), str(num_tokens), num_whole]
+    cache.add_metric([*sizes, ENGINE], 1)
     yield cache
     lora = GaugeMetricFamily(
         "vllm:lora_requests_info",

@@ -26,6 +26,9 @@ _TOKEN_GAP_S = (
 )
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
+_CHOICES = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
+
 _Start = Literal["base", "warm", "cold"]
 
 
@@ -60,6 +63,11 @@ class RequestMetrics:
         )
         self._prompt_tokens = of_vllm("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = of_vllm("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+        self._max_tokens = of_vllm("request_params_max_tokens", "Most tokens of an answer.", _TOKENS)
+        self._choices = of_vllm("request_params_n", "Answers that a request asks for.", _CHOICES)
+        self._preemptions = of_vllm(
+            "request_num_preemptions", "Preemptions of all sequences of a request.", _PREEMPTIONS
+        )
         first_token = Histogram(
             "slora_first_token_seconds",
             "From arrival in the engine to the first token. Start is base (no adapter), warm (its adapters were in "
@@ -86,6 +94,10 @@ class RequestMetrics:
             return
         self._prompt_tokens.observe(len(request.prompt_token_ids))
         self._generated.observe(usage.generated_tokens)
+        self._preemptions.observe(timing.num_preemptions)
+        if request.pooling is None:
+            self._choices.observe(request.sampling.n)
+            self._max_tokens.observe(request.sampling.max_tokens or 0)
         if timing.computed_at is None:
             return
         self._queue.observe(timing.computed_at - timing.arrived_at)

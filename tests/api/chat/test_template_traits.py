@@ -9,10 +9,14 @@ from slora_api.chat.template_traits import read_traits
 from slora_api.settings import TOOL_CALL_PARSERS
 from tests.support.tool_templates import HERMES, QWEN3, R1, TOOL_TEMPLATES
 
-# Switches in the manner of Qwen 3, SmolLM 3, DeepSeek V3.1, Granite and gpt-oss.
+# Switches in the manner of Qwen 3, SmolLM 3, DeepSeek V3.1, Granite, Gemma 4, Hunyuan and gpt-oss.
 SMOLLM3 = "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
 DEEPSEEK31 = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
 GRANITE = "{%- if thinking %}Write down your thinking.{% endif %}"
+GEMMA4 = "{% set enable_thinking = enable_thinking | default(false) %}"
+HUNYUAN = (
+    "{{ '}}' ~ tools }}{% if enable_thinking is defined and enable_thinking is false %}a{% endif %}{{ 'b' }}"
+)
 GPT_OSS = '{{ "Reasoning: " + reasoning_effort }}'
 
 
@@ -95,6 +99,8 @@ def test_a_format_that_this_server_cannot_read_is_unknown(template: str) -> None
         (SMOLLM3, "high", {"enable_thinking": True}),
         (DEEPSEEK31, "medium", {"thinking": True}),
         (GRANITE, "none", {"thinking": False}),
+        (GEMMA4, "high", {"enable_thinking": True}),
+        (HUNYUAN, "none", {"enable_thinking": False}),
         (GPT_OSS, "none", {"reasoning_effort": "none"}),
         (QWEN3 + GPT_OSS, "low", {"enable_thinking": True, "reasoning_effort": "low"}),
         (QWEN3 + GPT_OSS, "none", {"enable_thinking": False}),
