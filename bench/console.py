@@ -17,17 +17,18 @@ from pathlib import Path
 
 from bench.adapter_depot import Depot
 from bench.bars import Bar
-from bench.live_platform import Platform, Sizes, completion, live_platform
+from bench.live_platform import Platform, Setup, Sizes, completion, live_platform
 from bench.parts import Tables, run_parts
 from bench.serving import MODEL
 from bench.sse_client import SseClient
 from bench.table import Row
-from bench.workload import ModelSize, prompts
+from bench.workload import prompts
 from tests.api.console.browser import open_page, running_browser
 from tests.api.served import ADMIN_KEY, EOS
 
 __all__ = ["paint_tables", "viewer_tables"]
 
+_SETUP = Setup(MODEL)
 _STREAMS, _VIEWERS = 64, 50
 _READ_BYTES = 1 << 16
 _RATIO = "with viewers / without"
@@ -44,13 +45,13 @@ _PAINT = """() => {
 }"""
 
 
-def viewer_tables(*, quick: bool, model: ModelSize = MODEL) -> Tables:
+def viewer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     """One round's rate varies by a tenth, so the median of the ratios of many pairs is held against the bar."""
     pairs, output_tokens = (1, 4) if quick else (15, 64)
     drawn = prompts((2 * pairs + 1) * _STREAMS, 16, EOS)
     runs: dict[str, list[float]] = {"without viewers": [], f"{_VIEWERS} viewers": []}
     num_bytes: list[int] = []
-    with _platform(model, 16 + output_tokens) as platform:
+    with _platform(setup, 16 + output_tokens) as platform:
         for number in range(2 * pairs + 1):
             asked = drawn[number * _STREAMS : (number + 1) * _STREAMS]
             name = list(runs)[number % 2]
@@ -122,10 +123,10 @@ async def _viewers(url: str, count: int) -> AsyncIterator[Callable[[], int]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def paint_tables(*, quick: bool, model: ModelSize = MODEL) -> Tables:
+def paint_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     """Each round has a browser context of its own, whose cache is empty."""
     figures: list[tuple[float, float]] = []
-    with _platform(model, 16) as platform, running_browser() as browser:
+    with _platform(setup, 16) as platform, running_browser() as browser:
         for _ in range(1 if quick else 9):
             with open_page(browser, platform.url) as console:
                 console.sign_in(ADMIN_KEY, "pool")
@@ -147,12 +148,12 @@ def paint_tables(*, quick: bool, model: ModelSize = MODEL) -> Tables:
 
 
 @contextmanager
-def _platform(model: ModelSize, num_tokens: int) -> Iterator[Platform]:
+def _platform(setup: Setup, num_tokens: int) -> Iterator[Platform]:
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
-        depot = Depot(Path(directory), model)
+        depot = Depot(Path(directory), setup.model)
         try:
             sizes = Sizes.with_room(depot, depot.add(8, [("tenant", "unused")]), _STREAMS, num_tokens)
-            with live_platform(depot, sizes, threads=1) as platform:
+            with live_platform(depot, sizes, *setup.flags, threads=1) as platform:
                 yield platform
         finally:
             depot.close()

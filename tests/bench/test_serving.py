@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.console import paint_tables, viewer_tables
 from bench.live_platform import Setup
 from bench.serving import http_tables, layer_tables, trace_tables
 from bench.serving_metrics import Limits, Served, jain_index, serving_row, tenant_rows
@@ -81,3 +82,13 @@ def test_every_part_prints_its_tables() -> None:
     layers, verdicts = layer_tables(quick=True, setup=_SETUP).values()
     assert len(layers) == 6 and all(row["chunks/s"] > 0 for row in layers)
     assert len({row["bar"] for row in verdicts}) == len(verdicts) == 3
+
+
+@pytest.mark.soak
+def test_the_bench_of_the_console_prints_its_tables() -> None:
+    rounds, bar = viewer_tables(quick=True, setup=_SETUP).values()
+    assert [row["case"] for row in rounds] == ["without viewers", "50 viewers", "with viewers / without"]
+    assert [row["seen"] for row in bar] == [rounds[-1]["median"]]
+    (paint,), verdicts = paint_tables(quick=True, setup=_SETUP).values()
+    assert paint["first paint ms"] > 0 and paint["files KB"] > 50
+    assert [row["wanted"] for row in verdicts] == ["<= 1000", "<= 300"]
