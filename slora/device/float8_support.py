@@ -6,14 +6,14 @@ from slora.errors import ConfigError
 
 __all__ = ["check_float8_kv", "supports_float8"]
 
-# The compute capability of Ada. Later GPUs support e4m3 too.
+# The compute capability of Ada, the first generation of NVIDIA GPUs that supports e4m3.
 _MIN_CAPABILITY = (8, 9)
 
 
 def supports_float8(device: torch.device) -> bool:
     """Whether a GPU can convert e4m3 numbers.
 
-    AMD GPUs can. Where the hardware has another e4m3 format, the conversion runs in software.
+    All AMD GPUs can. If the hardware has another e4m3 format, software converts the numbers.
     """
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
 

@@ -1,9 +1,9 @@
 """Pages of host memory for the KV of preempted sequences. `SwapSpace` decides which sequence owns a page.
 
 The pages are allocated in slabs. Each slab is allocated when its first page is used. On a CPU, a single allocation
-would do, because Linux gives no frames to untouched memory. Memory that is page-locked for a GPU needs all of its
-frames at once. Locking tens of GiB at start would take seconds, and most of it might never be used. torch also rounds a
-page-locked size up to a power of two.
+would do, because untouched memory takes no physical memory in Linux. Page-locking takes the physical memory at once.
+Locking tens of GiB at start would take seconds, and most of it might never be used. torch also rounds a page-locked
+size up to a power of two.
 """
 
 import torch

@@ -35,9 +35,10 @@ class StepBatch:
     """The tensors of one step.
 
     token_ids: int64 [T].
-    output_rows: int64 [B'], indices into the T tokens whose hidden states are read. First one per entry of `sampling`,
-    in chunk order: if a prompt forks into n choices, its last token is listed n times. Then those of `prompts`: the
-    prompt tokens whose logprobs were requested. Then those of `pooled`: the tokens of prompts to embed.
+    output_rows: int64 [B'], indices of the tokens whose hidden states are read, in three groups. The first group has
+    one token for each entry of `sampling`, in chunk order. If a prompt forks into n choices, its last token is listed n
+    times. The second group are the tokens of `prompts`, whose logprobs were requested. The third group are the tokens
+    of `pooled`, which belong to prompts to embed.
     lora: the layers of LoRA work, in the order in which they are added; see `lora_tiles`. Empty if no sequence of the
     batch has an adapter. Rows of the base model are in no tile.
     adapts_embedding: whether an adapter of the batch changes the embedding.
@@ -126,7 +127,7 @@ def _split_drafts(chunks: list[Chunk]) -> list[Chunk]:
     """Makes each token of a chunk with drafts a decode row, with the block table of its sequence.
 
     A row attends to the KV of the rows before it, because all rows of a step write their KV before attention reads it.
-    So the results of a row have the same bits as in a step that decodes its token alone.
+    So the results of a row are bit-identical to those of a step that decodes its token alone.
     """
     if not any(chunk.drafts for chunk in chunks):
         return chunks
@@ -182,9 +183,7 @@ def tile_prompt_rows(
 
 
 def _join_layers(layers: Iterable[TileLayer], tensors: Iterator[Tensor]) -> tuple[LoraTiles, ...]:
-    """Joins each layer with its arrays. tensors: the device copies of the tile arrays, two of each layer that has
-    tiles.
-    """
+    """Joins each layer with its arrays. tensors: the tile arrays on the device, two for each layer that has tiles."""
     return tuple(
         LoraTiles(
             next(tensors), next(tensors), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes
@@ -195,7 +194,7 @@ def _join_layers(layers: Iterable[TileLayer], tensors: Iterator[Tensor]) -> tupl
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
-    """The arrays of `LoraTiles`: int32 [num_tiles, 3] and float32 [num_tiles]. Empty list if there are no tiles."""
+    """Returns the arrays of `LoraTiles`: int32 [num_tiles, 3] and float32 [num_tiles]. Without tiles: an empty list."""
     if not tiles:
         return []
     rows = np.array([tile[:3] for tile in tiles], np.int32)

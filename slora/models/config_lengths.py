@@ -24,7 +24,7 @@ def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
 
 @contextmanager
 def shorten_lengths(model: nn.Module, longest: int, short: int) -> Iterator[None]:
-    """Within this context, each length above `longest` is `short` in the model's configs and modules.
+    """Within this context, each length above `longest` is set to `short` in the model's configs and modules.
 
     A module may store a length under another name, such as `window_size` for `sliding_window`. Attributes are therefore
     found by the words that such names contain, and by their value.
@@ -43,7 +43,7 @@ def shorten_lengths(model: nn.Module, longest: int, short: int) -> Iterator[None
 
 
 def _find_owners(model: nn.Module) -> Iterable[Any]:
-    """The modules of a model and all configs that they refer to, each once."""
+    """Returns the modules of a model and all configs that they refer to, without duplicates."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         owners[id(module)] = module
@@ -54,7 +54,7 @@ def _find_owners(model: nn.Module) -> Iterable[Any]:
 
 
 def _lengths(owner: object) -> Iterator[tuple[str, int]]:
-    """Attributes whose name and value look like a length. A length of 1 does not count."""
+    """Yields the attributes whose name and value look like a length. A value of 1 is not a length."""
     for name, value in vars(owner).items():
         if (
             name in _NOT_LENGTHS

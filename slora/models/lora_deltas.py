@@ -16,7 +16,7 @@ class LoraDeltas:
 
     layers: the rows and their adapters. Each layer adds to the result of the layers before it, so the sum of a row's
     adapters has a fixed order. Empty: no row has an adapter.
-    side: the stream that runs shrinks in parallel with the base's matmuls; with None they run after the matmuls.
+    side: the stream that runs shrinks in parallel with the base model's matmuls. None: shrinks run after the matmuls.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ def _activation(fields: ConfigFields, family: Family) -> Activation:
 
 
 def _count_positions(rope: Rope) -> int:
-    """The number of positions that YaRN extends the model to; 0 without YaRN.
+    """Returns the number of positions that YaRN extends the model to; 0 without YaRN.
 
     Checkpoints with YaRN keep max_position_embeddings at the original length.
     """
@@ -214,7 +214,10 @@ def _count_positions(rope: Rope) -> int:
 
 
 def read_eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    """generation_config.json has precedence: chat models list every token that ends a turn there."""
+    """Returns the ids of the tokens that end an answer.
+
+    generation_config.json has precedence over config.json, because chat models list all of these tokens only there.
+    """
     path = directory / "generation_config.json"
     if path.exists():
         found = _parse_eos(read_json_object(path).get("eos_token_id"), path)

@@ -100,7 +100,7 @@ class _ForwardTrace:
         self._names: dict[int, str] = {}
 
     def hook_linears(self, model: PreTrainedModel) -> None:
-        """Installs a hook on each linear. Attention needs no hook: transformers' attention registry leads its calls to
+        """Installs a hook on each linear. Attention needs no hook, because transformers' attention registry calls
         `attend`.
         """
         for name, module in model.named_modules():
@@ -145,7 +145,7 @@ class _ForwardTrace:
     def can_adapt(self, name: str) -> bool:
         """Whether LoRA on this linear is one product over all tokens of the step.
 
-        An expert of a mixture sees only some of them.
+        An expert in a mixture of experts sees only some of the tokens.
         """
         return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
 
@@ -219,7 +219,10 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path) -> None:
-    """text: the part of the config that describes the decoder."""
+    """Raises ConfigError for a field that this server does not support.
+
+    text: the part of the config that describes the decoder.
+    """
     for name in _COUNTS:
         if getattr(text, name, None) is not None:
             _size(text, name, path.parent)
@@ -382,7 +385,7 @@ def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str)
 def _linears(
     model: PreTrainedModel, layers_path: str, num_layers: int, record: _ForwardTrace
 ) -> Iterator[LinearShape]:
-    """The linears that LoRA can adapt in every layer, in the order of the first layer's modules."""
+    """Yields the linears that LoRA can adapt in every layer, in the order of the first layer's modules."""
     for path, module in model.get_submodule(f"{layers_path}.0").named_modules():
         shape = linear_shape(module, path)
         names = [f"{layers_path}.{layer}.{path}" for layer in range(num_layers)]
@@ -391,7 +394,7 @@ def _linears(
 
 
 def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
-    """Returns None if `module` is not a linear that peft adapts as one."""
+    """Returns the shape of a linear module, or None if peft does not adapt `module` as a linear."""
     if isinstance(module, nn.Linear):
         return LinearShape(path, module.in_features, module.out_features)
     if isinstance(module, Conv1D):

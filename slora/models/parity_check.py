@@ -1,17 +1,17 @@
-"""Checks at start that a transformers model gives the same answers through our pages as by itself.
+"""Checks at start that a transformers model computes the same logits with paged attention as with its own attention.
 
 Two random prompts are computed with transformers' plain attention, and then through the pages in two ways. First each
-prompt is alone in a step. Then each runs in chunks batched with the other prompt, with its last token as a decode step.
-If tokens of different sequences mix outside attention (convolutions, recurrent state, a batch index used as a
-position), an answer changes.
+prompt is alone in a step. Then the prompts are cut into chunks that share steps, and the last token of each prompt is a
+decode step. If tokens of different sequences mix outside attention (convolutions, recurrent state, a batch index used
+as a position), the logits change.
 
 A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
 realistic length would take minutes on a CPU, so only lengths up to `_MAX_REAL_LENGTH` tokens are tested as they are.
 For longer lengths the check is repeated with these lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
 computes at most about 900 tokens for any model. `slora.models.model_structure` compares windows at their real lengths.
 
-The pages hold K and V in the model's dtype here, also if the engine serves them in fp8: rounding to 8 bits would hide
-real differences.
+The pages of this check hold K and V in the model's dtype, even if the engine stores them in fp8, because rounding to
+8 bits would hide real differences.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 _PROMPT_LENGTHS = (41, 17)
 _MAX_REAL_LENGTH = 128
 _SHORT_LENGTH = 11
-# Number of tokens of a prompt beyond the longest length that it crosses.
+# The longer prompt exceeds each length that it tests by at least this many tokens.
 _MARGIN_TOKENS = 9
 
 
@@ -123,7 +123,7 @@ def compute_paged_logits(
     prompts: Tokens[list[int]],
     long_rows: int = 0,
 ) -> dict[str, list[Tensor]]:
-    """The logits [vocab_size] after each prompt, keyed by how they were computed: alone, or in chunks with others.
+    """Returns the logits [vocab_size] after each prompt, once computed alone and once in chunks with other prompts.
 
     long_rows: the row of the rotary table at which the positions of long sequences begin.
     """
@@ -167,7 +167,7 @@ def _make_sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeo
 
 
 def _split_into_chunks(sequence: Sequence, ends: list[int]) -> list[Chunk]:
-    """Chunks that end at each of `ends` and at the end of the sequence."""
+    """Returns chunks that end at each of `ends` and at the end of the sequence."""
     length = len(sequence.token_ids)
     bounds = [0, *ends] if ends[-1] == length else [0, *ends, length]
     return [

@@ -166,7 +166,10 @@ def _rotary_dim(values: ConfigFields, top: ConfigFields, family: Family, head_di
 
 
 def _original_max_positions(values: ConfigFields, top: ConfigFields) -> int:
-    """A value at the top level of the config (Phi-3) takes precedence over one inside the rope table."""
+    """Returns the original context length.
+
+    A value at the top level of the config (Phi-3) takes precedence over a value inside the rope table.
+    """
     name = "original_max_position_embeddings"
     place = top if name in top else values
     return place.whole(name, top.whole("max_position_embeddings"), least=2)

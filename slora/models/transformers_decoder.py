@@ -118,9 +118,9 @@ class _HeadHooks:
 class _LastHiddenState:
     """A hook on the model without its output head. It records `last_hidden_state`.
 
-    Most heads read exactly this. Some models scale it first.
+    Most models pass this state to the head unchanged, and some models scale it first.
 
-    was_seen: whether a forward pass of the model has produced it.
+    was_seen: whether a forward pass of the model has produced a `last_hidden_state`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -138,7 +138,7 @@ class _LastHiddenState:
             self._is_capturing = False
 
     def pop_rows(self, rows: Tensor) -> Tensor:
-        """Hidden states [N, H] of these rows of the last forward pass."""
+        """Returns the hidden states [N, H] of these rows in the last forward pass, and forgets the others."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "the forward pass had no last_hidden_state"
         return hidden[0, rows]
@@ -208,8 +208,9 @@ class TransformersDecoder:
 
     @property
     def can_embed(self) -> bool:
-        """Known after the first forward pass. A model that is not a decoder with a head may have no
-        `last_hidden_state`.
+        """Whether the model has a `last_hidden_state`. This is known only after the first forward pass.
+
+        A model that is not a decoder with a head may have none.
         """
         return self._body.was_seen
 
@@ -312,14 +313,14 @@ def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
             return
         delta = torch.zeros_like(output)
         current.step.deltas.add_embedding(_rows(delta), inputs[0].view(-1), site)
-        # As in peft: where the embedding module scales its output, the adapter's part is scaled too.
+        # As in peft: if the embedding module scales its output, the adapter's output is also scaled.
         output += delta * getattr(module, "embed_scale", 1.0)
 
     return add
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A view [T, width] of `x`. Writing to it writes to `x`."""
+    """Returns a view [T, width] of `x`, so writing to the result writes to `x`."""
     return x.view(-1, x.shape[-1])
 
 

@@ -17,14 +17,14 @@ from slora_kernels.layout import Int32Array
 
 
 class BlockTable:
-    """Page `i` holds tokens `[i * block_tokens, (i + 1) * block_tokens)` of the sequence.
+    """The pages of one sequence. Page `i` holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
 
-    Worked example, 16 tokens per block: 33 tokens need 3 pages; the third has room for 15 more.
+    Worked example, 16 tokens per block: 33 tokens need 3 pages, and the third page has room for 15 more tokens.
 
     Entries [0, num_freed) were freed. The sequence has one reference to each page in [num_freed, num_pages).
 
-    page_seconds: the pages held, integrated over time. It is valid only while no page is held, because the
-        final reading of a page is added when the page is released.
+    page_seconds: the number of held pages, integrated over time. It is valid only while the table holds no page,
+        because the final reading of a page is added when the page is released.
     """
 
     __slots__ = ("_array", "block_tokens", "num_freed", "num_pages", "page_seconds")

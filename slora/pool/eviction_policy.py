@@ -25,14 +25,16 @@ class Content(Enum):
 class Evictable(Protocol):
     """An idle adapter, or the last idle block of a cached prefix."""
 
-    ticket: int  # Identifies its entry in the evictor's heap. 0: it is not a candidate.
+    ticket: (
+        int  # Identifies the item's entry in the evictor's heap. It is 0 while the item is not a candidate.
+    )
 
     @property
     def content(self) -> Content: ...
 
     @property
     def is_pinned(self) -> bool:
-        """Changes only while the item is not a candidate."""
+        """Whether the item is pinned. This changes only while the item is not a candidate."""
         ...
 
     @property
@@ -57,10 +59,10 @@ class EvictionPolicy(Protocol):
     def name(self) -> str: ...
 
     def rank(self, item: Evictable, tick: int, age: float) -> float:
-        """The rank of an item that becomes idle; the lowest is evicted first.
+        """Returns the rank of an item that becomes idle. The item with the lowest rank is evicted first.
 
         tick: a counter that grows with every ranked item.
-        age: the highest rank evicted so far.
+        age: the highest rank of all items that were evicted so far.
         """
         ...
 
@@ -78,7 +80,7 @@ class LeastRecentlyUsed:
         return tick
 
     def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
-        """Nothing to learn."""
+        """Does nothing: the rank does not depend on outcomes."""
 
 
 class ExpectedCost:
@@ -117,11 +119,11 @@ class SizeAware:
         return age + 1 / max(1, len(item.pages))
 
     def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
-        """Nothing to learn."""
+        """Does nothing: the rank does not depend on outcomes."""
 
 
 def make_policy(name: str, costs: Costs) -> EvictionPolicy:
-    """Raises ConfigError for an unknown name."""
+    """Returns the policy with this name. Raises ConfigError for an unknown name."""
     policies: dict[str, Callable[[], EvictionPolicy]] = {
         LeastRecentlyUsed.name: LeastRecentlyUsed,
         ExpectedCost.name: lambda: ExpectedCost(costs),

@@ -134,7 +134,7 @@ class Evictor:
         return enough
 
     def check_invariants(self) -> None:
-        """Proves that every candidate can be evicted and is in the heap of its owner."""
+        """Asserts that every candidate can be evicted and is in the heap of its owner."""
         self._rebuild_heaps()
         pinned_pages: Counter[TenantAccount] = Counter()
         for heap in (self._common, *self._heaps.values(), *self._pinned.values()):

@@ -232,14 +232,14 @@ class KVCache:
         for block in [block for block in self._by_key.values() if block.tenant is tenant][::-1]:
             self._remove(block)
 
-    # -- proof --------------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     def cached_pages(self) -> Iterator[int]:
         """The cached KV pages, for `PagePool.check_invariants`."""
         return (page for page, block in self._by_page.items() if self._is_idle(block))
 
     def check_invariants(self) -> None:
-        """Proves that keys, idle blocks and eviction candidates are consistent.
+        """Asserts that keys, idle blocks and eviction candidates are consistent.
 
         Raises AssertionError with the first mismatch.
         """

@@ -182,7 +182,7 @@ class PagePool:
     def check_invariants(
         self, held: Iterable[int], cached: Iterable[int], tenants: Iterable[TenantAccount] = ()
     ) -> None:
-        """Proves that every page is accounted for. Raises AssertionError with the first mismatch.
+        """Asserts that every page is accounted for. Raises AssertionError with the first mismatch.
 
         held: every reference of every user; a page with two references appears twice.
         cached: every page that the residency or the KV cache keeps.

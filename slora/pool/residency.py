@@ -150,7 +150,7 @@ class Residency:
     def can_free_slots(self, count: int, protected: Collection[Resident] = ()) -> bool:
         """Whether `count` slots are free or can be freed.
 
-        The answer stays valid if an idle adapter is evicted for its pages, because that frees its slot, too.
+        The answer stays valid if an idle adapter is evicted for its pages, because that also frees its slot.
         """
         missing = count - len(self._free_slots)
         if missing <= 0:

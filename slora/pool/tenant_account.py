@@ -100,7 +100,7 @@ class TenantAccounts:
         return chain(self._interactive.values(), self._background.values())
 
     def page_limit(self, tenant: TenantAccount) -> int:
-        """The most pages that the tenant can ever hold: what the floors of other tenants leave, at most its ceiling."""
+        """Returns the most pages that the tenant can ever hold: all except other tenants' floors, up to its ceiling."""
         rest = self._num_pages - sum(other.min_pages for other in self.bounded if other.name != tenant.name)
         return rest if tenant.max_pages is None else min(rest, tenant.max_pages)
 
@@ -109,10 +109,10 @@ class TenantAccounts:
         return any(tenant.min_pages for tenant in self.bounded)
 
     def find(self, name: str, *, is_background: bool = False) -> TenantAccount:
-        """The account of the tenant's interactive or background requests.
+        """Returns the account of the tenant's interactive or background requests.
 
-        It is created at the first call, with the default share or, if it is the second account of the tenant, with the
-        share of the first.
+        The first call creates the account. An interactive account gets the default share, and a background account
+        gets the share of the interactive account.
         """
         accounts = self._background if is_background else self._interactive
         tenant = accounts.get(name)
@@ -123,7 +123,7 @@ class TenantAccounts:
         return tenant
 
     def find_both(self, name: str) -> list[TenantAccount]:
-        """The accounts that the tenant has."""
+        """Returns the tenant's accounts: none, the interactive one, or both."""
         return [account for account in self if account.name == name]
 
     def set_share(self, name: str, share: TenantShare) -> None:
@@ -146,8 +146,7 @@ class TenantAccounts:
     def is_over_share(self, tenant: TenantAccount) -> bool:
         """Whether the tenant owns more pages than its share, if the pool is divided by weight among the active tenants.
 
-        A tenant is active if its interactive requests own pages or wait. Its background requests are always over their
-        share.
+        A tenant is active if its interactive requests own pages or wait. A background account is always over its share.
 
         Worked example: a tenant of weight 1 and another active tenant of weight 3 share 400 pages. The first tenant is
         over its share if it owns more than 100 pages.
@@ -159,5 +158,6 @@ class TenantAccounts:
         return tenant.num_pages * active > tenant.share.weight * self._num_pages
 
     def _pages(self, share: float) -> int:
-        # Rounded down, so that floors that add up to 1 fit into the pool. The 1e-6 makes 0.29 of 100 pages 29, not 28.
+        # Rounded down, so that floors that add up to 1 fit into the pool. Without the 1e-6, a rounding error could lose
+        # a page: 0.29 of 100 pages are 29 pages, not 28.
         return int(share * self._num_pages + 1e-6)

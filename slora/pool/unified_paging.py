@@ -38,11 +38,11 @@ class UnifiedPaging:
         )
 
     def could_free(self, num_pages: int, tenant: TenantAccount, *, ignore_pins: bool = False) -> bool:
-        """Returns False if even evicting everything evictable would not give `tenant` this many pages.
+        """Returns False if `tenant` could not get `num_pages` even by evicting all evictable items.
 
-        A quick check before anything is acquired or evicted. True does not guarantee the pages.
+        This is a quick check before anything is acquired or evicted. True does not guarantee the pages.
 
-        ignore_pins: pinned adapters may be evicted, too.
+        ignore_pins: whether pinned adapters count as evictable.
         """
         return num_pages <= self.pool.num_free + self.evictor.num_evictable(
             num_pages, tenant, ignore_pins=ignore_pins
@@ -55,12 +55,13 @@ class UnifiedPaging:
         return PageCounts(self.pool.num_held - used, self.pool.num_cached - idle, used, idle)
 
     def count_tenant_pages(self, most: int, also: Collection[str] = ()) -> dict[str, PageCounts]:
-        """The pages of the `most` tenants that own the most pages, largest first. Tenants without pages are left out.
+        """Counts the pages of the `most` tenants that own the most pages, in descending order of pages.
 
+        Tenants without pages are left out.
         also: tenants that are included even if others own more pages.
 
-        With a public prefix cache, no tenant owns the cached prefixes of the base model, nor the pages of them that
-        sequences use again.
+        With a public prefix cache, cached prefixes of the base model belong to no tenant, even while sequences use
+        them again.
         """
         owned: defaultdict[str, int] = defaultdict(int)
         for account in self.tenants:
@@ -82,7 +83,7 @@ class UnifiedPaging:
         return tenants
 
     def check_invariants(self, kv_pages: Iterable[int]) -> None:
-        """Proves that no page is lost and that every reference has an owner.
+        """Asserts that no page is lost and that every reference has an owner.
 
         kv_pages: every reference of a running sequence; a page with two references appears twice.
         """

@@ -36,7 +36,7 @@ class CostBounds:
 
 
 def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, on_gpu: bool) -> CostBounds:
-    """Bounds for one model on this machine.
+    """Returns the bounds for one model on this machine.
 
     Worked example: 1e9 weights in the layers need 2e9 FLOP per token. On 8 cores that takes from 0.25 ms to 20 s.
     """
@@ -46,7 +46,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
     bandwidth = _GPU_BANDWIDTH if on_gpu else _HOST_BANDWIDTH
     kv_bytes = full_page_bytes / block_tokens
     least = CostModel(
-        step_s=weights / bandwidth,  # One byte per weight is the least.
+        step_s=weights / bandwidth,  # A step reads at least one byte per weight.
         token_s=flop / fastest,
         decode_s=flop / fastest,
         context_token_s=kv_bytes / bandwidth,

@@ -22,9 +22,11 @@ __all__ = ["DeviceFacts", "find_device"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """device: a name for people. type: cpu or cuda, which AMD GPUs have, too. num_gpus: GPUs that torch sees.
+    """What torch finds on this machine.
 
-    torch, triton, numba: versions; None of a package that is not installed. num_threads: of torch, on a CPU.
+    type: `cpu` or `cuda`. AMD GPUs also have the type `cuda`. device: a readable name.
+    num_gpus: number of GPUs that torch sees. num_threads: number of threads that torch uses on a CPU.
+    torch, triton, numba: versions; None if the package is not installed.
     total_bytes, free_bytes: memory of the GPU; None on a CPU.
     """
 
@@ -41,7 +43,7 @@ class DeviceFacts:
 
 
 def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
-    """Raises ConfigError if the engine cannot run with these settings."""
+    """Returns the facts about the device. Raises ConfigError if the engine cannot run with these settings."""
     device = resolve_device(device_name, kernels_name)
     try:
         kernels = load_kernels(kernels_name, device)

@@ -9,8 +9,8 @@ second it fits the costs to these timings by median regression of a linear model
     minimize the sum over timings of  weight * |measured - predicted| / predicted,  least <= cost <= most
 
 The median makes the fit robust: on a busy machine, the same step took from 2 to 500 ms (median 33 ms). Least squares
-followed the fastest or the slowest of these timings, depending on the divisor. The weight of a timing halves every 30
-seconds, so the costs follow the machine within a minute.
+followed the fastest or the slowest of these timings, depending on whether errors were divided by the measured or by the
+predicted time. The weight of a timing halves every 30 seconds, so the costs follow the machine within a minute.
 
 Timings of several kinds are needed to separate the costs. For example, the cost of a step and the cost of a row can't
 be separated while the batch stays the same. A cost that no step uses keeps its estimate. A decoding row costs at least
@@ -45,10 +45,11 @@ _MIN_S = 1e-9
 # the six costs. A fit starts at the previous estimate, so a few rounds are enough.
 _NUM_REWEIGHTINGS = 3
 _NUM_SWEEPS = 30
-# Relative errors below this value count alike. Otherwise a timing that fits exactly would get an infinite weight.
+# All relative errors below this value count as this value. Otherwise a timing that fits exactly would get an infinite
+# weight.
 _EXACT_ENOUGH = 0.1
-# Weight of the previous estimate of a cost, relative to the timings that contain the cost. Where the timings cannot
-# separate two costs, their estimates stay close to the previous ones.
+# Weight of the previous estimate of a cost, relative to the timings of steps that incurred the cost. Where the timings
+# cannot separate two costs, their estimates stay close to the previous ones.
 _DAMPING = 0.01
 
 Matrix = npt.NDArray[np.float64]
@@ -140,7 +141,7 @@ class LearnedCosts:
         self.current = CostModel(*costs)
 
     def _descend(self, products: list[list[float]], sums: list[float], costs: list[float]) -> list[float]:
-        """Coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: the normal equations.
+        """Runs coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: the normal equations.
 
         Plain Python is ten times as fast as numpy for matrices this small.
         """

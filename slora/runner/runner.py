@@ -243,7 +243,7 @@ class Runner:
         )
 
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
-        """Logits of rows of a prompt."""
+        """Returns the logits of rows of a prompt. hidden: the hidden states of these rows."""
         layers = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
         return self._model.logits(hidden, LoraDeltas(layers, self.memory, self.kernels))
 

@@ -4,15 +4,15 @@ A step launches hundreds of kernels. Launching them takes the host longer than r
 decode step of Llama-3.1-8B with adapters takes 37 ms without graphs and 9 ms with them.
 
 Before a replay, a step is padded to a recorded number of tokens and sequences and copied into static buffers. Padding
-tokens have a KV slot of -1, padding sequences have no tokens, and padding LoRA tiles have none either. So they touch no
-page, and no other token reads their results.
+tokens have a KV slot of -1. Padding sequences and padding LoRA tiles have no tokens. So padding touches no page, and no
+other token reads its results.
 
 Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
-step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, and the
-padded numbers of tiles change the launches. So graphs differ by these, and by the number of layers of LoRA work, but
-not by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding
-tile ends at once, but a site has thousands of them. With 64 rows and 8 adapters, padding to all rows doubled the time
-of expand (H200).
+step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, the padded
+numbers of tiles, and the number of layers of LoRA work change the launches. So graphs differ by these numbers, but not
+by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding tile
+ends at once, but a site has thousands of such programs. With 64 rows and 8 adapters, padding to all rows doubled the
+time of expand (H200).
 
 Steps of many tokens are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """
@@ -39,7 +39,7 @@ _SEQUENCES = (16, 64)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
 _SHORT_CONTEXT = 512
-# The parts of the rows that the number of a decode step's tiles is rounded up to: 1/4, 1/2, 1.
+# The number of tiles of a decode step is rounded up to the number of rows divided by one of these.
 _TILE_PARTS = (4, 2, 1)
 # The tokens per padded tile of prefill chunks. Tiles have up to twice as many, but each chunk ends with a shorter one.
 _TOKENS_PER_TILE = 16
@@ -117,9 +117,9 @@ class StepGraphs:
     def find_shape(self, batch: StepBatch) -> StepShape | None:
         """The shape of a step that can be replayed.
 
-        None if the step has too many tokens, tiles or layers of tiles, if an adapter changes the embedding, or if
-        logits of prompt tokens are requested. The graphs contain neither LoRA at the embedding nor such logits. None
-        also for a new shape once there are too many graphs.
+        Returns None if the step has too many tokens, tiles or layers of tiles, if an adapter changes the embedding, or
+        if logits of prompt tokens are requested. The graphs contain neither LoRA at the embedding nor such logits. Once
+        there are too many graphs, also returns None for a new shape.
         """
         shape = self._shape_of(batch)
         if shape is None or shape in self._replays:
@@ -181,7 +181,7 @@ def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
 
 
 def _shape_layer(lora: LoraTiles, step: StepShape) -> LayerShape | None:
-    """None if the layer has too many tiles."""
+    """Returns the padded shape of a layer of LoRA work, or None if the layer has too many tiles."""
     num_others = len(lora.tiles) - lora.num_decodes
     if step.only_decodes:
         parts = [-(-step.sequences // part) for part in _TILE_PARTS]
@@ -202,7 +202,7 @@ def _shape_layer(lora: LoraTiles, step: StepShape) -> LayerShape | None:
 
 
 def _least(sizes: Sequence[int], count: int) -> int | None:
-    """The first of the ascending sizes that is at least `count`, or None."""
+    """Returns the first of the ascending sizes that is at least `count`, or None if there is none."""
     return next((size for size in sizes if size >= count), None)
 
 
@@ -249,7 +249,7 @@ def _make_buffers(rows: int, max_blocks: int, max_layers: int, device: torch.dev
 
 
 def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
-    """The first parts of the buffers as a StepBatch. The memory addresses are the same for every step of this shape."""
+    """Returns a StepBatch of slices of the buffers. Their memory addresses are the same for all steps of this shape."""
     tokens, sequences = shape.tokens, shape.sequences
     attention = AttentionBatch(
         query_starts=buffers.query_starts[: sequences + 1],
@@ -301,7 +301,7 @@ def _fill(static: StepBatch, batch: StepBatch, shape: StepShape) -> None:
 
 
 def _fill_tiles(static: LoraTiles, lora: LoraTiles) -> None:
-    """Copies the tiles of decode rows and the other tiles, each to the start of their part."""
+    """Copies the tiles of decode rows to the start of `static`, and all other tiles after the padded decode tiles."""
     static.tiles.zero_()
     parts = ((0, 0, lora.num_decodes), (static.num_decodes, lora.num_decodes, len(lora.tiles)))
     for start, first, end in parts:

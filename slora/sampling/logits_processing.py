@@ -1,7 +1,7 @@
 """Processes logits as a request asks for: biases, banned tokens and penalties, applied before a token is chosen.
 
-The order is that of vLLM (v1/sample/sampler.py: min_tokens and logit_bias, then penalties). For the steps that
-transformers also has, it is transformers' order too (generation/utils.py, _get_logits_processor: sequence_bias, then
+The order is the same as in vLLM (v1/sample/sampler.py: min_tokens and logit_bias, then penalties). The operations that
+transformers also has are in transformers' order (generation/utils.py, _get_logits_processor: sequence_bias, then
 repetition_penalty):
 
     l + bias                                     logit_bias; minus infinity for stop tokens below min_tokens

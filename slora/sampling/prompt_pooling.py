@@ -1,8 +1,8 @@
 """Embeddings of prompts: pools the hidden states of the last layer, chunk by chunk during prefill.
 
-The hidden states of one sequence are added in float32, apart from those of all others, so the batch does not change the
-order of the additions. Each sequence records how far its prompt is pooled, so a recompute after a preemption, or after
-a failed step, adds no token twice.
+The hidden states of each sequence are summed separately, in float32, so the order of the additions does not depend on
+the batch. Each sequence records how far its prompt is pooled, so a recompute after a preemption, or after a failed
+step, adds no token twice.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from slora_kernels.layout import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Consecutive tokens of a step whose hidden states are pooled, all of one sequence."""
+    """Consecutive tokens of one sequence whose hidden states are pooled in a step."""
 
     sequence: Sequence
     tokens: range
 
 
 def find_pooled_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[PooledRows]:
-    """The rows to pool in a step. first_tokens: index of each chunk's first token within the step."""
+    """Returns the rows to pool in a step. first_tokens: index of each chunk's first token within the step."""
     found = []
     for chunk, first_token in zip(chunks, first_tokens, strict=False):
         pooled, end = chunk.sequence.pooled, chunk.start + chunk.num_tokens

@@ -76,13 +76,13 @@ def sample(
 def token_logprobs(
     logits: Tensor, tokens: Tensor, counts: list[int], labels: list[tuple[int, ...]] | tuple[()] = ()
 ) -> list[TokenLogprobs]:
-    """The log-probabilities of `tokens` int64 [N] under `logits` float32 [N, V].
+    """Returns the log-probabilities of `tokens` int64 [N] under `logits` float32 [N, V].
 
     counts: for each row, how many of its most probable tokens to return as `top`.
-    labels: for each row, the tokens to return as `top` instead, after the row's own token. Empty: for no row.
+    labels: for each row, tokens to return as `top` instead, after the row's own token. A row without labels returns its
+        most probable tokens. If `labels` is empty, no row has labels.
 
-    As in OpenAI's API, the log-probabilities are those of the model: temperature, filters, biases and penalties do not
-    change them.
+    As in OpenAI's API, temperature, filters, biases and penalties do not change the log-probabilities.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()

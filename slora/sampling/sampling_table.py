@@ -32,7 +32,7 @@ class Column(IntEnum):
     SEED = auto()
     # The position of the token to sample. It changes with each token, so it is set when rows are gathered.
     POSITION = auto()
-    TOP_K = auto()  # If off, the value is greater than any vocabulary size.
+    TOP_K = auto()  # Without top_k, the value is greater than any vocabulary size.
     NUM_LOGPROBS = auto()
     NUM_PROPOSED = auto()  # The number of continuations that a beam proposes.
     TEMPERATURE = auto()  # The value is 1 in greedy rows.
@@ -131,9 +131,7 @@ class SamplingTable:
         return self._wide[: len(logits)].copy_(logits)
 
     def write(self, row: int, sequence: Sequence) -> None:
-        """Writes the row of a sequence that is admitted, for the first time or again with the tokens it has
-        generated.
-        """
+        """Writes the row of an admitted sequence. Counts the tokens that the sequence has already generated."""
         params = sequence.request.sampling
         is_sampled = params.temperature > 0
         penalised = params.has_penalties
@@ -160,10 +158,12 @@ class SamplingTable:
             self._write_token_counts(row, sequence)
 
     def gather(self, sequences: list[Sequence]) -> SamplingRows:
-        """The rows of the sequences. A sequence with drafts is listed once for each position that is sampled."""
+        """Returns the rows of the sequences. A sequence with drafts is listed once for each position to sample."""
         index = np.array([sequence.row for sequence in sequences], np.int64)
         features = self._features[index]
-        if not (self._biases.has_any or features.any()):  # The common case saves an index and an upload.
+        if not (
+            self._biases.has_any or features.any()
+        ):  # The common case. It selects and uploads no numbers.
             return SamplingRows(index, features, True, self._ints[:0], self._no_numbers)
         positions = _find_positions(sequences)
         is_biased = positions < self._biases.until[index]
@@ -209,16 +209,16 @@ class SamplingTable:
 
 
 class _LogitBiases:
-    """By row, the tokens whose logits get a bias.
+    """The tokens of each row whose logits get a bias.
 
-    The biases of `logit_bias` apply at all positions. Stop tokens have a bias of minus infinity before a given
-    position.
+    The biases of `logit_bias` apply at all positions. Stop tokens have a bias of minus infinity before the position at
+    which `min_tokens` is reached.
     """
 
     def __init__(self, num_rows: int) -> None:
         # The first position at which none of the row's biases applies.
         self.until = np.zeros(num_rows, np.int64)
-        self.has_any = False  # It is never reset to False.
+        self.has_any = False  # Whether any row has ever had a bias.
         self._num = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, 0), np.int64)
         self._values = np.zeros((num_rows, 0), np.float32)
@@ -251,7 +251,7 @@ class _LogitBiases:
         return tokens, np.where(counts, self._values[rows, :width], np.float32(0))
 
     def _widen(self, width: int) -> None:
-        """Widens the tables to the next power of two, so this happens at most a dozen times in a server's life."""
+        """Widens the tables to the next power of two. This happens at most a dozen times in a server's life."""
         old = self._tokens.shape[1]
         if width > old:
             more = ((0, 0), (0, (1 << (width - 1).bit_length()) - old))

@@ -1,8 +1,8 @@
 """The masks of a step: which tokens the grammars and token filters of its sequences allow.
 
-A hostile grammar must cost its own tenant, not the batch. A step therefore spends a limited CPU time on masks, cheapest
-first. A sequence whose mask it has no time for is deferred: it gets no token in this step. The sequence that was
-deferred for the most steps gets its mask whatever time is left, so each of them makes progress.
+A hostile grammar must slow down only its own tenant. A step therefore spends a limited CPU time on masks, and computes
+the cheapest masks first. When the time runs out, the remaining sequences are deferred: they get no token in this step.
+The sequence that was deferred for the most steps always gets its mask, so every deferred sequence makes progress.
 """
 
 import time
@@ -54,7 +54,9 @@ class TokenMasks:
 
 
 def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
-    """Writes the mask of each sequence into its row of `words`, unless it is deferred. Returns which were written.
+    """Writes the mask of each sequence into its row of `words`, unless the sequence is deferred.
+
+    Returns for each sequence whether its mask was written.
 
     A first token is never deferred: its mask was computed when the grammar was compiled.
     """

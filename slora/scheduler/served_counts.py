@@ -101,7 +101,7 @@ class ServedRequests:
 
     @property
     def adapters(self) -> dict[str, ServedCounts]:
-        """The counters by `AdapterVersion.label`. `OTHERS` counts all adapters without their own.
+        """The counters by `AdapterVersion.label`. `OTHERS` counts all adapters without a counter of their own.
 
         A request with several adapters counts once for each adapter. Requests to the base model are not counted here.
         """

@@ -10,7 +10,7 @@ from slora.weights.packed_weight import PackedWeight, pack_weight
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
-# One bfloat16 row of more elements is summed in another order than several rows.
+# oneDNN sums a single bfloat16 row with more elements than this in another order than several rows.
 _MAX_ALONE = 1024
 
 
