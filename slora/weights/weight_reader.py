@@ -10,13 +10,11 @@ The decoder decides which tensors exist and how they are fused; this module know
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from slora.device.huge_pages import empty_tensor
 from slora.errors import ConfigError
@@ -26,6 +24,7 @@ from slora.weights.safetensors_file import StoredTensor
 from slora.weights.weight_blocks import RowBlock, read_blocks, read_into
 from slora.weights.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, expand_scales
 from slora.weights.weight_target import PlainTarget, QuantizedTarget, WeightTarget
+from slora_adapters.progress_bar import show_progress
 
 _log = logging.getLogger(__name__)
 
@@ -116,16 +115,9 @@ class WeightReader:
         self._refuse_unknown_tensors()
         start = time.perf_counter()
         total = sum(block.num_bytes for block in self._blocks)
-        with tqdm(
-            total=total,
-            desc="Weights",
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=not _shows_progress_bar(),
-        ) as bar:
+        with show_progress("Weights", total, is_quiet=not _log.isEnabledFor(logging.WARNING)) as advance:
             for num_bytes in read_blocks(self._blocks, self.device):
-                bar.update(num_bytes)
+                advance(num_bytes)
         self._blocks.clear()
         _log.info("read %.2f GB of weights in %.1f s", total / 1e9, time.perf_counter() - start)
 
@@ -206,7 +198,3 @@ def _same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
 def _common_form(sources: Sequence[WeightSource]) -> torch.dtype | None:
     forms = {source.dtype if source.is_quantized_by_row else None for source in sources}
     return forms.pop() if len(forms) == 1 else None
-
-
-def _shows_progress_bar() -> bool:
-    return sys.stderr.isatty() and _log.isEnabledFor(logging.WARNING)

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.database.database_copy import copy_everything
 from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import AdapterNotFound, StoreUnfit
+from slora_adapters.progress_bar import show_progress
 from slora_adapters.registry.registry_storage import RESERVATION_S, RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store
@@ -108,7 +109,8 @@ class _Backup:
                 digests = self._storage.hold_blobs(self._holder, created_at, snapshot.begin)
                 self._copy_database(snapshot.connection)
             self._copy_secrets(secrets)
-            self._copy_blobs(digests)
+            with show_progress("Copying", len(digests), "blob") as advance:
+                self._copy_blobs(digests, advance)
         finally:
             self._storage.release_held(self._holder)
         return Manifest(created_at, self._files, tuple(digests))
@@ -129,7 +131,8 @@ class _Backup:
                 copy.write_bytes(path.read_bytes())
                 self._files[f"{SECRETS}/{name}"] = hash_file(copy)
 
-    def _copy_blobs(self, digests: Sequence[str]) -> None:
+    def _copy_blobs(self, digests: Sequence[str], advance: Callable[[int], object]) -> None:
+        """advance: called with the number of blobs that were copied since the last call."""
         copies = FileStore(self._work / ADAPTERS)
         renewed_at = time.monotonic()
         for digest in digests:
@@ -138,6 +141,7 @@ class _Backup:
                 renewed_at = time.monotonic()
             if self._old is not None and (linked := self._old.link_blob(digest, self._work)):
                 self._files.update(linked)
+                advance(1)
                 continue
             hashes: dict[str, hashlib._Hash] = {}
             sizes: dict[str, int] = {}
@@ -161,6 +165,7 @@ class _Backup:
                 ) from error
             for member, found in hashes.items():
                 self._files[f"{_blob_folder(digest)}/{member}"] = StoredFile(sizes[member], found.hexdigest())
+            advance(1)
 
 
 def _blob_folder(digest: str) -> str:

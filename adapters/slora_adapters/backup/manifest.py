@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slora_adapters.errors import StoreUnfit
+from slora_adapters.progress_bar import show_progress
 
 __all__ = ["ADAPTERS", "DATABASE", "SECRETS", "Manifest", "StoredFile", "read_manifest", "verify_files"]
 
@@ -84,9 +85,10 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
                 f"the backup {str(directory)!r} is damaged: the content of {name} has changed since it was made"
             )
 
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        for _ in threads.map(check, manifest.files):
-            pass
+    total = sum(file.num_bytes for file in manifest.files.values())
+    with ThreadPoolExecutor(_NUM_THREADS) as threads, show_progress("Verifying", total) as advance:
+        for file, _ in zip(manifest.files.values(), threads.map(check, manifest.files), strict=True):
+            advance(file.num_bytes)
 
 
 def hash_file(path: Path) -> StoredFile:

@@ -20,6 +20,7 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.database.database_copy import copy_everything
 from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import StoreUnfit
+from slora_adapters.progress_bar import show_progress
 from slora_adapters.store.store import Store
 
 __all__ = ["restore_backup"]
@@ -90,11 +91,15 @@ def _open_copy(source: Path, directory: Path | str) -> Database:
 
 def _restore_blobs(source: Path, manifest: Manifest, work: Path, store: Store | None) -> None:
     if store is None:
-        shutil.copytree(source / ADAPTERS / "blobs", work / ADAPTERS / "blobs")
-        return
-    for digest in manifest.digests:
-        folder = source / ADAPTERS / "blobs" / digest[:2] / digest
-        store.put(digest, {path.name: path for path in folder.iterdir()})
+        (work / ADAPTERS / "blobs").mkdir(parents=True)
+    with show_progress("Restoring", len(manifest.digests), "blob") as advance:
+        for digest in manifest.digests:
+            folder = Path(ADAPTERS, "blobs", digest[:2], digest)
+            if store is None:
+                shutil.copytree(source / folder, work / folder)
+            else:
+                store.put(digest, {path.name: path for path in (source / folder).iterdir()})
+            advance(1)
 
 
 def _fill(database: Database, source: Database, before_commit: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import HubSnapshot, download
+from slora_adapters.progress_bar import count_reads, show_progress
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import (
     CommandFailed,
@@ -117,10 +118,13 @@ def push(arguments: argparse.Namespace) -> None:
     source = snapshot.directory if snapshot else Path(arguments.source)
     own_name = snapshot.reference.name if snapshot else _default_name(source)
     fields["name"] = arguments.name or own_name
+    paths = _find_files(source)
     with tenant_client() as client, ExitStack() as stack:
+        total = sum(path.stat().st_size for path in paths.values())
+        advance = stack.enter_context(show_progress("Uploading", total))
         files = {
-            field: (path.name, stack.enter_context(path.open("rb")))
-            for field, path in _find_files(source).items()
+            field: (path.name, count_reads(stack.enter_context(path.open("rb")), advance))
+            for field, path in paths.items()
         }
         pushed = check(client.post("/v1/adapters", data=fields, files=files))
     origin = {"source": str(snapshot.reference)} if snapshot else {}

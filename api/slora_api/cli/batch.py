@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
+from slora_adapters.progress_bar import count_reads, show_progress
 from slora_api.cli.output import Columns, Record, print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
 
@@ -42,7 +43,9 @@ def submit(arguments: argparse.Namespace) -> None:
         raise CommandFailed(f"{str(path)!r} is not a file; name a file with one request in each line")
     with tenant_client() as client, path.open("rb") as file:
         form = {"purpose": "batch"}
-        stored = check(client.post("/v1/files", data=form, files={"file": (path.name, file)}))
+        with show_progress("Uploading", path.stat().st_size) as advance:
+            files = {"file": (path.name, count_reads(file, advance))}
+            stored = check(client.post("/v1/files", data=form, files=files))
         body = {"input_file_id": stored["id"], "endpoint": arguments.endpoint, "completion_window": "24h"}
         batch = check(client.post("/v1/batches", json=body))
         while arguments.wait and batch["status"] not in _ENDED:

@@ -1,4 +1,3 @@
-import io
 import logging
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from slora.weights import weight_blocks, weight_reader
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight
 from slora.weights.weight_reader import WeightReader
+from tests.adapters.terminal import Terminal
 
 CPU = torch.device("cpu")
 # Row counts that neither fill a block nor divide it, in all dtypes of checkpoints.
@@ -131,11 +131,6 @@ def test_a_tensor_is_the_same_as_another_only_if_all_its_bytes_are(directory: Pa
     assert reader.is_absent_or_same("copy", "b")
     assert not reader.is_absent_or_same("other", "b")
     assert not reader.is_absent_or_same("a", "b")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("level", "shown"), ((logging.WARNING, True), (logging.ERROR, False)))

@@ -1,0 +1,39 @@
+"""The progress of a long operation on standard error: what is done, the rate, and the time that remains.
+
+Nothing is shown unless standard error is a terminal, so logs and pipes stay free of control characters.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from tqdm import tqdm
+from tqdm.utils import CallbackIOWrapper
+
+__all__ = ["count_reads", "show_progress"]
+
+
+@contextmanager
+def show_progress(
+    label: str, total: int, unit: str = "B", *, is_quiet: bool = False
+) -> Iterator[Callable[[int], Any]]:
+    """Shows a bar during the block. Yields the function that advances it by a number of units.
+
+    total: number of units. unit: such as "B" for bytes. is_quiet: show nothing, even on a terminal.
+    """
+    with tqdm(
+        total=total,
+        desc=label,
+        unit=unit,
+        unit_scale=True,
+        leave=False,
+        disable=is_quiet or not sys.stderr.isatty(),
+    ) as bar:
+        yield bar.update
+
+
+def count_reads(file: IO[bytes], advance: Callable[[int], Any]) -> IO[bytes]:
+    """Returns the file as an object that calls `advance` with the number of bytes of each read."""
+    counted: IO[bytes] = CallbackIOWrapper(advance, file, "read")
+    return counted

@@ -1,0 +1,33 @@
+"""Progress bars are for people at a terminal, and for nobody else."""
+
+import io
+import sys
+
+import pytest
+
+from slora_adapters.progress_bar import count_reads, show_progress
+from tests.adapters.terminal import Terminal
+
+
+def test_a_terminal_shows_what_is_done_and_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with show_progress("Copying", 4, "blob") as advance:
+        advance(4)
+    assert "Copying" in terminal.getvalue() and "blob/s" in terminal.getvalue()
+
+
+def test_nothing_is_shown_without_a_terminal_or_if_the_caller_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stderr, is_quiet in ((io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with show_progress("Copying", 4, is_quiet=is_quiet) as advance:
+            advance(4)
+        assert stderr.getvalue() == ""
+
+
+def test_each_read_of_a_counted_file_advances_the_bar_by_its_bytes() -> None:
+    found: list[int] = []
+    file = count_reads(io.BytesIO(b"a" * 10), found.append)
+    assert file.read(6) + file.read() == b"a" * 10 and found == [6, 4]
+    assert file.seek(0) == 0

@@ -1,0 +1,33 @@
+"""`slora adapter push` against a running API."""
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slora_api.cli.main import main
+from tests.adapters.hand_made import make_members, write_directory
+from tests.adapters.terminal import Terminal
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+
+@pytest.fixture
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+def test_a_push_shows_its_progress_on_a_terminal_only(
+    platform: Platform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLORA_URL", platform.url)
+    monkeypatch.setenv("SLORA_API_KEY", platform.key("acme"))
+    directory = write_directory(tmp_path / "greeter", make_members())
+    for stderr, is_shown in ((io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(["adapter", "push", str(directory)]) == 0
+        assert ("Uploading" in stderr.getvalue()) == is_shown
+        assert "greeter@1" in capsys.readouterr().out
