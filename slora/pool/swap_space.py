@@ -43,7 +43,7 @@ class SwapSpace:
             self._free.append(page)
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Asserts that every host page is either free or owned by exactly one sequence. Raises AssertionError otherwise.
+        """Asserts that every host page is either free or owned by exactly one sequence.
 
         held: every host page that a sequence owns.
         """
