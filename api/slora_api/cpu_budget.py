@@ -45,7 +45,7 @@ class CpuBudget:
         self._refill = refill
         self._work = work
         self._clock = clock
-        # It has only tenants whose balance is not full.
+        # Contains only tenants whose balance is not full.
         self._balances: dict[str, _Balance] = {}
 
     def check(self, tenant: str) -> None:
@@ -75,7 +75,7 @@ class CpuBudget:
         while self._balances:
             oldest = next(iter(self._balances))
             if self._left(oldest) < self._burst_s:
-                # Move it to the end, so that the next call looks at another tenant.
+                # Move the tenant to the end, so that the next call looks at another one.
                 self._balances[oldest] = self._balances.pop(oldest)
                 return
             del self._balances[oldest]

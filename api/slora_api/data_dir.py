@@ -111,8 +111,8 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
 
 
 def find_lock_holder(path: Path) -> str | None:
-    """Returns which process holds the lock of the directory; None if none does. It takes no lock itself, because a
-    server that starts at this moment would then be refused.
+    """Returns which process holds the lock of the directory; None if the lock is free. This function takes no lock
+    itself, because a server that starts at that moment would be refused.
     """
     try:
         inode = (path / _LOCK).stat().st_ino

@@ -12,7 +12,7 @@ SloraError (the project's root)
 │   ├── Conflict           the name is taken
 │   ├── KeyConflict        the state of a key forbids the change
 │   ├── InUse              not deleted, because aliases point at it
-│   ├── PinsFull           pins would exceed their bound of the page pool
+│   ├── PinsFull           pins would use more of the page pool than they may
 │   ├── QuotaExceeded      the tenant's quota of versions or stored bytes
 │   ├── BadRequest         a field or a body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
@@ -137,7 +137,7 @@ class TenantSuspended(ApiError):
 
 
 class ModelNotFound(ApiError):
-    """Does not reveal whether the model is unknown or belongs to another tenant."""
+    """The model is unknown or belongs to another tenant. The message does not reveal which."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model[:128]}` does not exist.")
@@ -190,7 +190,7 @@ class PinsFull(ApiError):
 
 
 class QuotaExceeded(ApiError):
-    """A tenant would exceed its quota. The message states the numbers. param: the field of a quota that is too low."""
+    """A tenant would exceed its quota. The message states the numbers. param: the quota field whose limit is too low."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -237,7 +237,7 @@ SOON_S = 2
 
 
 class ServerBusy(ApiError):
-    """A limit of the whole server is reached. retry_after_s: when a permit should be free."""
+    """A limit of the whole server is reached. retry_after_s: seconds until a permit should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
         super().__init__(message)
@@ -245,7 +245,7 @@ class ServerBusy(ApiError):
 
 
 class TenantBusy(ApiError):
-    """A limit of one tenant is reached. retry_after_s: when a permit should be free."""
+    """A limit of one tenant is reached. retry_after_s: seconds until a permit should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
         super().__init__(message)
@@ -253,7 +253,9 @@ class TenantBusy(ApiError):
 
 
 class RateLimited(ApiError):
-    """A quota per minute does not admit the request. retry_after_ms: when the request fits; None if it never does."""
+    """A quota per minute does not admit the request. retry_after_ms: milliseconds until the request fits; None if the
+    request is larger than the quota.
+    """
 
     def __init__(self, message: str, retry_after_ms: int | None) -> None:
         super().__init__(message)
@@ -261,7 +263,7 @@ class RateLimited(ApiError):
 
 
 class BudgetExhausted(ApiError):
-    """A budget of tokens is used up. retry_after_s: when the next day or month begins."""
+    """A budget of tokens is used up. retry_after_s: seconds until the next day or month begins."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -355,7 +357,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (ClientGone | ClientDisconnect, _Rule(499, _REQUEST, "client_closed_request")),
 )
 
-# The engine reports why an adapter could not be fetched by one of these codes.
+# If an adapter could not be fetched, the engine reports the reason as one of these codes.
 _FETCH_RULES = {
     "not_found": _Rule(404, _GONE, "model_not_found"),
     "unavailable": _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S),
@@ -394,7 +396,7 @@ class ErrorObject(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error as HTTP carries it. `body` also serves as an SSE event."""
+    """An error as an HTTP response. `body` also serves as an SSE event."""
 
     status: int
     body: dict[str, Any]

@@ -35,7 +35,7 @@ def slots_of_process(num_slots: int, num_reserved: int, num_processes: int) -> i
     """Divides the slots of a host among its API processes. Each gets at least one slot in addition to its reserve.
 
     Example: of 4 slots with a reserve of 2, each of two processes has 3, of which one tenant gets at most 1. So one
-    tenant gets at most 2 of the host, as it does with one process.
+    tenant gets at most 2 slots of the host, the same as with one process.
     """
     return max(num_slots // num_processes, num_reserved + 1)
 
@@ -76,7 +76,7 @@ class FairSlots:
         self._max_waiting = max_waiting
         self._work = work
         self._clock = clock
-        # It has only active tenants, which hold a slot or wait for one.
+        # Contains only active tenants: those that hold a slot or wait for one.
         self._active: dict[str, _TenantState] = {}
 
     @asynccontextmanager
@@ -95,7 +95,7 @@ class FairSlots:
             if turn.done() and not turn.cancelled():
                 self._release(tenant, state, 0.0)
             else:
-                # `_grant` has already removed the turn if it ran after the cancellation.
+                # If `_grant` ran after the cancellation, it has already removed the turn.
                 with suppress(ValueError):
                     state.waiting.remove(turn)
                 self._remove_if_idle(tenant, state)

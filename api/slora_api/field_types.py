@@ -35,8 +35,8 @@ def make_refusal(text: str, **values: object) -> PydanticCustomError:
 
 
 def refuse_surrogates(value: str) -> None:
-    """Refuses half of a surrogate pair. JSON can contain one, but it is not a character, and tokenizers and databases
-    fail on it.
+    """Refuses lone surrogates. JSON can contain them, but they are not characters, and tokenizers and databases fail on
+    them.
     """
     try:
         value.encode()
@@ -78,9 +78,7 @@ def check_depth(value: Any, limit: int = MAX_DEPTH) -> Any:
 
 
 def check_object(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value, a JSON object. Refuses half of a surrogate pair anywhere in it, and more than `MAX_DEPTH`
-    levels.
-    """
+    """Returns the value, a JSON object. Refuses a lone surrogate anywhere in it, and more than `MAX_DEPTH` levels."""
     try:
         text = to_json(value)
     except ValueError:  # The value has a surrogate, or more levels than `to_json` accepts.

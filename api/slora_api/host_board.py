@@ -1,7 +1,7 @@
 """The board: memory that the API processes of one host share.
 
-Each API process has a column that only it writes, and reads the columns of all. So no process waits for a lock, and one
-that is stopped or killed blocks no other. The main process also writes the state of the host, and clears the column of
+Each API process has a column that only it writes, and reads the columns of all. So no process waits for a lock, and a
+stopped or killed process blocks no other. The main process also writes the state of the host, and clears the column of
 a process that died.
 
 The memory consists of 64-bit words. It starts with the state of the host: the number of its changes, the length of its
@@ -33,8 +33,8 @@ _HEADER_BYTES = _STATE_AT + _MAX_STATE_BYTES
 class _Word(IntEnum):
     """The first words of a column.
 
-    CHANGES: changes that the process has committed to the database, also before it was restarted.
-    READY: 1 while the process would answer a request. CONNECTIONS: its open connections.
+    CHANGES: number of changes that the process has committed to the database, including those before a restart.
+    READY: 1 while the process is ready to answer requests. CONNECTIONS: number of its open connections.
     """
 
     CHANGES = 0
@@ -68,7 +68,7 @@ class BoardSize:
 class _Table:
     """One process's part of a tally: a count for each key. Another process may read it at any time.
 
-    at: the position of its first byte in the memory. A row without a key has the hash 0.
+    at: the position of the table's first byte in the memory. A row without a key has the hash 0.
     """
 
     def __init__(self, memory: mmap.mmap, words: "memoryview[int]", at: int, num_keys: int) -> None:
@@ -187,7 +187,7 @@ class HostBoard:
     # -- the state of the host --------------------------------------------------------------------------------------
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Only the main process calls this."""
+        """Replaces the state of the host. Only the main process calls this method."""
         text = json.dumps(state).encode()
         if len(text) > _MAX_STATE_BYTES:
             raise ValueError(f"the state has {len(text)} bytes; the board has room for {_MAX_STATE_BYTES}")
@@ -197,7 +197,7 @@ class HostBoard:
         self._words[0] += 1
 
     def read_state(self) -> dict[str, Any] | None:
-        """Returns None if the state has not changed since the last call, or is being written."""
+        """Returns the state of the host; None if it has not changed since the last call, or is being written."""
         number = self._words[0]
         if number == self._seen_state or number % 2:
             return None
@@ -250,5 +250,5 @@ class HostBoard:
 
 
 def _hash(key: str) -> bytes:
-    """Returns the hash of a key, which is not 0."""
+    """Returns the 8-byte hash of a key."""
     return blake2b(key.encode(), digest_size=_WORD_BYTES).digest()

@@ -12,8 +12,8 @@ from slora_api.host_board import HostBoard
 
 __all__ = ["HostChanges"]
 
-# The longest time for which the caches are bypassed. Then they are used again even if the feed could not be read,
-# because the database may be unavailable.
+# The longest time for which the caches are bypassed. After this time, they are used again even if the feed could not be
+# read, because the database may be unavailable.
 _MAX_BEHIND_S = 1.0
 
 
@@ -24,7 +24,8 @@ class HostChanges:
         self._board = board
         self._clock = clock
         self._applied = board.changes_elsewhere()
-        # Changes that other processes have committed and the follower has not read, and since when there are any.
+        # The other processes' counts that the follower has not reached yet, and the time at which these counts were
+        # first seen.
         self._missing: tuple[int, ...] = ()
         self._missing_since = 0.0
 
@@ -40,7 +41,7 @@ class HostChanges:
         self._applied = committed
 
     def is_behind(self) -> bool:
-        """Whether caches may lack a change of another process of this host."""
+        """Returns whether the caches may lack a change by another process of this host."""
         committed = self._board.changes_elsewhere()
         if committed == self._applied:
             return False

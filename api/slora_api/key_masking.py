@@ -11,7 +11,7 @@ __all__ = ["mask_keys", "mask_passwords"]
 # A message may quote only the beginning of a value, so the end of the key may be missing.
 _KEY = re.compile(r"(slora_[0-9A-Za-z]{8})_[0-9A-Za-z]{8,43}(?:_[0-9A-Za-z]{0,6})?", re.ASCII)
 
-# Up to the last @ before the path, because an unescaped password may contain one.
+# Matches up to the last @ before the path, because an unescaped password may contain an @.
 _PASSWORD = re.compile(r"(://[^\s/:@]*):[^\s/]*@")
 
 

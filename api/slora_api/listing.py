@@ -1,4 +1,4 @@
-"""Lists in OpenAI's form, one page at a time: at most `limit` items that follow the item named by `after`.
+"""The JSON of lists in OpenAI's form. A page has at most `limit` items, which follow the item named by `after`.
 
 `first_id` and `last_id` identify the first and the last item of the page. The client sends `last_id` as `after` to get
 the next page, even if that item has been deleted meanwhile. This module does not depend on HTTP.

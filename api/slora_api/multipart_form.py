@@ -15,15 +15,17 @@ from slora_api.errors import ApiError, BadRequest
 
 __all__ = ["FormPart", "check_fields", "read_boundary", "read_form"]
 
-# Bytes handed to the parsing thread at once. The thread's round trip costs 50 us, which is small beside this much data.
+# Bytes handed to the parsing thread at once. A round trip to the thread takes 50 us, which is negligible for this many
+# bytes.
 _CHUNK_BYTES = 1 << 20
 
 
 class FormPart:
     """A part of a form.
 
-    file: where its bytes are written; None collects them as text. The reader closes it. max_bytes: limit of its size;
-    None for no limit. too_large: the error beyond the limit; None for a BadRequest that names the field.
+    file: receives the bytes of the part; None collects them as text. The reader closes the file. max_bytes: limit of
+    the part's size; None for no limit. too_large: the error for a larger part; None raises a BadRequest that names the
+    field.
     """
 
     __slots__ = ("_field", "_file", "_max_bytes", "_text", "_too_large", "file_name", "num_bytes")
@@ -65,8 +67,8 @@ class FormPart:
 
 
 class _Reader:
-    """Parses one body. Its methods run on a thread, one at a time. Raises BadRequest, and what `open_part` and the
-    parts raise.
+    """Parses one body. Its methods run on a thread, one at a time. Raises BadRequest, and the errors of `open_part` and
+    the parts.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's response_format. json_schema: with the type `json_schema` only."""
+    """OpenAI's response_format. json_schema: only allowed with the type `json_schema`."""
 
     model_config = STRICT
     type: Literal["text", "json_object", "json_schema"]
@@ -49,7 +49,7 @@ class ResponseFormat(BaseModel):
         return self
 
     def read(self) -> StructuredOutput | None:
-        """The form of the answers; None is any text."""
+        """Returns the form of the answers; None allows any text."""
         if self.json_schema is not None:
             return StructuredOutput.json_schema(self.json_schema.json_schema, "response_format")
         return StructuredOutput.json_object("response_format") if self.type == "json_object" else None
@@ -75,7 +75,9 @@ class StructuredOutputs(BaseModel):
 
 
 class OutputFields(BaseModel):
-    """At most one of these fields may ask for a form. `structured_output` raises RequestRefused."""
+    """The fields that set the form of the answers. `structured_output` raises RequestRefused if several of them ask for
+    a form.
+    """
 
     model_config = STRICT
     response_format: ResponseFormat | None = None
@@ -89,7 +91,7 @@ class OutputFields(BaseModel):
 
     @cached_property
     def structured_output(self) -> StructuredOutput | None:
-        """The form of the answers; None is any text."""
+        """The form of the answers; None allows any text."""
         forms = list(self._read_forms())
         if len(forms) > 1:
             raise RequestRefused(
@@ -126,7 +128,7 @@ def _make_forms(
     grammar: str | None,
     param: str | None,
 ) -> Iterator[StructuredOutput]:
-    """Yields the forms that are requested. param: the field that holds all forms; None: each form has a field
+    """Yields the forms that are requested. param: the field that holds all forms; None if each form has a field
     `guided_*` of its own.
     """
     if schema is not None:

@@ -1,5 +1,5 @@
-"""A logger for events that any client can cause. It writes one line per minute of each kind, so clients cannot fill the
-log.
+"""A logger for events that any client can cause. It writes at most one line per minute for each kind of event, so
+clients cannot fill the log.
 """
 
 import logging
@@ -12,8 +12,8 @@ _PERIOD_S = 60.0
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes a message if none with the same format string has passed in the last minute. The next one that passes
-    states how many were suppressed. Errors always pass, because they are faults of the server itself.
+    """Suppresses a message if one with the same format string has passed in the last minute. The next message that
+    passes states how many were suppressed. Errors always pass, because they are faults of the server itself.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,9 @@ class RateLimitFilter(logging.Filter):
 
 
 def get_rate_limited_logger(name: str) -> logging.Logger:
-    """Returns the logger of that name with the filter. Its format strings must be constants."""
+    """Returns the logger of that name with the filter. Callers must use constant format strings, by which the filter
+    tells kinds of messages apart.
+    """
     logger = logging.getLogger(name)
     if not any(isinstance(one, RateLimitFilter) for one in logger.filters):
         logger.addFilter(RateLimitFilter())

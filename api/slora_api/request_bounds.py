@@ -44,7 +44,7 @@ _MAX_MESSAGES = 2048
 _MAX_CONTENT_PARTS = 4096
 # `JsonStructure` counts 4 values in a message and 3 in a content part, commas included.
 _CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
-# Memory: 1,048,576 token ids take 38 MB.
+# Bounds the memory: 1,048,576 token ids take 38 MB.
 _MAX_REQUEST_TOKENS = 1 << 20
 # Fields of a body whose value is an object.
 _NESTED_FIELDS = (
@@ -62,7 +62,8 @@ _MAX_ANSWER_LOGPROBS = 1 << 18
 _MAX_ECHO_CHARS = 1 << 22
 # As in OpenAI's API.
 _MAX_INPUTS = 2048
-# The base64 of 1,500 embeddings of 4,096 components, or the JSON of 340. The JSON takes a second to write.
+# Enough for 1,500 embeddings of 4,096 components in base64, or for 340 as JSON numbers. Writing the numbers takes a
+# second.
 _MAX_EMBEDDING_BYTES = 1 << 25
 # A float32 as JSON has at most 24 characters and a comma. Three bytes are four characters of base64.
 _FLOAT_BYTES, _BASE64_BYTES = 25.0, 16 / 3
@@ -97,7 +98,8 @@ class RequestBounds:
     adapters: adapters that one request may add up.
     fanout_models: models that one call of /v1/fanout may ask.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
-    answer_logprobs: log-probabilities listed in the answer: for each token its own and the most probable ones.
+    answer_logprobs: log-probabilities listed in the answer. Each token lists its own and those of the most probable
+    tokens.
     echo_chars: characters of echoed prompts, counted once for each choice.
     template_kwargs_chars: characters of the JSON of `chat_template_kwargs`.
     """
@@ -196,7 +198,8 @@ class RequestBounds:
         _check_each("A tool", "tools", body.get("tools"))
         for name in ("messages", "input"):
             sent = body.get(name)
-            # The schema refuses a list at its first item that is no object. `input` may have 130,000 token ids.
+            # `input` may be a list of 130,000 token ids, so only the first item decides whether to look for objects.
+            # The schema refuses lists that mix objects with other items.
             if isinstance(sent, list) and sent and isinstance(sent[0], dict):
                 self._check_parts(name, [one for one in sent if isinstance(one, dict)])
 
@@ -322,7 +325,7 @@ def _check_each(name: str, param: str, items: Any) -> None:
 
 
 def _check_nested(name: str, param: str, value: Any, *inner: str) -> None:
-    """Checks the fields of an object, and of the objects in these of its fields."""
+    """Checks the fields of an object, and the fields of the objects that it has in its fields `inner`."""
     if isinstance(value, dict):
         _check_fields(name, param, value)
         for field in inner:

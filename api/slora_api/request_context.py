@@ -1,7 +1,7 @@
-"""What belongs to the HTTP request that is being answered: its id, its tenant and its span.
+"""The context of the HTTP request that is being answered: its id, its tenant and its span.
 
-Log lines and spans read it. It follows the request into its tasks and threads. Code that answers no HTTP request has
-none, such as the runner of batches.
+Log lines and spans read the context. It follows the request into its tasks and threads. Code that answers no HTTP
+request, such as the runner of batches, has no context.
 """
 
 import logging
@@ -21,10 +21,10 @@ class RequestSpan(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """The span as the W3C header names it."""
+        """The value of the W3C header `traceparent` that identifies the span."""
 
     def add_engine_request(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
-        """Adds the spans of the stages of one prompt, which may end after the HTTP request."""
+        """Adds a span for each stage of one prompt. The prompt may end after the HTTP request."""
 
     def end(self, context: "RequestContext", route: str, status: int) -> None:
         """Ends the span. status: 0 if the client disconnected before an answer."""
@@ -32,8 +32,8 @@ class RequestSpan(Protocol):
 
 class Tracing(Protocol):
     def begin(self, method: str, path: str, headers: Headers) -> RequestSpan | None:
-        """Begins the span of an HTTP request, as a child of the client's span if `headers` name one. None: the request
-        is not traced.
+        """Begins the span of an HTTP request, as a child of the client's span if `headers` name one. Returns None if
+        the request is not traced.
         """
 
 

@@ -24,7 +24,7 @@ _DIRECT = {"type": "direct"}
 
 
 class TextPart(BaseModel):
-    """A part of a text. annotations, logprobs, parsed: what answers and clients add; no effect."""
+    """A part of a text. annotations, logprobs, parsed: added by answers and clients; no effect."""
 
     model_config = STRICT
     type: Literal["input_text", "output_text"]
@@ -66,10 +66,10 @@ class MessageItem(BaseModel):
 
 
 class FunctionCallItem(BaseModel):
-    """A call, as an earlier answer had it.
+    """A function call from an earlier answer.
 
-    arguments: JSON, as the model wrote it; it may be invalid. id, status: no effect. parsed_arguments: what the openai
-    SDK adds; no effect.
+    arguments: JSON, as the model wrote it; it may be invalid. id, status: no effect. parsed_arguments: added by the
+    openai SDK; no effect.
     """
 
     model_config = STRICT
@@ -86,7 +86,7 @@ class FunctionCallItem(BaseModel):
 
 
 class FunctionOutputItem(BaseModel):
-    """The result of a call. call_id: of the call. id, status, name: no effect."""
+    """The result of a call. call_id: the id of the call. id, status, name: no effect."""
 
     model_config = STRICT
     type: Literal["function_call_output"]
@@ -155,7 +155,7 @@ _Item = Annotated[
 
 
 def _read_input(value: Any) -> Any:
-    """A text is one message of the user."""
+    """Returns the items. A text becomes one message of the user."""
     if isinstance(value, str):
         refuse_surrogates(value)
         return [{"role": "user", "content": value}]
@@ -171,7 +171,8 @@ Input = Annotated[
 ]
 
 
-# Copying takes a tenth of the time of model_construct, and does not check again the texts, which may be long.
+# Messages are copies of these. Copying takes a tenth of the time of model_construct, and does not check the texts,
+# which may be long, a second time.
 _MESSAGE = ChatMessage(role="user", content="")
 _CALL = SentCall(id="", function=SentFunction(name="", arguments=""))
 
@@ -182,7 +183,7 @@ def _make_message(role: str, content: str, **fields: Any) -> ChatMessage:
 
 @dataclass(slots=True)
 class _Turn:
-    """What the assistant has written since the last item of another kind. calls: by their ids."""
+    """The assistant's items that become one message. calls: by id."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -198,7 +199,7 @@ class _Turn:
 
 
 class _Messages:
-    """Collects messages from items. waiting: calls that no item has answered yet."""
+    """Collects messages from items. waiting: ids of calls that have no result yet."""
 
     def __init__(self) -> None:
         self.made: list[ChatMessage] = []
@@ -206,7 +207,7 @@ class _Messages:
         self._waiting: dict[str, None] = {}
 
     def add(self, index: int, item: Item) -> None:
-        """Adds the next item. index: its position in `input`. Raises a refusal."""
+        """Adds the next item. index: the item's position in `input`. Raises a refusal."""
         match item:
             case ReasoningItem():
                 turn = self._turn
@@ -247,8 +248,8 @@ class _Messages:
         calls = self._open_turn().calls
         if item.call_id in calls:
             raise make_refusal(
-                "`input.{index}.call_id` is {value}, which an earlier call of the same turn has, too; give each call "
-                "an id of its own",
+                "`input.{index}.call_id` is {value}, which an earlier call of the same turn already uses; give each "
+                "call an id of its own",
                 param="input",
                 index=index,
                 value=abbreviate(item.call_id),

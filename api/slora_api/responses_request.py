@@ -40,8 +40,8 @@ from slora_api.unsupported import Unsupported
 __all__ = ["ResponsesRequest"]
 
 _LOGPROBS = "message.output_text.logprobs"
-# All but the first are without effect. Reasoning items have their text in `content`, which serves the same purpose as
-# encrypted reasoning. An answer has no item of the other kinds.
+# The values that `include` accepts. Only the first one has an effect. Reasoning items have their text in `content`,
+# which serves the same purpose as encrypted reasoning. The other values name items that answers never have.
 _INCLUDABLE = (
     _LOGPROBS,
     "reasoning.encrypted_content",
@@ -59,8 +59,8 @@ _CHAT_FORM = "Send `text.format`; the other forms are fields of /v1/chat/complet
 class ResponsesTool(FunctionTool):
     """A function, in the shape of this route.
 
-    parameters: its JSON schema; without it, the function has no parameters.
-    strict: with true for any of the tools, all calls are held to the schemas of their tools. By default, they are not.
+    parameters: the JSON schema of the parameters; without it, the function has none.
+    strict: if true for any tool, the arguments of every call follow the schema of its tool. By default, they need not.
     """
 
     type: Literal["function"]
@@ -70,7 +70,9 @@ class ResponsesTool(FunctionTool):
     output_schema: Annotated[Any, Unsupported()] = None
 
     def to_tool(self) -> Tool:
-        """The same tool in the shape of a chat. Its values are checked already, and a schema may be long."""
+        """Returns the tool in the shape of /v1/chat/completions. Its values are not checked again, because a schema may
+        be long.
+        """
         function = FunctionTool.model_construct(
             name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
         )
@@ -115,7 +117,7 @@ class FunctionChoice(BaseModel):
 
 
 def _read_choice(value: Any) -> Any:
-    """Reads the name of a mode, or a choice of one function."""
+    """Returns the name of a mode, or the choice of one function in the shape of /v1/chat/completions."""
     if value is None or value in ("auto", "none", "required"):
         return value
     try:
@@ -159,7 +161,7 @@ class TextFields(BaseModel):
 
 
 class ReasoningFields(BaseModel):
-    """effort: as `reasoning_effort` of a chat. The server returns the reasoning as the model wrote it."""
+    """effort: as `reasoning_effort` in /v1/chat/completions. The server returns the reasoning as the model wrote it."""
 
     model_config = STRICT
     effort: ReasoningEffort | None = None
@@ -174,7 +176,9 @@ class ReasoningFields(BaseModel):
 
 
 class ResponsesStreamOptions(BaseModel):
-    """include_obfuscation: padding of events against traffic analysis. The usage is always sent."""
+    """include_obfuscation: padding of events against traffic analysis, which is not supported. The usage is always
+    sent.
+    """
 
     model_config = STRICT
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
@@ -199,14 +203,14 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     answers.
     instructions: a system message before all items.
     tools: the functions that the model may call.
-    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, an answer
-        is held to the schemas of the tools.
-    parallel_tool_calls: with false, an answer has at most one call.
+    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, the model must
+        call a tool, with arguments that follow the tool's schema.
+    parallel_tool_calls: if false, an answer has at most one call.
     text: the form of the answer.
     include: `message.output_text.logprobs` adds log-probabilities to the text. The other values have no effect:
         reasoning items have their text in `content`, and can be sent back as they are.
-    top_logprobs: how many of the most probable tokens they list for each token.
-    max_tool_calls: limits calls of the server's own tools, of which there are none.
+    top_logprobs: how many of the most probable tokens to list for each token.
+    max_tool_calls: no effect. It limits calls of the server's own tools, and this server has none.
     """
 
     prompt_logprobs: ClassVar[None] = None
@@ -296,7 +300,7 @@ class ResponsesRequest(TemplateFields, AnswerFields):
 
     @property
     def sent_tools(self) -> list[dict[str, Any]]:
-        """The tools as an answer repeats them."""
+        """The tools in the form in which the answer repeats them."""
         return [
             {
                 "type": "function",
@@ -310,14 +314,14 @@ class ResponsesRequest(TemplateFields, AnswerFields):
 
     @property
     def sent_choice(self) -> str | dict[str, str]:
-        """The choice of tools as an answer repeats it."""
+        """The tool choice in the form in which the answer repeats it."""
         if isinstance(self.tool_choice, NamedChoice):
             return {"type": "function", "name": self.tool_choice.function.name}
         return self.tool_choice or "auto"
 
     @property
     def sent_format(self) -> dict[str, Any]:
-        """The form as an answer repeats it."""
+        """The format of the text in the form in which the answer repeats it."""
         form = None if self.text is None else self.text.format
         if form is None:
             return {"type": "text"}

@@ -110,7 +110,7 @@ def _list_prompts(value: "_Prompt") -> Sequence[str | list[int]]:
     """Returns one entry for each prompt of a request."""
     if isinstance(value, str):
         return [value]
-    # Looking at the first item is enough: the schema has checked that all have one type, and there may be 130,000 ids.
+    # There may be 130,000 ids. The first item decides, because the schema has checked that all items have one type.
     if isinstance(value[0], int):
         return cast(Sequence[list[int]], [value])
     return cast(Sequence[str | list[int]], value)
@@ -126,7 +126,7 @@ def _read_content(value: Any, info: ValidationInfo) -> Any:
 
 
 def _check_bias(value: Any) -> Any:
-    """Converts the keys of `logit_bias` from text, as JSON has them, to token ids."""
+    """Converts the keys of `logit_bias` to token ids. In JSON, keys are texts."""
     if value is None:
         return None
     is_object = isinstance(value, dict)
@@ -149,7 +149,7 @@ def _check_bad_words(words: list[str]) -> list[str]:
     for word in words:
         check_length(word, MAX_BAD_WORD_CHARS)
         if not word.strip():
-            raise make_refusal("it has a word without a character that is not white space; remove it")
+            raise make_refusal("it has a word that is empty or only white space; remove it")
     return words
 
 
@@ -192,10 +192,10 @@ _Metadata = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk has the usage. continuous_usage_stats: as in vLLM, if `include_usage` is true, every
-    chunk has the usage so far.
-    include_timing: if `include_usage` is true, the last chunk also has `metrics`: how long each stage took.
-    include_obfuscation: padding of chunks against traffic analysis.
+    """include_usage: if true, a last chunk has the usage. continuous_usage_stats: as in vLLM, if this and
+    `include_usage` are true, every chunk has the usage so far.
+    include_timing: if this and `include_usage` are true, the last chunk also has `metrics`: how long each stage took.
+    include_obfuscation: padding of chunks against traffic analysis, which is not supported.
     """
 
     model_config = STRICT
@@ -206,7 +206,7 @@ class StreamOptions(BaseModel):
 
 
 def _check_weight(weight: float) -> float:
-    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Written so that NaN is refused, too.
+    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Not `>`, because NaN must be refused.
         raise make_refusal(
             "it is {weight}, and must be a number from -{limit} to {limit}",
             weight=weight,
@@ -216,7 +216,7 @@ def _check_weight(weight: float) -> float:
 
 
 class AdapterWeight(BaseModel):
-    """An adapter of a sum. weight: a factor on its scale; 1 is the adapter as trained, and -1 subtracts it."""
+    """One adapter of a weighted sum. weight: multiplies the adapter; 1 adds it as trained, -1 subtracts it."""
 
     model_config = STRICT
     name: Name
@@ -226,18 +226,19 @@ class AdapterWeight(BaseModel):
 class AnswerFields(BaseModel):
     """The fields of every request for an answer. None: the client did not send the field.
 
-    adapters: the answer is that of the base model plus the weighted sum of these adapters, as if they were merged. Then
-    `model` is the base model or `default`.
+    adapters: the model that answers is the base model plus the weighted sum of these adapters, as if they were merged.
+    `model` must then be the base model or `default`.
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
-    deadline_ms: time limit of the first token, and of a whole beam search, which has no token before its end. A request
-    that cannot meet it is answered 503 `deadline_missed`.
-    prompt_lookup: false forbids drafts of tokens from the request's own text. They never change an answer.
+    deadline_ms: time limit for the first token. A beam search has no token before its end, so the limit applies to all
+    of it. A request that cannot meet the limit is answered 503 `deadline_missed`.
+    prompt_lookup: false forbids drafts from the request's own text. Drafts never change an answer.
     safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
-    allowed_token_ids: as in vLLM, the only tokens that are sampled. No other token is, not even a stop token.
-    bad_words: as in vLLM, texts that are never sampled, as tokenized alone and after a space.
-    logprob_token_ids: as in vLLM, the tokens whose log-probabilities are listed in place of those of the most probable
-        tokens, besides the sampled token.
+    allowed_token_ids: as in vLLM, the only tokens that may be sampled. A stop token is sampled only if it is listed.
+    bad_words: as in vLLM, texts that are never sampled. Each one is excluded as tokenized at the beginning of a text
+    and after a space.
+    logprob_token_ids: as in vLLM, tokens whose log-probabilities are listed instead of those of the most probable
+        tokens. The sampled token is always listed.
     """
 
     model_config = STRICT
@@ -310,8 +311,8 @@ class AnswerFields(BaseModel):
 class GenerationFields(AnswerFields, OutputFields):
     """The fields that both kinds of completion share.
 
-    use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
-    and a stream sends each answer in one piece.
+    use_beam_search: as in vLLM, with `best_of` beams, by default `n`. The temperature is then 0 unless the client sends
+    one, and a stream sends each answer in one piece.
     return_token_ids: as in vLLM, adds the token ids of the prompt and of the answer.
     return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
     """
@@ -386,11 +387,12 @@ class EmbeddingRequest(TruncationFields):
     """POST /v1/embeddings.
 
     adapters: as in completions.
-    dimensions: the first components of the embedding, by default all. They are normalized after the others are dropped.
-    encoding_format: `base64` is that of little-endian float32 numbers; the default is `float`.
-    pooling: which hidden states make the embedding: `last`, that of the last token, or `mean`, the mean over all
-        tokens; the operator sets the default.
-    normalize: whether the embedding is divided by its L2 norm; by default, it is. use_activation: vLLM's name of
+    dimensions: how many components of the embedding to keep, by default all. The first ones are kept, and normalized
+    afterwards.
+    encoding_format: `float`, the default, or `base64`: the numbers as little-endian float32, encoded in base64.
+    pooling: which hidden states make the embedding. `last` takes the last token's, and `mean` averages over all tokens.
+        The operator sets the default.
+    normalize: whether the embedding is divided by its L2 norm; by default, it is. use_activation: vLLM's name for
         `normalize`.
     add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
@@ -451,11 +453,11 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`.
 
-    content: only a message of the assistant may have none.
+    content: may be left out only in messages of the assistant.
     tool_call_id: the id of the call that a message with the role `tool` answers.
-    reasoning, reasoning_content: two names of the reasoning of an earlier answer. The chat template decides whether the
-    model sees it.
-    provider_specific_fields: what litellm keeps with an answer. It has no effect.
+    reasoning, reasoning_content: two names for the reasoning of an earlier answer. The chat template decides whether
+    the model sees it.
+    provider_specific_fields: added by litellm to answers; no effect.
 
     Clients send the messages of earlier answers back, with all fields of an answer.
     """
@@ -575,12 +577,12 @@ _Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), Af
 class ChatRequest(ChatTemplateFields, GenerationFields):
     """POST /v1/chat/completions.
 
-    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, an answer
-        is held to the schemas of the tools.
-    parallel_tool_calls: with false, an answer has at most one call.
+    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, the model must
+        call a tool, with arguments that follow the tool's schema.
+    parallel_tool_calls: if false, an answer has at most one call.
     reasoning_effort: sets the variables of the chat template that switch the reasoning. An effort that the template
-        would ignore is refused, unless it asks for nothing.
-    include_reasoning: as in vLLM, with false the reasoning is left out of the answer.
+        would ignore is refused, unless the model already behaves that way.
+    include_reasoning: as in vLLM, false leaves the reasoning out of the answer.
     """
 
     messages_field: ClassVar[str] = "messages"
@@ -718,7 +720,9 @@ class NewTenantRequest(TenantChanges):
 
 
 class PurgeRequest(BaseModel):
-    """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: what happens to its usage."""
+    """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: whether the tenant's usage is kept
+    or erased.
+    """
 
     model_config = STRICT
     confirm: str
@@ -844,8 +848,8 @@ class LoadLoraRequest(BaseModel):
     """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
 
     tenant: the owner of the adapter; may be left out if the server has only one tenant.
-    load_inplace: as in vLLM, whether an adapter of the same name is replaced; by default, the request is refused then.
-        The old version is kept.
+    load_inplace: as in vLLM, whether to replace an adapter of the same name. By default, the request is refused if
+        there is one. The old version is kept.
     """
 
     model_config = STRICT

@@ -157,10 +157,10 @@ class Settings:
         100, "largest number of batches of one tenant that are not finished", Whole(1), metavar="N"
     )
     batch_lines_in_flight: int = setting(
-        64, "lines of batches that one API process has computed at once", Whole(1, 4096), metavar="N"
+        64, "lines of batches in progress at once in one API process", Whole(1, 4096), metavar="N"
     )
     batch_price_percent: int = setting(
-        50, "what a token of a batch costs in reports of usage, in percent of any other token", Whole(0, 100),
+        50, "price of a token of a batch in usage reports, in percent of the price of other tokens", Whole(0, 100),
         metavar="PERCENT",
     )  # fmt: skip
     usage_days: int = setting(

@@ -77,9 +77,9 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionTool(BaseModel):
-    """One function. parameters: its JSON schema; without it, the function has no parameters.
+    """One function. parameters: the JSON schema of the parameters; without it, the function has none.
 
-    strict: with true for any of the tools, all calls are held to the schemas of their tools.
+    strict: if true for any tool, the arguments of every call follow the schema of its tool.
     """
 
     model_config = STRICT
@@ -97,7 +97,7 @@ class Tool(BaseModel):
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
+        """Returns the tool in the form that chat templates expect."""
         function: dict[str, Any] = {"name": self.function.name}
         if self.function.description is not None:
             function["description"] = self.function.description
@@ -107,12 +107,13 @@ class Tool(BaseModel):
 
 
 def check_distinct_names(names: Sequence[str], field: str) -> None:
-    """Raises a refusal if two tools have one name. field: where a tool has its name."""
+    """Raises a refusal if two tools have one name. field: the path of the name within a tool."""
     seen = set()
     for index, name in enumerate(names):
         if name in seen:
             raise make_refusal(
-                "`tools.{index}.{field}` is '{name}', which an earlier tool has, too; give each function its own name",
+                "`tools.{index}.{field}` is '{name}', which an earlier tool already has; give each function "
+                "its own name",
                 param="tools",
                 index=index,
                 field=field,
@@ -164,7 +165,7 @@ class NamedChoice(BaseModel):
 
 
 def _read_choice(value: Any) -> Any:
-    """Reads the name of a mode, or a NamedChoice."""
+    """Returns the name of a mode, or a NamedChoice."""
     if value is None or value in _MODES:
         return value
     try:
@@ -204,15 +205,17 @@ def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | 
 
 
 def find_forced_tools(choice: str | NamedChoice | None, shown: list[Tool]) -> list[Tool]:
-    """Returns the tools one of which the model must call. Empty if it need not call any. shown: what the model sees."""
+    """Returns the tools from which the model must call one; empty if no call is required. shown: the tools that the
+    model sees.
+    """
     if isinstance(choice, NamedChoice):
         return [tool for tool in shown if tool.function.name == choice.function.name]
     return shown if choice == "required" else []
 
 
 class SentFunction(BaseModel):
-    """The function of a call. arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: what the
-    openai SDK adds.
+    """The function of a call. arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: added by the
+    openai SDK; no effect.
     """
 
     model_config = STRICT
@@ -222,7 +225,7 @@ class SentFunction(BaseModel):
 
 
 class SentCall(BaseModel):
-    """A call in a message of the assistant, as an earlier answer had it. index: what streams add; it has no effect."""
+    """A tool call in an earlier message of the assistant. index: added by streams; no effect."""
 
     model_config = STRICT
     id: Name
@@ -232,7 +235,7 @@ class SentCall(BaseModel):
     provider_specific_fields: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it, with the arguments as JSON text."""
+        """Returns the call in the form that chat templates expect, with the arguments as JSON text."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -1,4 +1,4 @@
-"""vLLM's fields that shorten a prompt which is too long, instead of refusing it."""
+"""vLLM's fields for prompts that are too long: with them, the server shortens a prompt instead of refusing it."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -88,7 +88,7 @@ def test_the_choice_none_hides_the_tools_from_the_model() -> None:
 NAMED = {"type": "function", "function": {"name": "f"}}
 # Field -> a bad value, a part of the message, and the param.
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [tool(), tool()]}, "`tools.1.function.name` is 'f', which an earlier tool has, too", "tools"),
+    ({"tools": [tool(), tool()]}, "`tools.1.function.name` is 'f', which an earlier tool already has", "tools"),
     ({"tools": [tool(name="a" * 65)]}, "it has 65 characters, and at most 64", "tools.0.function.name"),
     ({"tools": [tool(name="a b")]}, "it is 'a b'; the name of a function has letters", "tools.0.function.name"),
     ({"tools": [tool(name="")]}, "it is ''", "tools.0.function.name"),

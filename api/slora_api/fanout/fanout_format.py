@@ -67,10 +67,10 @@ class FanoutEvent(TypedDict):
 
 
 class AnswerEnvelope:
-    """Adds to the answer of one model what tells it from the others. model: the name in the request."""
+    """Adds the model's index and name to the answer of one model. model: the name in the request."""
 
     def __init__(self, index: int, model: str, request_id: str) -> None:
-        # A model that does not exist may be a key, pasted into the wrong field.
+        # An unknown model name may be an API key that was pasted into the wrong field.
         self._label = {"index": index, "model": mask_keys(model)}
         self._start = encode_ascii(self._label)[:-1].encode() + b","
         self._request_id = request_id
@@ -80,11 +80,11 @@ class AnswerEnvelope:
         return [self._opening(status, headers)[:-1] + b',"body":', *body, b"}"]
 
     def opening(self, status: int, headers: Mapping[str, str]) -> bytes:
-        """The first event."""
+        """Returns the first event of the answer, with its status and headers."""
         return _EVENT + self._opening(status, headers) + _END
 
     def chunks(self, events: bytes) -> bytes:
-        """Returns the events for some whole events of the answer's own stream."""
+        """Converts complete events of the answer's own stream to events of the fan-out."""
         found = [event.removeprefix(_EVENT) for event in events.split(_END)]
         return b"".join(self.chunk(data) for data in found if data not in (b"", _DONE))
 
@@ -93,7 +93,7 @@ class AnswerEnvelope:
         return _EVENT + self._start + b'"chunk":' + data + b"}" + _END
 
     def closing(self) -> bytes:
-        """The last event."""
+        """Returns the last event of the answer."""
         return _EVENT + self._start + b'"done":true}' + _END
 
     def _opening(self, status: int, headers: Mapping[str, str]) -> bytes:

@@ -16,7 +16,9 @@ def _as_object(value: Any) -> Any:
 
 
 class FanoutModel(BaseModel):
-    """One of the models. It may be sent as a string, its name. adapters: as in completions, a weighted sum."""
+    """One of the models. A string stands for an object with only this name. adapters: as in completions, a weighted
+    sum.
+    """
 
     model_config = STRICT
     model: Name = "default"
