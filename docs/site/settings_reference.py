@@ -33,5 +33,5 @@ def _make_row(spec: SettingSpec) -> str:
 
 
 def _capitalize(text: str) -> str:
-    text = text[0].upper() + text[1:].replace("|", "\\|").replace("*", "\\*")
+    text = (text[0].upper() + text[1:]).replace("|", "\\|").replace("*", "\\*").replace("%%", "%")
     return text if text.endswith((".", ")")) else text + "."
