@@ -37,7 +37,9 @@ _GROUPS: Columns = {
 
 @explained
 def show(arguments: argparse.Namespace) -> None:
-    is_operator = arguments.tenant is not None or not os.environ.get("SLORA_API_KEY")
+    groups = arguments.group_by.split(",") if arguments.group_by else []
+    # Only an operator may ask for tenants. So both keys may be set.
+    is_operator = arguments.tenant is not None or "tenant" in groups or not os.environ.get("SLORA_API_KEY")
     params = {
         "bucket_width": _WIDTHS[arguments.by],
         "start_time": None if arguments.since is None else _read_time(arguments.since),
@@ -52,7 +54,6 @@ def show(arguments: argparse.Namespace) -> None:
             _print_csv(client, path, asked)
             return
         results = list(_results(client, path, asked))
-    groups = arguments.group_by.split(",") if arguments.group_by else []
     shown = {name.upper().replace("_", " "): cell for name, cell in _GROUPS.items() if name in groups}
     print_records(results, {"START (UTC)": _show_start, **shown, **_SUMS}, as_json=arguments.json)
 

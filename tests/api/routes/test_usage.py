@@ -233,6 +233,8 @@ def test_the_command_line_shows_the_usage(
     assert (
         run(*times, "--csv").splitlines()[1].startswith("2026-11-01T00:00:00Z,2026-11-02T00:00:00Z,144,1440")
     )
+    lines = run(*times, "--group-by", "tenant").splitlines()
+    assert [line.split()[2] for line in lines[1:]] == ["acme", "beta"]
     assert len(run("--since", "30d").splitlines()) >= 1
     assert main(["usage", "--since", "7x"]) == 1
     assert "7x" in capsys.readouterr().err
