@@ -62,6 +62,7 @@ _HANDLERS = {
     "complete": ("slora_api.cli.complete", "complete"),
     "compare": ("slora_api.cli.compare", "compare"),
     "health": ("slora_api.cli.health", "health"),
+    "top": ("slora_api.cli.top.top", "watch"),
 }
 
 # Subcommand -> the optional dependencies (extra) that it needs. All others need `serve`.
@@ -579,6 +580,16 @@ def _add_health(commands: _Commands) -> None:
     )
 
 
+def _add_top(commands: _Commands) -> None:
+    parser = commands.add(
+        "top",
+        "show what a server does at present: with SLORA_ADMIN_KEY all tenants, with SLORA_API_KEY its own tenant",
+    )
+    parser.epilog = "q or Ctrl-C ends it. Without a terminal, it prints one table, as with --once."
+    parser.add_argument("--once", action="store_true", help="print one table after a few seconds")
+    parser.add_argument("--json", action="store_true", help="print each frame as a line of JSON")
+
+
 def _add_batches(commands: _Commands) -> None:
     batches = commands.group("batch", "compute files of requests in the background (tenant)")
     submit = batches.add(
@@ -625,6 +636,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_complete(commands)
     _add_compare(commands)
     _add_health(commands)
+    _add_top(commands)
     return parser
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "explained",
     "nothing_to_change",
     "open_client",
+    "server_url",
     "tenant_client",
     "walk",
 ]

@@ -1,0 +1,1 @@
+"""`slora top`: the live feed of a server in a terminal."""

@@ -1,0 +1,79 @@
+"""The terminal's second screen, which leaves what was there before untouched."""
+
+import os
+import signal
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import IO
+
+from slora_api.cli.top.screen import Line
+
+__all__ = ["full_screen", "paint", "show"]
+
+# Second screen, hidden cursor, no wrapping of lines; and the reverse.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
+# A shell starts background jobs with SIGINT ignored, and q needs it.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+@contextmanager
+def full_screen() -> Iterator[None]:
+    """Ends with KeyboardInterrupt when the user presses Ctrl-C or q, and at SIGTERM and SIGHUP. Restores the terminal
+    in every case.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    handlers = {number: signal.signal(number, end) for number in _ENDING}
+    saved = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+    try:
+        if saved is not None:
+            tty.setcbreak(sys.stdin)
+            threading.Thread(target=_wait_for_q, args=(sys.stdin,), name="keys", daemon=True).start()
+        sys.stdout.write(_ENTER)
+        sys.stdout.flush()
+        yield
+    finally:
+        for number in _ENDING:  # a second Ctrl-C must not leave the terminal half restored
+            signal.signal(number, signal.SIG_IGN)
+        with suppress(OSError):  # the terminal may be gone
+            sys.stdout.write(_LEAVE)
+            sys.stdout.flush()
+            if saved is not None:
+                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_q(keyboard: IO[str]) -> None:
+    """Reads the descriptor itself, because a lock of the text stream would delay the end of the process."""
+    with suppress(OSError):
+        while key := os.read(keyboard.fileno(), 1):
+            if key == b"q":
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+
+def paint(line: Line) -> str:
+    """Returns the line with its styles as escape sequences."""
+    text, parts, at = line.text, [], 0
+    for start, end, code in line.styles:
+        if end > start:
+            parts += [text[at:start], f"\x1b[{code}m{text[start:end]}\x1b[0m"]
+            at = end
+    return "".join([*parts, text[at:]])
+
+
+def show(lines: Sequence[Line], *, has_color: bool) -> None:
+    """Replaces what the screen shows, in one write, so that it does not flicker."""
+    # Cleared first: behind the last column, the cursor is still on it.
+    painted = [_CLEAR_LINE + (paint(line) if has_color else line.text) for line in lines]
+    sys.stdout.write(_HOME + "\r\n".join(painted) + _CLEAR_BELOW)
+    sys.stdout.flush()

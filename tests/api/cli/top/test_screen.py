@@ -1,0 +1,135 @@
+"""What `slora top` draws: readable in 80 columns, never wider than the screen, and without control characters."""
+
+import copy
+import time
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from slora_api.cli.top.screen import Line, LiveHistory, draw_screen
+from slora_api.cli.top.terminal import paint
+from slora_api.live.frame import FrameMaker
+from tests.api.live.test_frame import NAMES, STATE
+
+
+def make_frame(tenant: str | None = None) -> dict[str, Any]:
+    return copy.deepcopy(dict(FrameMaker(STATE, NAMES).make(tenant)))
+
+
+def draw(
+    frame: dict[str, Any] | None, width: int = 80, height: int | None = None, message: str = ""
+) -> list[str]:
+    history = LiveHistory()
+    history.take(frame)
+    return [line.text.rstrip() for line in draw_screen(history, "slora top", width, height, message)]
+
+
+def test_an_operator_sees_all_tenants_in_80_columns() -> None:
+    clock = datetime.fromtimestamp(STATE.time_s).strftime("%H:%M:%S")
+    assert draw(make_frame()) == [
+        f"slora top{clock:>71}",
+        "traffic    30.0 tokens/s   running 5   waiting 6 (7 for an adapter)",
+        "latency    TTFT p50 900 ms p99 1.90 s   ITL -",
+        "steps      p50 10 ms p99 20 ms   20.0/s   5.0 tokens each",
+        "pool       [#################======------------.......................] 10 pages",
+        "           # KV 3  = adapters 1  - idle adapters 2  . free 4",
+        "last 60 s  loads 1   evictions 0   prefix evictions 0   preemptions 3",
+        "",
+        "TENANT          TOKENS/S  RUNNING  WAITING  PAGES",
+        "rival               20.0        4        6      3",
+        "mine                10.0        1        0      3",
+        "",
+        "ADAPTER         TENANT          WORK",
+        "hidden@7        rival            60%",
+        "own@1           mine             30%",
+        "(base model)    mine             10%",
+    ]
+
+
+def test_a_tenant_sees_others_as_a_sum() -> None:
+    text = "\n".join(draw(make_frame("mine")))
+    assert "o others 3" in text and "(other tenants)   60%" in text
+    assert "rival" not in text and "for an adapter" not in text
+
+
+def test_a_screen_ends_with_the_newest_events() -> None:
+    lines = draw(make_frame(), height=24)
+    assert lines[-3] == "EVENTS"
+    assert lines[-2].endswith("preemption, tenant mine (3 times)")
+    assert lines[-1].endswith("load of hidden@7, tenant rival")
+
+
+@pytest.mark.parametrize("tenant", [None, "mine"])
+def test_nothing_is_wider_or_higher_than_the_screen(tenant: str | None) -> None:
+    frame = make_frame(tenant)
+    frame["tenants"] *= 40
+    frame["adapters"] *= 40
+    for width in (1, 10, 40, 80, 200):
+        for height in (1, 5, 10, 24, 60):
+            lines = draw(frame, width, height, "a message " * 30)
+            assert len(lines) <= height and max(map(len, lines)) <= width
+    shown = "\n".join(draw(frame, 80, 24))
+    assert all(heading in shown for heading in ("TENANT", "ADAPTER", "EVENTS"))
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal() -> None:
+    frame = make_frame()
+    evil = "\x1b]0;title\x07\x9b2J\r\n\u202eabc"
+    frame["tenants"][0]["tenant"] = frame["adapters"][0]["adapter"] = frame["adapters"][0]["tenant"] = evil
+    frame["events"][0]["adapter"] = evil
+    lines = draw(frame, height=40, message=evil)
+    assert any("?]0;title??2J???abc" in line for line in lines)
+    assert all(line.isascii() and line.isprintable() for line in lines)
+
+
+def test_few_pages_of_a_large_pool_are_a_mark() -> None:
+    frame = make_frame()
+    frame["pool"]["num_pages"] = 100_000
+    frame["pool"]["counts"] |= {
+        "kv": 1,
+        "prefixes": 1,
+        "adapters": 1,
+        "idle_adapters": 1,
+        "other": 1,
+        "free": 99_995,
+    }
+    bar = next(line for line in draw(frame) if line.startswith("pool"))
+    assert "[#+=-o....." in bar and len(bar) == 80
+
+
+def test_without_an_engine_the_screen_says_so() -> None:
+    assert "No engine answers" in "\n".join(draw(None, message="connection lost"))
+
+
+def test_an_event_is_counted_once_and_a_new_engine_begins_again() -> None:
+    history = LiveHistory()
+    frame = make_frame()
+    for _ in range(3):
+        history.take(frame)
+    assert history.count_recent() == {"load": 1, "preemption": 3}
+    restarted = make_frame()
+    restarted["events"] = [{**restarted["events"][0], "number": 1, "time": STATE.time_s}]
+    history.take(None)
+    history.take(restarted)
+    assert history.count_recent() == {"load": 2, "preemption": 3}
+    restarted["time"] += 3600
+    history.take(restarted)
+    assert not history.count_recent()
+
+
+def test_an_engine_that_was_not_watched_for_a_while_keeps_its_events_apart() -> None:
+    history = LiveHistory()
+    history.take({**make_frame(), "time": time.time()})
+    empty = make_frame()
+    empty["events"] = []
+    history.take(empty)
+    history.take(make_frame())
+    assert [one["number"] for one in history.events] == [2, 1, 2, 1]
+
+
+def test_styles_become_escape_sequences_around_their_parts() -> None:
+    assert (
+        paint(Line("abcdef", ((0, 2, "1"), (3, 3, "9"), (4, 6, "36"))))
+        == "\x1b[1mab\x1b[0mcd\x1b[36mef\x1b[0m"
+    )
