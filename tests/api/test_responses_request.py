@@ -194,7 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "`tools.0` has the type 'web_search'", "tools"),
     ({"tools": [TOOL, {"type": "mcp", "server_url": "x"}]}, "`tools.1` has the type 'mcp'", "tools"),
     ({"tools": [NESTED]}, "are fields of the tool itself", "tools"),
-    ({"tools": [TOOL, TOOL]}, "`tools.1.name` is 'f', which an earlier tool has", "tools"),
+    ({"tools": [TOOL, TOOL]}, "`tools.1.name` is 'f', which an earlier tool already has", "tools"),
     ({"tools": [TOOL] * (MAX_TOOLS + 1)}, f"at most {MAX_TOOLS}", "tools"),
     ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "of the type 'object'", "tools.0.parameters"),
     ({"tool_choice": "required"}, "only allowed when `tools` are sent", "tool_choice"),
