@@ -75,7 +75,7 @@ class ConfigFields:
         return value
 
     def texts(self, name: str) -> tuple[str, ...] | None:
-        """Returns None if the field is absent."""
+        """Returns a list of strings, or None if the field is absent."""
         values = self._fields.get(name)
         if values is None:
             return None

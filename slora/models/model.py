@@ -76,7 +76,9 @@ def load_model(
 def _open_weights(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> WeightReader:
-    """Raises ConfigError if the weights can't be quantized as requested, or if this device can't multiply with them."""
+    """Opens the checkpoint. Raises ConfigError if the weights can't be quantized as requested, or if this device can't
+    multiply with them.
+    """
     name, stored = config.quantization, model.quantization
     if name not in ("auto", *FORMS):
         raise ConfigError(f"quantization is {name!r}; it must be auto, {' or '.join(FORMS)}")

@@ -1,6 +1,6 @@
 """The facts about a model that engine, API and loader need, for our decoder and for transformers models alike.
 
-This module does not import torch, because the API and loader processes read it too.
+This module does not import torch, because the API and loader processes also import it.
 """
 
 from collections.abc import Mapping

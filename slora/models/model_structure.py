@@ -203,7 +203,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """Raises ConfigError if transformers can't read the config.json, or if this server does not support its fields."""
+    """Reads config.json. Raises ConfigError if transformers can't read it, or if this server does not support it."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(f"no model at {directory}: there is no {path.name}")

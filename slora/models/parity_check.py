@@ -10,8 +10,8 @@ realistic length would take minutes on a CPU, so only lengths up to `_MAX_REAL_L
 For longer lengths the check is repeated with these lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
 computes at most about 900 tokens for any model. `slora.models.model_structure` compares windows at their real lengths.
 
-The pages of this check hold K and V in the model's dtype, even if the engine stores them in fp8, because rounding to
-8 bits would hide real differences.
+The pages of this check hold K and V in the model's dtype, even if the engine stores K and V in fp8. Rounding to 8 bits
+would hide real differences.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def check_parity(
     kernels: Kernels,
     device: torch.device,
 ) -> None:
-    """Raises ConfigError if the answers differ, or if the model fails while it computes them."""
+    """Compares the logits. Raises ConfigError if they differ, or if the model fails while it computes them."""
     lengths = model.lengths()
     crossed = [length for length in lengths.values() if length <= _MAX_REAL_LENGTH]
     unquantized = replace(geometry, kv_format=KVFormat.MODEL)

@@ -223,7 +223,7 @@ class KVCache:
 
     def remove_adapter(self, adapter: AdapterVersion) -> None:
         """Removes the keys of all blocks that a deleted adapter helped to compute. Idle blocks become free."""
-        # Newest first: the newest blocks are at the ends of their prefixes.
+        # The newest blocks are removed first, because they are at the ends of their prefixes.
         for block in list(self._by_adapter.get(adapter, {}).values())[::-1]:
             self._remove(block)
 

@@ -43,8 +43,9 @@ class PagePool:
         # A stack: the page freed last is reused first, while its bytes are still in the CPU caches.
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._owners: list[TenantAccount | None] = [None] * num_pages  # None for a free page.
-        # The tenant that the page was last allocated for. A free page may still have bytes of this tenant.
+        # The owner of each page; None for a free page.
+        self._owners: list[TenantAccount | None] = [None] * num_pages
+        # The tenant that each page was last allocated for. A free page may still have bytes of this tenant.
         self._last_owners: list[TenantAccount | None] = [None] * num_pages
         self._num_cached = 0
         self.now = 0.0
@@ -70,7 +71,7 @@ class PagePool:
         return owner
 
     def sample(self, stride: int) -> tuple[list[TenantAccount | None], list[int]]:
-        """The owners of every `stride`-th page, None for a free page, and the numbers of references."""
+        """Returns the owner of every `stride`-th page (None for a free page), and the number of its references."""
         return self._owners[::stride], self._references[::stride]
 
     def is_shared(self, page: int) -> bool:

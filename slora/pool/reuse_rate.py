@@ -30,5 +30,5 @@ class ReuseRate:
 
     @property
     def value(self) -> float:
-        """Greater than 0, at most 1."""
+        """The estimated rate, greater than 0 and at most 1."""
         return self._num_used / self._total

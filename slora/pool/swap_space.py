@@ -1,4 +1,4 @@
-"""The host pages that hold the KV of preempted sequences: only their numbers. The bytes are in `HostPages`.
+"""Allocates the host pages that hold the KV of preempted sequences. The bytes of the pages are in `HostPages`.
 
 This module does not depend on torch or sequences.
 """

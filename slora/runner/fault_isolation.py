@@ -2,7 +2,7 @@
 
 Failures are handled in this order:
 
-    a step of the base model fails too     the device is lost: DeviceFailed ends the engine
+    a step of the base model also fails    the device is lost: DeviceFailed ends the engine
     pages could not be moved               PageTransferFailed: the scheduler undoes the step
     the computation failed                 the chunks are computed again in halves; a half that fails is split again,
                                            until a chunk fails alone (bisection)
@@ -104,7 +104,7 @@ class FaultIsolation:
         return result
 
     def _try(self, chunks: list[Chunk], admitted: list[Sequence]) -> list[SampledToken] | None:
-        """Computes some chunks of the step. Returns None if that fails too.
+        """Computes some chunks of the failed step again. Returns None if this run also fails.
 
         admitted: sequences whose rows of the sampling table the step was to write.
         """

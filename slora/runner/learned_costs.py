@@ -67,7 +67,7 @@ class _Timing(NamedTuple):
 
 
 class LearnedCosts:
-    """Implements `Costs` with an estimate that follows the steps; `current` is the present estimate.
+    """Implements `Costs` with an estimate that follows the steps; `current` is the latest estimate.
 
     start: the first estimate, measured before there were requests.
     """

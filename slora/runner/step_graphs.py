@@ -39,7 +39,7 @@ _SEQUENCES = (16, 64)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
 _SHORT_CONTEXT = 512
-# The number of tiles of a decode step is rounded up to the number of rows divided by one of these.
+# A decode step of N rows is padded to N / 4, N / 2 or N tiles.
 _TILE_PARTS = (4, 2, 1)
 # The tokens per padded tile of prefill chunks. Tiles have up to twice as many, but each chunk ends with a shorter one.
 _TOKENS_PER_TILE = 16

@@ -34,7 +34,8 @@ class Column(IntEnum):
     POSITION = auto()
     TOP_K = auto()  # Without top_k, the value is greater than any vocabulary size.
     NUM_LOGPROBS = auto()
-    NUM_PROPOSED = auto()  # The number of continuations that a beam proposes.
+    # The number of continuations that a beam proposes.
+    NUM_PROPOSED = auto()
     TEMPERATURE = auto()  # The value is 1 in greedy rows.
     TOP_P = auto()
     MIN_P = auto()

@@ -1,7 +1,7 @@
 """Admission: moves waiting sequences into the batch.
 
-The pages of the first chunk and of all adapters of the request are allocated together or not at all. A request with an
-adapter that is on the host but not in the pool is admitted, and gets its pages and its place in the batch. It computes
+The pages of the first chunk and of all adapters of the request are allocated together or not at all. A request is also
+admitted if an adapter is on the host but not in the pool. It gets its pages and its place in the batch, but computes
 nothing until the last slice of its last adapter is loaded. Meanwhile later sequences can be admitted.
 """
 
@@ -102,7 +102,7 @@ class Admission:
                 break
 
     def admit_background(self, plan: StepPlan, budget: BackgroundBudget) -> None:
-        """Admits background sequences, unless an interactive sequence waits whose tenant is not at its ceiling.
+        """Admits background sequences, unless an interactive sequence of a tenant below its ceiling waits.
 
         Called after `admit`.
         """
@@ -126,7 +126,7 @@ class Admission:
                 break
 
     def _measure_needs(self, sequence: Sequence, budget: int) -> _Needs:
-        """What the sequence needs to be admitted now: the pages of its first chunk and of its adapters."""
+        """Returns what the sequence needs to be admitted now: the pages of its first chunk and of its adapters."""
         self._lifecycle.restart_with_long_rope(sequence)
         swapped, block_tokens = sequence.swapped, self._paging.footprint.block_tokens
         num_cached_blocks = self._prefixes.count_cached(sequence) if swapped is None else 0
@@ -153,11 +153,11 @@ class Admission:
         )
 
     def _count_reserved_tokens(self, sequence: Sequence, num_computed: int) -> int:
-        """The number of tokens to allocate pages for, so that a starving sequence needs no further free page until its
-        next token.
+        """Returns for how many tokens a starving sequence allocates pages, so that it needs no further free page until
+        its next token.
 
-        With a sliding window, this is less than the number of its tokens, because the sequence frees pages while it
-        allocates new ones.
+        With a sliding window, these may be fewer than all of its tokens, because the sequence frees pages while it
+        allocates others.
         """
         footprint, num_tokens = self._paging.footprint, len(sequence.token_ids)
         first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens

@@ -115,8 +115,9 @@ class BeamSearch:
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._stop_ids = stop_ids
-        self._length = 0  # The number of generated tokens of every beam.
-        self._beams: dict[int, _Beam] = {0: _Beam()}  # best first
+        # The number of generated tokens of every beam.
+        self._length = 0
+        self._beams: dict[int, _Beam] = {0: _Beam()}  # Best first.
         self._proposals: dict[int, Proposal] = {}
         self._finished: list[Hypothesis] = []  # best first
 
@@ -161,7 +162,7 @@ class BeamSearch:
         return self._make_next_beams(continuing)
 
     def count_min_steps(self, max_tokens: int) -> int:
-        """The fewest steps until the search can be over. Only a stop token ends a hypothesis early."""
+        """Returns the fewest steps until the search can be over. Only a stop token can end a beam early."""
         return 1 if self._stop_ids else max(1, max_tokens - self._length)
 
     def best(self, count: int) -> list[Hypothesis]:

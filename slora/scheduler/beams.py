@@ -44,7 +44,7 @@ class Beams:
             return self._finish(beams, search)
         for index in next_beams.dropped:
             self._lifecycle.finish(beams[index])
-        # A grammar may allow fewer continuations than the search has beams. Their places stay reserved.
+        # A grammar may allow fewer continuations than the width of the search. The unused places stay reserved.
         num_spare = search.width - len(next_beams.kept) - len(next_beams.forks)
         for parent, index, token_id in next_beams.forks:
             self._fork(beams[parent], index, token_id)

@@ -14,8 +14,9 @@ from slora.scheduler.unfinished_requests import UnfinishedRequests
 
 
 class Deadlines:
-    """A heap of requests by the latest time at which each can still meet its deadline. This time assumes that the
-    request has made no progress since it was last examined.
+    """A heap of requests, sorted by the latest time at which each request can still meet its deadline.
+
+    This time assumes that the request has made no progress since it was last examined.
     """
 
     def __init__(self, costs: Costs, unfinished: UnfinishedRequests) -> None:
@@ -37,7 +38,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def pop_missed(self, now: float) -> list[Sequence]:
-        """One sequence of each request that cannot meet its deadline any more. Each request is returned once."""
+        """Returns one sequence of each request that can no longer meet its deadline. Returns each request only once."""
         late = []
         while self._heap and self._heap[0][0] <= now:
             _, sequence, deadline_s = heapq.heappop(self._heap)
@@ -62,7 +63,7 @@ class Deadlines:
         return [] if is_over else [sequence]
 
     def _min_s(self, awaited: list[Sequence]) -> float:
-        """The fewest seconds until the first token if the request runs from now on."""
+        """Returns the fewest seconds until the first token if the request runs from now on."""
         first, search = awaited[0], awaited[0].search
         if search is None:
             return self._costs.prefill_s(first.num_prompt)
@@ -70,8 +71,9 @@ class Deadlines:
         return prefill_s + self._decode_s(search, min(beam.max_tokens for beam in awaited))
 
     def _decode_s(self, search: BeamSearch, max_tokens: int) -> float:
-        """The fewest seconds that the search needs for decoding after the next step. The next step is not counted,
-        because it may run anyway for other sequences.
+        """Returns the fewest seconds that the search needs for decoding after the next step.
+
+        The next step is not counted, because it may run for other sequences anyway.
         """
         num_steps = search.count_min_steps(max_tokens) - 1
         return num_steps * (self._costs.step_s + search.width * self._costs.decode_s)

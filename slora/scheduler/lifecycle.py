@@ -68,7 +68,10 @@ class Lifecycle:
         self._grammars = GrammarWaiting(grammars)
 
     def add(self, sequence: Sequence) -> None:
-        """Raises ContextTooLong if the sequence could not run even alone in the pool."""
+        """Queues the sequence, or lets it wait for its grammar or its adapters.
+
+        Raises ContextTooLong if the sequence could not run even alone in the pool.
+        """
         if sequence.awaits_grammar:
             self._grammars.add(sequence)
         else:
@@ -151,8 +154,8 @@ class Lifecycle:
     def release_background_copies(self) -> None:
         """Releases the copies in the host cache that background sequences in the queue keep.
 
-        Interactive sequences wait for the room. `Admission` lets a background sequence wait for its adapters again if
-        they are missing when it is next.
+        Interactive sequences wait for this room. If adapters of a background sequence are missing when the sequence is
+        next in the queue, `Admission` lets it wait for them again.
         """
         for sequence in self.unfinished:
             if sequence.is_background and sequence in self.queue:
@@ -275,9 +278,9 @@ class Lifecycle:
             assert not search.is_ready, "all beams wait for each other (deadlock)"
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Queues the sequence if its adapters are in the pool or on the host; otherwise it waits for the missing ones.
+        """Queues the sequence if all of its adapters are in the pool or on the host. Otherwise the sequence waits.
 
-        Raises ContextTooLong if it can never run.
+        Raises ContextTooLong if the sequence can never run.
         """
         missing = self._adapters.find_missing(sequence)
         if missing:
@@ -288,12 +291,12 @@ class Lifecycle:
         self._adapters.retain_copies(sequence)
 
     def _limit_to_pool(self, sequence: Sequence) -> None:
-        """Raises ContextTooLong if the sequence and its adapters together exceed the pages that its tenant may hold.
+        """Limits the sequence to the pages that its tenant may hold. Its adapters are in the pool or on the host.
 
-        The adapters are in the pool or on the host.
+        Raises ContextTooLong if the sequence and its adapters together need more pages.
 
-        If the request has no max_tokens, its answer is shortened to what fits, but never below the tokens that it
-        already has. It may already have too many if its tenant's ceiling was lowered.
+        If the request has no max_tokens, its answer is shortened to what fits. Tokens that are already generated are
+        kept. They may exceed the limit if the tenant's ceiling was lowered.
 
         Beams wait for each other, so all beams of a search must fit at the same time, each at full length and without
         shared pages. Then preempting all other users of pages always makes enough room for the last beam.

@@ -1,8 +1,8 @@
 """The number of adapter pages that a step may load into the pool while sequences decode.
 
-If a step spends t seconds on loads, every decoding sequence is delayed by t, and the requests that wait for these
-adapters can start sooner. The limit weighs the two. With W waiting requests and D decoding sequences, loads may
-lengthen the step by the fraction (W - 1) / D of its duration.
+If a step spends t seconds on loads, every decoding sequence is delayed by t. In return, the requests that wait for
+these adapters start sooner. The limit weighs the delay against this gain. With W waiting requests and D decoding
+sequences, loads may lengthen the step by the fraction (W - 1) / D of its duration.
 
 At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
 is not noticeable. A step without decoding sequences has no limit.

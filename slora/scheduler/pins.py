@@ -147,8 +147,8 @@ class Pins:
     def check_invariants(self) -> None:
         """Asserts that the pins are consistent.
 
-        Each resident marked as pinned has an entry in `_pins`, the counters of pinned adapters and pages are right, and
-        at most `_max_pages` pages are pinned.
+        Each resident marked as pinned has an entry in `_pins`. The counters of pinned adapters and pages are right. At
+        most `_max_pages` pages are pinned.
         """
         pinned = [resident for resident in self._residency if resident.is_pinned]
         assert {resident.version for resident in pinned} <= self._pins.keys(), (
@@ -182,7 +182,9 @@ class Pins:
         return self._residency.find(version) is None
 
     def _load_from_host(self, plan: StepPlan) -> None:
-        """Starts loading the missing adapters that have room in the pool. Those not on the host go to `_to_fetch`."""
+        """Starts loading the missing adapters that have room in the pool. Adds adapters that are not on the host to
+        `_to_fetch` instead.
+        """
         budget, may_load = self._adapters.budget, not self._preemption.has_starving
         protected, num_needed_soon = self._protected(), self._batch.num_pages_needed_soon
         for version, state in self._pins.items():
@@ -211,7 +213,7 @@ class Pins:
         return {*self._preemption.next_adapters(), *pinned}
 
     def _fits(self, version: AdapterVersion, protected: set[Resident], num_needed_soon: int) -> bool:
-        """Whether the adapter could be loaded now. True while its size is unknown: the fetch reveals it."""
+        """Whether the adapter could be loaded now. True while its size is unknown, because only a fetch reveals it."""
         num_pages = self._adapters.num_pages(version) or self._pins[version].num_pages
         if num_pages is None:
             return True

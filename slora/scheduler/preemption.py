@@ -65,8 +65,8 @@ class Preemption:
         """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is starving.
 
         Waiting does not help if no other sequence runs. Nor does it help if all other running sequences belong to other
-        tenants with a floor: those tenants go ahead of it as long as they are below their floors. A request is accepted
-        without regard to pins, so it might otherwise wait forever.
+        tenants with a floor, because these tenants go ahead as long as they are below their floors. A request is
+        accepted without regard to pins, so it might otherwise wait forever.
         """
         if sequence.is_starving and not sequence.is_background:
             return True
@@ -104,7 +104,7 @@ class Preemption:
         self.counts["background" if sequence.is_background else kind] += 1
         error = self._lifecycle.requeue(sequence)
         if error is not None:
-            # The whole request ends and its pages become free, so its other choices are removed from this step, too.
+            # The whole request ends and its pages become free, so its other choices are also removed from this step.
             for choice in self._lifecycle.unfinished.find(sequence.request.request_id):
                 plan.remove(choice)
             plan.ended.append(self._lifecycle.fail(sequence, error))

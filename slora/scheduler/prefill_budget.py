@@ -1,7 +1,7 @@
 """How many prompt tokens each tenant may compute in one step.
 
 A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
-tenant, and a prompt that gets no tokens of the step waits for the next one. Two rules limit both delays:
+tenant. A prompt of which the step computes no token waits for the next step. Two rules limit both delays:
 
 - Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`.
 - While another tenant also has a prompt to compute, a tenant takes at most half of what is left. Equal parts would be
@@ -16,8 +16,9 @@ from slora.cost_model import Costs
 from slora.pool.tenant_account import TenantAccount
 
 # The prefills of a step may take this many times the step's fixed cost. With 2, a flood of prompts makes the steps of
-# other tenants at most three times as long, and reaches two thirds of the throughput that it would have alone. With 4,
-# it would be five times and four fifths. Ordinary loads complete as many requests with 4 as with 2 (bench.simulate).
+# other tenants at most three times as long. The flood reaches two thirds of the throughput that it would have alone.
+# With 4, it would be five times and four fifths. Ordinary loads complete as many requests with 4 as with 2
+# (bench.simulate).
 _STEP_COSTS = 2
 # A step may always prefill this many tokens, even if its fixed cost is tiny.
 _MIN_TOKENS = 64

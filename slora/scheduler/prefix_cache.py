@@ -36,8 +36,10 @@ class PrefixCache:
         self._is_public = is_public
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Number of leading blocks that are already computed. At least the last token always remains to be computed. So
-        does each token whose hidden state is still to be pooled.
+        """Returns how many leading blocks need not be computed, because the prefix cache covers them.
+
+        The last token, and all tokens whose hidden states are still to be pooled, must be computed. So blocks with such
+        tokens are not counted.
         """
         # The prefix cache does not keep the prompt log-probabilities that the sequence still has to report.
         if not self._kv.enabled or sequence.num_scored < sequence.num_prompt:

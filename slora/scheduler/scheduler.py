@@ -25,8 +25,8 @@ place of `max_num_seqs` per choice. Then it forks: the choices share the prompt'
 preempted choice drops only its own page references and resumes alone.
 
 Beams: the beams of a search fork after each token. A beam that has proposed its continuations waits for the other beams
-and keeps its pages (`beams`). If every running sequence is such a beam, none can continue. The scheduler then preempts
-one of them to make room for the next sequence in the queue, but never one of the same search as that sequence.
+and keeps its pages (`beams`). If every running sequence is a waiting beam, no sequence can continue. The scheduler then
+preempts a beam to make room for the next sequence in the queue. It never preempts a beam of that sequence's own search.
 
 If every layer has a sliding window, a sequence frees the blocks that no later token attends to.
 
@@ -65,8 +65,8 @@ from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-# A request fails when this many steps have failed to move its adapter or its KV into the pool, because its adapter may
-# be the cause of the failures.
+# A request fails when this many steps have failed to move its adapter or its KV into the pool. Its adapter may be the
+# cause of the failures.
 _MAX_FAILED_STEPS = 3
 
 
@@ -105,7 +105,8 @@ class Scheduler:
         self.swapping = Swapping(SwapSpace(config.swap_pages), self.paging.kv, costs, config.preemption)
         self._config = config
         self._costs = costs
-        self._was_idle = True  # Whether the last step had nothing to do.
+        # Whether the last step had nothing to do.
+        self._was_idle = True
         # The times of the previous tokens of the sequences that got a token in the last step.
         self._last_tokens: Counter[float] = Counter()
         # Sequences whose sampling table rows `undo_step` left outdated.
@@ -152,10 +153,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could make progress now. Requests that only wait for an adapter fetch do not count.
+        """Whether a step could make progress now. Requests that only wait for an adapter fetch do not count as work.
 
-        A pinned adapter that is not in the pool counts as work if the last step did something, because that step may
-        have freed room for it. Once a step finds nothing to do, the adapter no longer counts.
+        After a step that did something, a pinned adapter that is not in the pool counts as work, because the step may
+        have freed room for it. Once a step finds nothing to do, the adapter no longer counts as work.
         """
         if len(self._batch) or len(self._lifecycle.queue) or self.adapters.num_loading:
             return True
@@ -172,7 +173,7 @@ class Scheduler:
         return self._lifecycle.unfinished.find(request_id)
 
     def add(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Raises ContextTooLong if the sequence could not run even alone in the pool."""
+        """Adds a new sequence. Raises ContextTooLong if it could not run even alone in the pool."""
         sequence.times.arrived_at = now
         self._lifecycle.add(sequence)
         deadline_s = sequence.request.deadline_s

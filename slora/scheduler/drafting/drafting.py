@@ -99,7 +99,8 @@ class Drafting:
             return
         # Copies are not counted, because they do not occur in the steps that drafts save.
         step_s = costs.step_seconds(work._replace(swapped_pages=0, loaded_bytes=0))
-        token_s = step_s / num_rows  # The time that one more sampled token is worth.
+        # The time that one more sampled token is worth.
+        token_s = step_s / num_rows
         # Not even drafts that are certain to be accepted would pay.
         if token_s <= _MIN_GAIN * costs.decode_s:
             return

@@ -71,16 +71,16 @@ class FairQueue:
         return None if tenant is None else self._heaps[tenant][0][1]
 
     def upcoming(self, count: int) -> list[Sequence]:
-        """The first sequence of each tenant, in the tenants' order, then their second ones, and so on."""
+        """Returns the first sequence of each tenant, in the tenants' order, then the second of each, and so on."""
         heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=_tenant_order)[:count]]
         rows = (heap[place][1] for place in range(count) for heap in heaps if place < len(heap))
         return list(islice((one for one in rows if one in self._members), count))
 
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence with the fewest computed tokens, of a tenant that holds at least its share of the pages.
+        """Returns the sequence with the fewest computed tokens of a tenant that holds at least its share of the pages.
 
-        The tenant is not chosen by the largest counter. If each tenant runs only one or two sequences, the largest
-        counter belongs to the one that has computed most. Preempting that one would lose the most work.
+        The tenant is not chosen by the largest counter. If each tenant runs only one or two sequences, the tenant with
+        the largest counter has computed the most tokens. Preempting its sequence would lose the most work.
 
         Background sequences are preempted first, then tenants above their floors, then tenants of late priority
         classes. Within the tenant, the requests' own priority decides. Starving sequences come last in their class.
