@@ -86,11 +86,11 @@ class Decoder:
         head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
         reader.skip_prefixes(config.skipped_prefixes)
         reader.read()
-        # One at a time, because packing holds a second copy of the layer for a moment.
+        # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):
             self._layers[index] = self._layers[index].packed()
-        # The embedding lookup needs a tied head unpacked. If the head is large, a second, packed copy takes too much
-        # memory.
+        # The embedding lookup needs the unpacked weight of a tied head. A packed copy of a large head would take too
+        # much memory.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:

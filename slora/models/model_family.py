@@ -172,7 +172,7 @@ FAMILIES: Mapping[str, Family] = {
     # The larger Gemma 3 models also read images. Their text part is the text model.
     "gemma3": replace(
         _FAMILIES["gemma3_text"],
-        # transformers applies the softcap to logits only where the text model stands alone.
+        # transformers applies the softcap to logits only if the text model is used alone.
         softcap_fields=frozenset(),
         config_field="text_config",
         root="model.language_model",

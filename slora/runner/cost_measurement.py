@@ -201,13 +201,15 @@ class _Bench:
         return self._time(lambda: self._run(StepPlan(chunks=chunks)), self._fewest_runs)
 
     def _time_load(self) -> float:
-        """Seconds per byte of an adapter, from host to pool."""
+        """Returns the seconds that one byte of an adapter takes from the host to the pool."""
         pages = list(range(self._num_copied(self._num_scratch)))
         content = torch.ones(len(pages) * self._memory.full_page_bytes, dtype=torch.uint8)
         return self._time(lambda: self._memory.write(pages, content), _MIN_COPIES) / len(content)
 
     def _time_page_copy(self, load_byte_s: float) -> float:
-        """Seconds per page copied to the host or back. Without host pages: the time to load an adapter of one page."""
+        """Returns the seconds to copy one page to the host or back. Without host pages, returns the seconds to load one
+        page of an adapter.
+        """
         num_pages = self._num_copied(min(self._num_scratch, len(self._memory.host_pages)))
         if num_pages == 0:
             return load_byte_s * self._memory.full_page_bytes
@@ -223,7 +225,7 @@ class _Bench:
         return min(num_pages, _COPY_PAGES, max(1, _COPY_BYTES // self._memory.full_page_bytes))
 
     def _time(self, work: Callable[[], object], fewest_runs: int) -> float:
-        """The shortest of a few runs, in seconds."""
+        """Returns the seconds of the shortest of a few runs."""
         shortest, spent, runs = float("inf"), 0.0, 0
         while runs < fewest_runs or (runs < _MAX_RUNS and spent < _ENOUGH_S):
             began = time.perf_counter()

@@ -277,7 +277,7 @@ class Runner:
         return num_pages
 
     def _num_swap_pages(self, config: EngineConfig, num_pages: int) -> int:
-        """Number of host pages for swapping. Raises ConfigError if swap_bytes is less than one page."""
+        """Returns the number of host pages for swapping. Raises ConfigError if swap_bytes is less than one page."""
         if config.preemption == "recompute":
             return 0
         swap_bytes = config.swap_bytes
@@ -292,9 +292,9 @@ class Runner:
         return swap_bytes // self.full_page_bytes
 
     def _max_model_len(self, config: EngineConfig) -> int:
-        """The most tokens of a sequence. Raises ConfigError if the requested length does not fit the pool.
+        """Returns the most tokens of a sequence. Raises ConfigError if the requested length does not fit into the pool.
 
-        A length that was not requested is reduced to the pool's size.
+        If no length was requested, the model's length is reduced to what fits into the pool.
         """
         room = len(self.memory.pages) * config.block_tokens
         wanted = config.max_model_len

@@ -41,14 +41,15 @@ _SEQUENCES = (16, 64)
 _SHORT_CONTEXT = 512
 # A decode step of N rows is padded to N / 4, N / 2 or N tiles.
 _TILE_PARTS = (4, 2, 1)
-# The tokens per padded tile of prefill chunks. Tiles have up to twice as many, but each chunk ends with a shorter one.
+# A step with prefill chunks is padded to one tile for this many tokens. A tile may have twice as many tokens, but the
+# last tile of each chunk is shorter.
 _TOKENS_PER_TILE = 16
 # The most graphs. Tenants choose lengths and ranks, and so the shapes. Each graph takes GPU memory, and recording one
 # delays the step for all tenants. A graph is never replaced, because a workload with more shapes than graphs would then
 # record all the time.
 _MAX_GRAPHS = 256
-# Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Compositions of many
-# ranks would otherwise take the graphs of plain steps.
+# Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Otherwise
+# compositions of many ranks could leave no graphs for steps without composed requests.
 _MAX_GRAPHS_BEFORE_COMPOSED = 64
 # Ranks and tiles below these sizes launch the same programs as these sizes.
 _MIN_RANK = 16

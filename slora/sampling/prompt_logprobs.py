@@ -24,9 +24,9 @@ _BLOCK_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Consecutive tokens of a step to score.
+    """Consecutive tokens of one sequence whose log-probabilities are computed in a step.
 
-    The row of token `first_token + i` of the step scores `targets[i]`, the token after it.
+    The hidden state of token `first_token + i` of the step scores `targets[i]`, which is the next token.
     """
 
     sequence: Sequence
@@ -39,7 +39,7 @@ class PromptRows:
 
 
 def find_prompt_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[PromptRows]:
-    """The rows to score in a step. first_tokens: index of each chunk's first token within the step."""
+    """Returns the rows to score in a step. first_tokens: index of each chunk's first token within the step."""
     found = []
     for chunk, first_token in zip(chunks, first_tokens, strict=False):
         sequence = chunk.sequence

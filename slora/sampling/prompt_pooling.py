@@ -68,13 +68,13 @@ def _make_embeddings(sequences: list[Sequence]) -> None:
 
 
 def _finish(mean: Tensor, sequence: Sequence) -> Tensor:
-    """float32 [H] -> float32 [dimensions]."""
+    """Returns the embedding, float32 [dimensions], of a prompt whose pooled hidden states are `mean`, float32 [H]."""
     pooling = sequence.request.pooling
     assert pooling is not None
     vector = mean[: pooling.dimensions]
     if not pooling.normalize:
         return vector
-    # The squares of large float32 values overflow float32.
+    # In float64, because the squares of large float32 values overflow float32.
     exact = vector.double()
     norm = torch.linalg.vector_norm(exact)
     return torch.where(norm > 0, exact / norm, exact).float()

@@ -83,15 +83,15 @@ class SamplingRows:
         return found if len(found) else None
 
     def int_column(self, column: Column, index: Tensor) -> Tensor:
-        """An integer column: int64 [len(index), 1]."""
+        """Returns an integer column of rows `index`: int64 [len(index), 1]."""
         return self.numbers[index, column].unsqueeze(1)
 
     def float_column(self, column: Column, index: Tensor) -> Tensor:
-        """A float column: float32 [len(index), 1]."""
+        """Returns a float column of rows `index`: float32 [len(index), 1]."""
         return self.numbers[index, column].view(torch.float64).float().unsqueeze(1)
 
     def sampling_tensors(self, device: torch.device) -> SamplingTensors | None:
-        """The parameters of the rows that sample; None if all rows are greedy."""
+        """Returns the parameters of the rows that sample; None if all rows are greedy."""
         sampled = self.rows_with(SamplingFeature.SAMPLE)
         if sampled is None:
             return None
@@ -120,10 +120,10 @@ class SamplingTable:
         self._wide = torch.empty(0, vocab_size)
 
     def widen(self, logits: Tensor) -> Tensor:
-        """Logits [B, vocab_size] as float32.
+        """Returns logits [B, vocab_size] as float32.
 
-        On a CPU the result is in a buffer that the next call overwrites. Having the system zero new megabytes in each
-        step would take longer than filling them.
+        On a CPU, the result is in a buffer that the next call overwrites. A new buffer in each step would be slower,
+        because the operating system clears new memory.
         """
         if logits.device.type != "cpu" or logits.dtype == torch.float32:
             return logits.float()
@@ -262,7 +262,9 @@ class _LogitBiases:
 
 
 def _find_positions(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-    """The position of the token to sample for each row. Rows of one sequence are consecutive, and so are its drafts."""
+    """Returns the position of the token to sample for each row. The rows of one sequence are consecutive, and so are
+    their positions.
+    """
     positions: list[int] = []
     last: Sequence | None = None
     for sequence in sequences:
@@ -272,7 +274,7 @@ def _find_positions(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
 
 
 def _hash_keys(ints: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """A key for each row, computed from its seed and position only, so it is the same in any batch and at any time."""
+    """Returns a key for each row. It depends only on the row's seed and position, so it is the same in any batch."""
     seeds, positions = (ints[:, column].astype(np.uint64) for column in (Column.SEED, Column.POSITION))
     keys = _mix(seeds * _GOLDEN + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
     return keys.view(np.int64)

@@ -235,8 +235,9 @@ class AdapterLoading:
         return residents
 
     def purge(self, tenant: str) -> None:
-        """Abandons the tenant's loads between two steps, and drops its copies in the host cache. No request uses its
-        adapters any more.
+        """Abandons the tenant's loads, and drops its copies in the host cache.
+
+        Called between two steps, when no request uses the tenant's adapters any more.
         """
         for resident in [one for one in self._loading if one.version.tenant == tenant]:
             self._residency.abandon_load(resident)

@@ -61,7 +61,7 @@ class Prewarming:
         for version in list(self._requested):
             if self._adapters.num_pages(version) is None:
                 self._adapters.prefetch(version)
-            else:  # It is already on the host or in the pool.
+            else:  # The adapter is already on the host or in the pool.
                 del self._requested[version]
                 self._record_fetched(version)
 

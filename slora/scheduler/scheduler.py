@@ -202,7 +202,7 @@ class Scheduler:
         self._lifecycle.remove_adapter(version)
 
     def purge_tenant(self, name: str, error: Exception) -> list[StepOutput]:
-        """Ends the tenant's requests with `error`, and drops its adapters and prefixes, between two steps."""
+        """Ends the tenant's requests with `error`, and drops its adapters and prefixes. Called between two steps."""
         unfinished = [one for one in self._lifecycle.unfinished if one.tenant.name == name]
         ended = {one.request.request_id: self._lifecycle.fail(one, error) for one in unfinished}
         self.adapters.purge(name)

@@ -7,8 +7,8 @@ a 110M model, in ms, plain / packed:
     bfloat16     8.9 / 5.6    17.2 / 14.5    113 / 91
     float32     18.5 / 8.4     122 / 28      456 / 187
 
-In bfloat16, a row of the output also has the same bits in batches of 2 and more rows if the weight is packed. A row
-alone may differ if it has more than 1,024 elements.
+In bfloat16, a row of the output also has the same bits in all batches of at least 2 rows if the weight is packed. In a
+batch of one row, the bits may differ if the row has more than 1,024 elements.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ steps of equal size. In float8 e4m3 the steps grow with the number, up to 448. T
 import torch
 from torch import Tensor
 
-# Keyed by the name in the settings: the dtype of the numbers, and the largest of them.
+# For each name in the settings, the dtype of the numbers and its largest value.
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
