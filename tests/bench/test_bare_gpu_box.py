@@ -23,6 +23,7 @@ OF_A_SERVER = (
     "adapter_depot",
     "batches",
     "cold_start",
+    "console",
     "live_platform",
     "load_storm",
     "load_stream",
