@@ -14,14 +14,21 @@ from slora.device.device_memory import DeviceMemory
 from slora.device.float8_support import check_float8_kv
 from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.device.step_batch import StepBatch, tile_prompt_rows
-from slora.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE, EngineConfig, free_ram_bytes
+from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError, DeviceFailed
-from slora.kv_footprint import KVFootprint
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import LoadModel, ReferenceModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.parity_check import check_parity
+from slora.pool.pool_sizing import (
+    MAX_SLOTS,
+    choose_pool_bytes,
+    count_pages,
+    count_swap_pages,
+    find_full_page_bytes,
+    find_max_model_len,
+)
 from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.runner.cost_bounds import bound_costs
@@ -44,7 +51,6 @@ from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 
 _DEFERRED = SampledToken(None, is_deferred=True)
-_MAX_SLOTS = 1024
 # A compilation this long means that the kernels were not in the cache.
 _LONG_WARM_UP_S = 3.0
 _log = logging.getLogger(__name__)
@@ -74,10 +80,10 @@ class Runner:
         self._shape = shape = model.shape(self.dtype_name)
         self._geometry = _geometry(shape, config, dtype)
         _warm_up(self.kernels, self._geometry)
-        self.full_page_bytes = shape.num_layers * _page_bytes(shape, config)
+        self.full_page_bytes = find_full_page_bytes(shape, config)
         if isinstance(self._model, ReferenceModel):
             check_parity(self._model, model, self._geometry, self.kernels, self.device)
-        self.num_slots = _MAX_SLOTS
+        self.num_slots = MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
@@ -89,9 +95,11 @@ class Runner:
         )
         self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
-        self.num_swap_pages = self._num_swap_pages(config, num_pages)
+        self.num_swap_pages = count_swap_pages(config, num_pages, self.full_page_bytes, free_ram_bytes())
         self.memory = self._memory(num_pages, self.num_swap_pages)
-        self.max_model_len = self._max_model_len(config)
+        self.max_model_len = find_max_model_len(
+            config, num_pages, self.full_page_bytes, model.max_positions, model.window
+        )
         self.swap_s = self.load_s = 0.0
         self._largest_step = budget, config.max_num_seqs
         self._graphs = self._make_graphs(config)
@@ -260,54 +268,14 @@ class Runner:
         )
 
     def _num_pages(self, config: EngineConfig) -> int:
-        pool_bytes = config.pool_bytes
-        if pool_bytes is None and self.device.type == "cuda":
+        free, on_gpu = 0, self.device.type == "cuda"
+        if config.pool_bytes is None and on_gpu:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
-            peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-            pool_bytes = int((free - peak) * GPU_POOL_SHARE)
-        elif pool_bytes is None:
-            pool_bytes = int(free_ram_bytes() * CPU_POOL_SHARE)
-        num_pages = pool_bytes // self.full_page_bytes
-        if num_pages < 2:
-            raise ConfigError(
-                f"pool_bytes is {pool_bytes}, but one page of this model takes {self.full_page_bytes}; "
-                f"give the pool at least {2 * self.full_page_bytes} bytes"
-            )
-        return num_pages
-
-    def _num_swap_pages(self, config: EngineConfig, num_pages: int) -> int:
-        """Returns the number of host pages for swapping. Raises ConfigError if swap_bytes is less than one page."""
-        if config.preemption == "recompute":
-            return 0
-        swap_bytes = config.swap_bytes
-        if swap_bytes is None:
-            of_ram = int(free_ram_bytes() * SWAP_SHARE) // self.full_page_bytes
-            return min(int(num_pages * SWAP_SHARE), of_ram)
-        if 0 < swap_bytes < self.full_page_bytes:
-            raise ConfigError(
-                f"swap_bytes is {swap_bytes}, but one page of this model takes "
-                f"{self.full_page_bytes}; give at least that, or 0 to disable swapping"
-            )
-        return swap_bytes // self.full_page_bytes
-
-    def _max_model_len(self, config: EngineConfig) -> int:
-        """Returns the most tokens of a sequence. Raises ConfigError if the requested length does not fit into the pool.
-
-        If no length was requested, the model's length is reduced to what fits into the pool.
-        """
-        room = len(self.memory.pages) * config.block_tokens
-        wanted = config.max_model_len
-        longest = wanted or self.model.max_positions
-        footprint = KVFootprint(config.block_tokens, self.model.window)
-        if footprint.pages(longest) <= len(self.memory.pages):
-            return longest
-        if wanted is not None:
-            raise ConfigError(
-                f"max_model_len is {wanted}, but the pool holds {room} tokens; raise pool_bytes to "
-                f"{-(-wanted // config.block_tokens) * self.full_page_bytes} or lower max_model_len"
-            )
-        return room
+            free -= torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        elif config.pool_bytes is None:
+            free = free_ram_bytes()
+        return count_pages(choose_pool_bytes(config, free, on_gpu=on_gpu), self.full_page_bytes)
 
     def _run_largest_step(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step once on scratch pages, to compile the kernels and to measure the memory of activations.
@@ -380,13 +348,6 @@ def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
 def load_kernels(name: str, device: torch.device) -> Kernels:
     try:
         return select_kernels(name, device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _page_bytes(shape: ModelShape, config: EngineConfig) -> int:
-    try:
-        return shape.page_bytes(config.block_tokens, config.kv_format)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
