@@ -51,18 +51,23 @@ LOGNORMAL = Lognormal()
 
 @dataclass(frozen=True, slots=True)
 class LengthPair:
-    """The mean tokens of prompts and of answers, and the shapes of both distributions."""
+    """The mean tokens of prompts and of answers, and the shapes of both distributions.
+
+    most_prompt, most_output: the greatest lengths, to which longer ones are clipped.
+    """
 
     name: str
     prompt_mean: float
     output_mean: float
     prompts: Shape = LOGNORMAL
     outputs: Shape = LOGNORMAL
+    most_prompt: int = MAX_TOKENS
+    most_output: int = MAX_TOKENS
 
     def draw(self, count: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
         """Returns the lengths of `count` prompts and of as many answers, drawn independently of each other."""
-        prompts = draw_lengths(count, self.prompt_mean, random, self.prompts)
-        return prompts, draw_lengths(count, self.output_mean, random, self.outputs)
+        prompts = draw_lengths(count, self.prompt_mean, random, self.prompts, self.most_prompt)
+        return prompts, draw_lengths(count, self.output_mean, random, self.outputs, self.most_output)
 
 
 SHAREGPT = LengthPair("ShareGPT-like", 161.31, 337.99)
@@ -79,12 +84,14 @@ SHAREGPT_SHAPED = replace(
 )
 
 
-def draw_lengths(count: int, mean: float, random: np.random.Generator, shape: Shape = LOGNORMAL) -> list[int]:
+def draw_lengths(
+    count: int, mean: float, random: np.random.Generator, shape: Shape = LOGNORMAL, most: int = MAX_TOKENS
+) -> list[int]:
     """Draws whole lengths whose mean is within half a token of `mean`."""
     drawn = shape.draw(count, random)
     scale = mean / float(drawn.mean())
     # Clipping the tail lowers the mean, so all lengths are scaled until the mean is right again.
     for _ in range(50):
-        lengths = np.clip(np.rint(drawn * scale), 1, MAX_TOKENS)
+        lengths = np.clip(np.rint(drawn * scale), 1, most)
         scale *= mean / float(lengths.mean())
     return [int(length) for length in lengths]

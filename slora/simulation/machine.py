@@ -1,18 +1,27 @@
 """The simulated machine: a model on a device, and the costs of its work."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from slora.cost_model import CostModel
+from slora.cost_model import CostModel, StepWork
+from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
 BLOCK_TOKENS = 16
+
+
+class StepClock(Protocol):
+    def step_seconds(self, work: StepWork, adapter_bytes: int) -> float:
+        """Returns the seconds of a step. adapter_bytes: packed size of the distinct adapters of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A model on a device.
 
-    pool_tokens: the tokens of KV that the whole page pool would hold. adapted: the linears that adapters change.
+    pool_tokens: the tokens of KV that the whole page pool would hold. adapted: the modules that adapters change.
+    costs: the costs that the scheduler bases its decisions on. clock: the times of steps; None: as `costs` predict.
+    window: as in `KVFootprint`.
     """
 
     name: str
@@ -21,6 +30,9 @@ class Machine:
     pool_tokens: int
     costs: CostModel
     block_tokens: int = BLOCK_TOKENS
+    kv_format: KVFormat = KVFormat.MODEL
+    window: int | None = None
+    clock: StepClock | None = None
 
     @property
     def num_pages(self) -> int:
@@ -29,15 +41,19 @@ class Machine:
     @property
     def full_page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.shape.page_bytes(self.block_tokens) * self.shape.num_layers
+        return self.shape.page_bytes(self.block_tokens, self.kv_format) * self.shape.num_layers
 
     @property
     def token_bytes(self) -> int:
         return self.full_page_bytes // self.block_tokens
 
     def adapter_layout(self, rank: int) -> AdapterLayout:
-        ranks = [rank if linear.path in self.adapted else 0 for linear in self.shape.linears]
-        return lay_out_adapter(self.shape, [*ranks * self.shape.num_layers, 0, 0])
+        def rank_of(path: str) -> int:
+            return rank if path in self.adapted else 0
+
+        ranks = [rank_of(linear.path) for linear in self.shape.linears] * self.shape.num_layers
+        ends = rank_of(self.shape.embedding_path), rank_of(self.shape.head_path)
+        return lay_out_adapter(self.shape, [*ranks, *ends])
 
     def pages_of(self, num_bytes: int) -> int:
         return -(-num_bytes // self.full_page_bytes)

@@ -1,7 +1,7 @@
 """The outcome of each request of a simulation, and the statistics over all of them."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slora.simulation.traces import TraceRequest
 
@@ -12,7 +12,7 @@ SLO_S = 6.0
 @dataclass(slots=True)
 class Outcome:
     """The outcome of one request. Times are seconds on the clock of the simulation. error: the name of the error that
-    ended the request, if any.
+    ended the request, if any. gaps_s: the times between its consecutive outputs.
     """
 
     request: TraceRequest
@@ -22,6 +22,8 @@ class Outcome:
     num_tokens: int = 0
     num_ended: int = 0
     error: str | None = None
+    last_token_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float | None:

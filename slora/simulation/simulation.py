@@ -79,7 +79,7 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
         num_pages=machine.num_pages,
         num_slots=setup.num_slots,
         full_page_bytes=machine.full_page_bytes,
-        footprint=KVFootprint(machine.block_tokens),
+        footprint=KVFootprint(machine.block_tokens, machine.window),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         load_pages=setup.load_pages,
@@ -248,7 +248,17 @@ class Simulation:
         totals.loaded_bytes += work.loaded_bytes
         totals.swapped_pages += work.swapped_pages
         totals.starts += sum(1 for s in plan.rows_to_write if s.request.adapters and s.index == 0)
-        return self.machine.costs.step_seconds(work)
+        clock = self.machine.clock
+        return (
+            self.machine.costs.step_seconds(work)
+            if clock is None
+            else clock.step_seconds(work, self._adapter_bytes(plan))
+        )
+
+    def _adapter_bytes(self, plan: StepPlan) -> int:
+        """Packed size of the distinct adapters that a step computes with."""
+        versions = {version for chunk in plan.chunks for version, _ in chunk.sequence.request.adapters}
+        return sum(map(self.fleet.num_bytes, versions))
 
     def _sample_token(self, sequence: Sequence) -> SampledToken:
         token, stops_after = self._tokens[sequence.request.request_id]
@@ -268,6 +278,9 @@ class Simulation:
             elif output.delta is not None:
                 if outcome.first_token_s is None:
                     outcome.first_token_s = self.now
+                elif outcome.last_token_s is not None:
+                    outcome.gaps_s.append(self.now - outcome.last_token_s)
+                outcome.last_token_s = self.now
                 outcome.num_tokens += len(output.delta.token_ids)
                 if output.delta.finish_reason is not None:
                     outcome.num_ended += 1

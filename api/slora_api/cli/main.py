@@ -63,6 +63,7 @@ _HANDLERS = {
     "compare": ("slora_api.cli.compare", "compare"),
     "health": ("slora_api.cli.health", "health"),
     "top": ("slora_api.cli.top.top", "watch"),
+    "plan": ("slora_api.cli.plan", "plan"),
 }
 
 # Subcommand -> the optional dependencies (extra) that it needs. All others need `serve`.
@@ -590,6 +591,89 @@ def _add_top(commands: _Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print each frame as a line of JSON")
 
 
+# Settings of the engine that change what a plan says.
+_PLANNED_SETTINGS = (
+    "dtype", "model_impl", "quantization", "kv_cache_dtype", "pool_bytes", "block_tokens", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "scheduling", "prefix_cache", "eviction", "preemption", "swap_bytes",
+    "load_bytes_per_step",
+)  # fmt: skip
+
+
+def _add_plan(commands: _Commands) -> None:
+    parser = commands.add(
+        "plan",
+        "say how many adapters, requests and tokens per second a device can serve, and which flags to use; needs no "
+        "server, no GPU and no weights",
+        has_json=True,
+    )
+    parser.epilog = (
+        "Memory is computed as the engine computes it. Times are simulated from the device's data sheet. "
+        "The exit code is 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", required=True, help="directory of the base model; config.json suffices"
+    )
+    parser.add_argument(
+        "--device", metavar="NAME",
+        help="L4, A10G, RTX-4090, A100-40, L40S, A100-80, H100, H200 or B200; the next options describe another "
+        "device, or change one",
+    )  # fmt: skip
+    parser.add_argument("--device-memory", metavar="SIZE", help="memory of the device, such as 80GiB")
+    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes per second that it reads, such as 3350GB")
+    parser.add_argument(
+        "--flops", type=float, metavar="X", help="FLOP/s of dense 16-bit products, such as 989e12"
+    )
+    parser.add_argument(
+        "--host-bandwidth", metavar="SIZE", help="bytes per second from the host, such as 24GB (default 24GB)"
+    )
+    parser.add_argument(
+        "--slice",
+        metavar="NAME",
+        help="one slice of the device: a MIG profile such as 1g.10gb, or an MPS share such as 50%%",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="set MIG profiles and MPS shares beside the whole device"
+    )
+    parser.add_argument(
+        "--adapters", type=int, metavar="N", help="number of adapters (default 100, or those of the trace)"
+    )
+    parser.add_argument(
+        "--rank",
+        default="16",
+        metavar="R[,R...]",
+        help="rank of the adapters, or several in turn (default 16)",
+    )
+    parser.add_argument(
+        "--targets", default="all-linear", metavar="NAMES",
+        help="modules that adapters change: all-linear, attention, or names such as q_proj,v_proj (default all-linear)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--popularity", default="zipf:1", metavar="FORM", help="uniform, or zipf:ALPHA (default zipf:1)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1.0, metavar="X", help="requests per second (default 1)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=512, metavar="N", help="mean length of prompts (default 512)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=256, metavar="N", help="mean length of answers (default 256)"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE",
+        help="requests instead of --rate and lengths: CSV or JSON lines with arrival_s, prompt_tokens, output_tokens, "
+        "and optionally adapter and tenant",
+    )  # fmt: skip
+    parser.add_argument(
+        "--simulated-tokens", type=int, default=100_000, metavar="N",
+        help="tokens of answers that each simulation computes; more take longer and are more exact (default 100000)",
+    )  # fmt: skip
+    for spec in server_setting_specs():
+        if spec.name in _PLANNED_SETTINGS:
+            parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text)
+    parser.set_defaults(settings=("model", *_PLANNED_SETTINGS))
+
+
 def _add_batches(commands: _Commands) -> None:
     batches = commands.group("batch", "compute files of requests in the background (tenant)")
     submit = batches.add(
@@ -637,6 +721,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_health(commands)
     _add_top(commands)
+    _add_plan(commands)
     return parser
 
 

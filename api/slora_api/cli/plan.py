@@ -1,0 +1,349 @@
+"""`slora plan`: says what a model, a device, adapters and a load need, and prints the flags of `slora serve`."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.model_spec import ModelSpec
+from slora.models.model_spec_reader import read_model_spec
+from slora.planning.comparison import compare_slices
+from slora.planning.devices import Device, cut_device, find_device
+from slora.planning.plan import Memory, Plan, Progress, Question, make_plan
+from slora.planning.remedies import find_remedies
+from slora.planning.roofline import EFFICIENCIES
+from slora.planning.workload import Adapters, Load
+from slora.setting import ByteSize, SettingRefused, setting_specs
+from slora.simulation.trace_file import read_trace
+from slora_api.cli.output import print_json, print_records
+from slora_api.settings import Settings
+
+__all__ = ["plan"]
+
+# Settings of the engine that the plan's flags always contain.
+_STATED = ("model", "pool_bytes", "max_model_len")
+_HOST_BANDWIDTH = 24e9
+_DEFAULT_ADAPTERS = 100
+_LEAST_TOKENS, _MOST_TOKENS = 1000, 100_000_000
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Returns 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."""
+    try:
+        if not _LEAST_TOKENS <= arguments.simulated_tokens <= _MOST_TOKENS:
+            raise ConfigError(
+                f"--simulated-tokens is {arguments.simulated_tokens}; it must be from {_LEAST_TOKENS} to {_MOST_TOKENS}"
+            )
+        question = _read_question(arguments)
+        with _showing_progress() as progress:
+            if arguments.compare:
+                return _compare(question, progress, arguments)
+            found = make_plan(question, progress, max_tokens=arguments.simulated_tokens)
+            remedies = find_remedies(question, found, progress, max_tokens=arguments.simulated_tokens // 3)
+    except (ConfigError, SettingRefused) as error:
+        print(f"slora plan: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print_json(_as_record(found) | {"remedies": remedies, "command": _command(found)})
+    else:
+        print(_describe(question, found, remedies))
+    return 0 if found.fits else 1
+
+
+def _read_question(arguments: argparse.Namespace) -> Question:
+    config = _read_config(arguments)
+    spec = read_model_spec(config.model, config.model_impl)
+    device = _read_device(arguments)
+    if arguments.slice is not None:
+        # One slice alone: its neighbours are planned by --compare.
+        device = replace(cut_device(device, arguments.slice), count=1)
+    adapters = Adapters(
+        _DEFAULT_ADAPTERS if arguments.adapters is None else arguments.adapters,
+        _read_ranks(arguments.rank),
+        tuple(arguments.targets.split(",")),
+        _read_alpha(arguments),
+    )
+    if arguments.trace is None:
+        load = Load(arguments.rate, arguments.prompt_tokens, arguments.output_tokens)
+    else:
+        trace = read_trace(Path(arguments.trace))
+        named = {request.adapter for request in trace} - {None}
+        count = max(arguments.adapters or 0, len(named))
+        load, adapters = Load.of_trace(trace), replace(adapters, count=count)
+    return Question(spec, config, device, adapters, load)
+
+
+def _read_config(arguments: argparse.Namespace) -> EngineConfig:
+    given = {
+        spec.name: spec.parse(getattr(arguments, spec.name), spec.flag)
+        for spec in setting_specs(EngineConfig)
+        if spec.name in arguments.settings and getattr(arguments, spec.name) is not None
+    }
+    config = EngineConfig(**given)
+    ranks = _read_ranks(arguments.rank)
+    return replace(config, max_lora_rank=max(config.max_lora_rank, *ranks)) if min(ranks) > 0 else config
+
+
+def _read_device(arguments: argparse.Namespace) -> Device:
+    by_hand = {
+        "memory_bytes": _read_size(arguments.device_memory, "--device-memory"),
+        "bandwidth": _read_size(arguments.bandwidth, "--bandwidth"),
+        "flops": arguments.flops,
+        "host_bandwidth": _read_size(arguments.host_bandwidth, "--host-bandwidth"),
+    }
+    given = {name: value for name, value in by_hand.items() if value is not None}
+    for name, value in given.items():
+        if not 0 < value < 1e30:
+            raise ConfigError(f"{name} is {value:g}; it must be above 0")
+    if arguments.device is not None:
+        return replace(find_device(arguments.device), **given)
+    missing = [name for name in ("memory_bytes", "bandwidth", "flops") if name not in given]
+    if missing:
+        raise ConfigError(
+            "no device is given; give --device NAME, or --device-memory, --bandwidth and --flops together"
+        )
+    return Device("the device", **({"host_bandwidth": _HOST_BANDWIDTH} | given))
+
+
+def _read_size(text: str | None, flag: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return ByteSize().read(text)
+    except ValueError:
+        raise ConfigError(f"{flag} is {text!r}; it must be {ByteSize().accepted}") from None
+
+
+def _read_ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--rank is {text!r}; it must be a rank such as 16, or several such as 8,16,64"
+        ) from None
+
+
+def _read_alpha(arguments: argparse.Namespace) -> float:
+    kind, _, alpha = arguments.popularity.partition(":")
+    try:
+        if kind == "uniform" and not alpha:
+            return 0.0
+        if kind == "zipf":
+            return float(alpha or 1.0)
+    except ValueError:
+        pass
+    raise ConfigError(f"--popularity is {arguments.popularity!r}; it must be uniform, zipf, or zipf:1.5")
+
+
+@contextmanager
+def _showing_progress() -> Iterator[Progress]:
+    """Shows what is simulated on standard error, if that is a terminal."""
+    is_shown, width = sys.stderr.isatty(), 0
+
+    def show(what: str, done: float) -> None:
+        nonlocal width
+        if is_shown:
+            text = f"simulating {what} {100 * done:3.0f}%"
+            width = max(width, len(text))
+            print(f"\r{text.ljust(width)}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if width:
+            print(f"\r{' ' * width}\r", end="", file=sys.stderr, flush=True)
+
+
+def _compare(question: Question, progress: Progress, arguments: argparse.Namespace) -> int:
+    plans = compare_slices(question, progress, max_tokens=arguments.simulated_tokens // 3)
+    if arguments.json:
+        print_json(
+            [
+                {"device": name, "error": one} if isinstance(one, str) else _as_record(one)
+                for name, one in plans.items()
+            ]
+        )
+    else:
+        records = [_compare_record(name, one) for name, one in plans.items()]
+        columns = {name: (lambda record, name=name: str(record[name])) for name in records[0]}
+        print_records(records, columns, as_json=False)
+        print("\n" + _COMPARED)
+        for record, one in zip(records, plans.values(), strict=True):
+            problem = one if isinstance(one, str) else one.problem
+            if problem is not None:
+                print(f"{record['device']}: {problem}")
+    return 0 if any(isinstance(one, Plan) and one.fits for one in plans.values()) else 1
+
+
+_COLUMNS = (
+    *("engines", "pages", "adapters", "requests", "requests/s", "tokens/s"),
+    *("TTFT p50/p99", "ITL p50/p99", "load"),
+)
+_COMPARED = (
+    "Each slice is an engine of its own. Adapters are divided among the engines, and requests follow them."
+)
+
+
+def _compare_record(name: str, found: Plan | str) -> dict[str, str]:
+    record = dict.fromkeys(_COLUMNS, "-")
+    if isinstance(found, str):
+        return {"device": name, **record}
+    memory, capacity, latencies = found.memory, found.capacity, found.latencies
+    record |= {"engines": str(found.engines), "load": "fits" if found.fits else "does not fit"}
+    if memory.num_pages:
+        record |= {
+            "pages": f"{memory.num_pages:,}",
+            "adapters": f"{memory.adapters_at_once:,}",
+            "requests": f"{memory.requests_at_once:,}",
+        }
+    if capacity is not None:
+        record |= {
+            "requests/s": f"{found.engines * capacity.requests_per_s:.3g}",
+            "tokens/s": f"{found.engines * capacity.output_tokens_per_s:,.0f}",
+        }
+    if latencies is not None:
+        record |= {
+            "TTFT p50/p99": f"{_ms(latencies.ttft_p50_s)} / {_ms(latencies.ttft_p99_s)}",
+            "ITL p50/p99": f"{_ms(latencies.itl_p50_s)} / {_ms(latencies.itl_p99_s)}",
+        }
+    return {"device": name, **record}
+
+
+def _describe(question: Question, found: Plan, remedies: list[str]) -> str:
+    memory = found.memory
+    blocks = [_describe_memory(question.spec, question.device, found)]
+    if memory.num_pages:
+        blocks.append(_describe_room(question, memory))
+    if found.capacity is not None:
+        blocks.append(_describe_traffic(found))
+    if found.problem is not None:
+        blocks.append(f"The load does not fit: {found.problem}.")
+    elif remedies:
+        blocks.append("The load fits, but leaves too little room for bursts.")
+    else:
+        blocks.append("The load fits.")
+    if remedies:
+        blocks.append("What to change:\n" + "\n".join(f"- {remedy}" for remedy in remedies))
+    if found.fits:
+        blocks.append(f"Start the server with:\n{_command(found)}")
+    return "\n\n".join(blocks)
+
+
+def _describe_memory(spec: ModelSpec, device: Device, found: Plan) -> str:
+    memory = found.memory
+    taken = memory.reserved_bytes + memory.weight_bytes + memory.activation_bytes + memory.pool_bytes
+    return _align(
+        {
+            "device": f"{device.name}: {_size(device.memory_bytes)}, {device.bandwidth / 1e9:,.0f} GB/s, "
+            f"{device.flops / 1e12:,.0f} TFLOP/s",
+            "weights": f"{_size(memory.weight_bytes)} ({spec.family}, {spec.resolve_dtype(found.config.dtype)}, "
+            f"quantization {found.config.quantization})",
+            "activations": f"{_size(memory.activation_bytes)}, estimated",
+            "driver": f"{_size(memory.reserved_bytes)}, estimated",
+            "page pool": f"{_size(memory.pool_bytes)}: {memory.num_pages:,} pages of {_size(memory.full_page_bytes)}",
+            "unused": f"{_size(max(0, memory.device_bytes - taken))}, for recorded steps and fragmentation",
+        }
+    )
+
+
+def _describe_room(question: Question, memory: Memory) -> str:
+    sizes = {
+        f"adapter of rank {one.rank}": f"{_size(one.num_bytes)}: {one.pages:,} pages, the KV of "
+        f"{one.pages * memory.block_tokens:,} tokens"
+        for one in memory.adapter_sizes
+    }
+    rows = sizes | {
+        "adapters at once": f"{memory.adapters_at_once:,} if no request runs; all {memory.num_adapters:,} take "
+        f"{memory.adapter_pages:,} of {memory.num_pages:,} pages",
+    }
+    if not memory.num_adapters:
+        rows = {}
+    length = question.load.prompt_tokens + question.load.output_tokens
+    return _align(
+        rows
+        | {
+            "tokens of KV": f"{memory.kv_tokens:,} without adapters; longest sequence {memory.max_model_len:,}",
+            "requests at once": f"{memory.requests_at_once:,} of {length:,} tokens (--max-num-seqs allows "
+            f"{question.config.max_num_seqs})",
+            "host memory": f"{_size(memory.host_cache_bytes)} to cache all adapters, "
+            f"{_size(memory.swap_bytes)} for preempted sequences",
+        }
+    )
+
+
+def _describe_traffic(found: Plan) -> str:
+    capacity, latencies, usage = found.capacity, found.latencies, found.utilization or 0.0
+    assert capacity is not None, "the caller has looked"
+    rows = {
+        "capacity": f"{capacity.requests_per_s:.3g} requests/s, {capacity.output_tokens_per_s:,.0f} tokens/s of "
+        f"answers, {capacity.running:.0f} sequences at once",
+        "load": f"{found.rate:.3g} requests/s, {found.rate * found.output_tokens:,.0f} tokens/s of answers: "
+        f"{100 * usage:.0f}% of the capacity",
+    }
+    if latencies is not None:
+        rows |= {
+            "TTFT": f"p50 {_ms(latencies.ttft_p50_s)}, p99 {_ms(latencies.ttft_p99_s)}",
+            "ITL": f"p50 {_ms(latencies.itl_p50_s)}, p99 {_ms(latencies.itl_p99_s)}",
+            "adapter hits": f"{100 * latencies.hit_share:.0f}% of requests found theirs in the pool, at first empty",
+            "simulated": f"{capacity.num_requests} requests for the capacity; {latencies.num_requests} requests in "
+            f"{latencies.seconds:.0f} s for the latencies",
+        }
+    else:
+        rows["simulated"] = f"{capacity.num_requests} requests for the capacity"
+    rows["assumed"] = (
+        f"{EFFICIENCIES['weights']:g} of the bandwidth, {EFFICIENCIES['matrix products']:g} of the FLOP/s; "
+        "capacities may be 20% too high"
+    )
+    return _align(rows)
+
+
+def _command(found: Plan) -> str:
+    """The command that starts an engine with the planned settings."""
+    config, memory = found.config, found.memory
+    flags = []
+    for spec in setting_specs(EngineConfig):
+        value = getattr(config, spec.name)
+        if value is None or (value == spec.default and spec.name not in _STATED):
+            continue
+        shown = ("on" if value else "off") if isinstance(value, bool) else value
+        if isinstance(value, int) and spec.name.endswith("_bytes") and value and value % _MIB == 0:
+            shown = f"{value // _MIB}MiB"
+        flags.append(f"{spec.flag} {shown}")
+    cache = next(spec for spec in setting_specs(Settings) if spec.name == "host_cache_bytes")
+    if memory.host_cache_bytes > cache.default:
+        flags.append(f"{cache.flag} {memory.host_cache_bytes // _MIB}MiB")
+    return " \\\n  ".join(["slora serve", *flags])
+
+
+def _as_record(found: Plan) -> dict[str, Any]:
+    fields = asdict(found)
+    config = {
+        name: str(value) if isinstance(value, Path) else value for name, value in fields.pop("config").items()
+    }
+    return fields | {
+        "efficiencies": EFFICIENCIES,
+        "fits": found.fits,
+        "utilization": found.utilization,
+        "config": config,
+    }
+
+
+def _align(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= _GIB:
+        return f"{num_bytes / _GIB:.2f} GiB"
+    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes >= _MIB else f"{num_bytes / 1024:.1f} KiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,100 @@
+"""Bytes and operations of a model, computed from its config.json without its weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.model_config import ModelConfig
+from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
+from slora_kernels.layout import ModelShape
+
+__all__ = ["ModelSize", "measure_activations", "measure_model"]
+
+_FLOAT_BYTES = 4
+# Bytes of a logit while a token is sampled: in the model's dtype, as float32 in a few copies, and sorted with indices.
+_SAMPLING_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """weight_bytes: of all weights and tables on the device. step_bytes: what one step reads of them.
+
+    token_flop: operations of one token in the layers, apart from attention. head_flop: of one row of logits.
+    """
+
+    weight_bytes: int
+    step_bytes: int
+    token_flop: float
+    head_flop: float
+    is_quantized: bool
+
+
+def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
+    """Raises ConfigError if config.json is not enough: transformers' models may have modules that it does not tell."""
+    element = ELEMENT_BYTES[spec.resolve_dtype(config.dtype)]
+    shape, model = spec.shape(spec.resolve_dtype(config.dtype)), spec.decoder
+    head = shape.vocab_size * shape.hidden_size
+    if model is None:
+        stored = _measure_checkpoint(config.model) // ELEMENT_BYTES.get(spec.dtype, element)
+        return ModelSize(
+            stored * element,
+            (stored - head) * element,
+            2.0 * max(0, stored - 2 * head),
+            2.0 * head,
+            is_quantized=False,
+        )
+    numbers = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
+    rows = shape.num_layers * sum(linear.out_width for linear in shape.linears)
+    is_quantized = config.quantization != "auto" or model.quantization is not None
+    linears = numbers + rows * _FLOAT_BYTES if is_quantized else numbers * element
+    matrices = head * element * (1 if model.tie_word_embeddings else 2)
+    return ModelSize(
+        weight_bytes=linears
+        + matrices
+        + _measure_vectors(model, shape, element)
+        + _measure_rotary(model, config),
+        step_bytes=linears + head * element,
+        token_flop=2.0 * numbers,
+        head_flop=2.0 * head,
+        is_quantized=is_quantized,
+    )
+
+
+def measure_activations(shape: ModelShape, num_tokens: int, num_rows: int) -> int:
+    """Bytes of the activations of the largest step, about. num_rows: sequences that sample a token."""
+    widest = max(linear.out_width for linear in shape.linears)
+    by_token = shape.element_bytes * (
+        4 * shape.hidden_size + 3 * widest + 2 * shape.num_heads * shape.head_dim
+    )
+    return num_tokens * by_token + num_rows * shape.vocab_size * _SAMPLING_BYTES
+
+
+def _measure_vectors(model: ModelConfig, shape: ModelShape, element: int) -> int:
+    """Bytes of norms and biases."""
+    hidden = model.num_layers * (4 if model.post_norms else 2) * model.hidden_size + model.hidden_size
+    heads = model.num_layers * 2 * model.head_dim if model.qk_norm else 0
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    biases = model.num_layers * (
+        model.qkv_bias * (query + 2 * key)
+        + model.output_bias * shape.hidden_size
+        + model.mlp_bias * (2 * model.intermediate_size + shape.hidden_size)
+    )
+    return (hidden + heads) * (_FLOAT_BYTES if model.norm_offset else element) + biases * element
+
+
+def _measure_rotary(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of the tables of cosines and sines, see `slora.models.rotary`."""
+    positions = config.max_model_len or model.max_positions
+    rows = positions * (1 if model.rope_switch is None else 2)
+    return sum(rows * (rope.rotary_dim + rope.rotary_dim % 2) * _FLOAT_BYTES for rope in model.ropes)
+
+
+def _measure_checkpoint(directory: Path) -> int:
+    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    if not num_bytes:
+        raise ConfigError(
+            f"{directory}: transformers' classes compute this model, so the size of its weights does not follow from "
+            "config.json; put the .safetensors files beside it"
+        )
+    return num_bytes

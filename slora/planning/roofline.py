@@ -1,0 +1,131 @@
+"""Times of steps on a device that was never measured, from its data sheet (a roofline model).
+
+A step reads the weights once and multiplies all of its tokens with them. It takes as long as the slower of the two. It
+also reads the KV of its decode rows and the distinct adapters of its tokens. Adapters are copied from the host while
+the step computes. Each part reaches only a share of what the data sheet says. These shares, and the time that the host
+needs to plan and to launch a step, were fitted to rows of an H200 with Llama-3.1-8B, which are in
+bench/results/gpu-2026-11-22.json.
+docs/performance.md says how far predictions are from these rows.
+"""
+
+from dataclasses import dataclass
+
+from slora.cost_model import CostModel, StepWork
+from slora.planning.devices import Device
+from slora.planning.model_size import ModelSize
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import ModelShape
+
+__all__ = ["EFFICIENCIES", "Roofline"]
+
+# Shares of the data sheet's bandwidth and FLOP/s that the engine reaches.
+WEIGHT_READS = 0.72
+QUANTIZED_READS = 0.6  # not measured on a GPU yet
+KV_READS = 0.72
+KV_FP8_READS = 0.35  # half the bytes take longer to read than 16-bit KV
+ADAPTER_READS = 0.6
+MATRIX_PRODUCTS = 0.38
+HOST_COPIES = 0.75
+EFFICIENCIES = {
+    "weights": WEIGHT_READS,
+    "quantized weights": QUANTIZED_READS,
+    "KV": KV_READS,
+    "KV in fp8": KV_FP8_READS,
+    "adapters": ADAPTER_READS,
+    "matrix products": MATRIX_PRODUCTS,
+    "copies from the host": HOST_COPIES,
+}
+# Planning, launching a recorded step and sampling: for each step, and for each decode row.
+_STEP_S, _ROW_S = 0.9e-3, 8e-6
+# Shrink and expand at one site of one layer, apart from the bytes of the adapters.
+_LORA_SITE_S = 13e-6
+# Launching an unrecorded step takes the host this long for each layer, and for each site with adapters.
+_LAUNCH_LAYER_S, _LAUNCH_SITE_S = 0.45e-3, 0.17e-3
+# Steps with prompts are recorded up to this many tokens (`slora/runner/step_graphs.py`).
+RECORDED_TOKENS = 1536
+# Products of float32 do not use the fast matrix units.
+_FLOAT32_SHARE = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds of the parts of a step.
+
+    weights_s: reading all weights. token_s: matrix products of one token. logits_s: of one row of logits.
+    context_token_s: reading the KV of one token of context. lora_s: of any step with adapters. adapter_byte_s: reading
+    one byte of a distinct adapter. launch_s, lora_launch_s: launching an unrecorded step, and its LoRA work.
+    recorded_tokens: the most tokens of a recorded step with prompts.
+    """
+
+    weights_s: float
+    token_s: float
+    logits_s: float
+    context_token_s: float
+    lora_s: float
+    adapter_byte_s: float
+    page_copy_s: float
+    load_byte_s: float
+    launch_s: float
+    lora_launch_s: float
+    recorded_tokens: int = RECORDED_TOKENS
+
+    @staticmethod
+    def of(
+        device: Device,
+        size: ModelSize,
+        shape: ModelShape,
+        kv_format: KVFormat,
+        full_page_bytes: int,
+        block_tokens: int,
+        *,
+        adapted: tuple[str, ...],
+        prompt_tokens: float,
+    ) -> "Roofline":
+        """adapted: the modules that adapters change. prompt_tokens: mean length of prompts, for their attention."""
+        flops = device.flops * MATRIX_PRODUCTS * (_FLOAT32_SHARE if shape.element_bytes > 2 else 1.0)
+        # A token of a prompt attends to half of the prompt on average: two products with each of its K and V.
+        attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * prompt_tokens / 2
+        reads = QUANTIZED_READS if size.is_quantized else WEIGHT_READS
+        kv_reads = KV_FP8_READS if kv_format is KVFormat.FP8 else KV_READS
+        sites = shape.num_layers * sum(
+            any(shape.linears[m].path in adapted for m in group) for group in shape.groups
+        )
+        copied = device.host_bandwidth * HOST_COPIES
+        return Roofline(
+            weights_s=size.step_bytes / (device.bandwidth * reads),
+            token_s=(size.token_flop + attention) / flops,
+            logits_s=size.head_flop / flops,
+            context_token_s=full_page_bytes / block_tokens / (device.bandwidth * kv_reads),
+            lora_s=sites * _LORA_SITE_S,
+            adapter_byte_s=1 / (device.bandwidth * ADAPTER_READS),
+            page_copy_s=full_page_bytes / copied,
+            load_byte_s=1 / copied,
+            launch_s=shape.num_layers * _LAUNCH_LAYER_S,
+            lora_launch_s=sites * _LAUNCH_SITE_S,
+        )
+
+    @property
+    def costs(self) -> CostModel:
+        """What the scheduler bases its decisions on. It has no term for the adapters of a step."""
+        return CostModel(
+            step_s=_STEP_S + self.weights_s,
+            token_s=self.token_s,
+            decode_s=_ROW_S,
+            context_token_s=self.context_token_s,
+            page_copy_s=self.page_copy_s,
+            load_byte_s=self.load_byte_s,
+        )
+
+    def step_seconds(self, work: StepWork, adapter_bytes: int) -> float:
+        """Implements `slora.simulation.machine.StepClock`."""
+        num_tokens = work.prefill_tokens + work.decode_rows
+        copies_s = work.loaded_bytes * self.load_byte_s
+        if not num_tokens:
+            return copies_s + work.swapped_pages * self.page_copy_s
+        products_s = num_tokens * self.token_s + work.decode_rows * self.logits_s
+        lora_s = self.lora_s + adapter_bytes * self.adapter_byte_s if adapter_bytes else 0.0
+        device_s = max(self.weights_s, products_s) + work.context_tokens * self.context_token_s + lora_s
+        if work.prefill_tokens and num_tokens > self.recorded_tokens:
+            device_s = max(device_s, self.launch_s + (self.lora_launch_s if adapter_bytes else 0.0))
+        step_s = _STEP_S + work.decode_rows * _ROW_S + device_s
+        return max(step_s, copies_s) + work.swapped_pages * self.page_copy_s

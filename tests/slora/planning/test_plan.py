@@ -1,0 +1,211 @@
+"""A plan has the engine's own sizes, and times that are near those measured on a GPU."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from slora.cost_model import StepWork
+from slora.engine.engine import Engine
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.model_spec_reader import read_model_spec
+from slora.planning.comparison import compare_slices
+from slora.planning.devices import DEVICES, Device
+from slora.planning.model_size import measure_model
+from slora.planning.plan import Plan, Question, make_plan, plan_memory
+from slora.planning.remedies import find_remedies
+from slora.planning.roofline import Roofline
+from slora.planning.workload import Adapters, Load
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.packing import pack
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_kernels.kv_format import KVFormat
+from tests.slora.models.hub_configs import HUB
+from tests.support.driving import COSTS, make_source
+from tests.support.model_kit import ModelKit
+
+Kits = Callable[[str], ModelKit]
+_GIB = 1 << 30
+_RESULTS = Path(__file__).parents[3] / "bench/results/gpu-2026-11-22.json"
+_MAX_TOKENS = 3000
+# Driver and libraries leave a few MiB for the pool of a tiny model.
+_SMALL = Device("small", 5 * _GIB // 4 + (12 << 20), 1e10, 1e12, 1e9)
+
+
+def silent(what: str, done: float) -> None:
+    assert 0 <= done <= 1, what
+
+
+def make_question(directory: Path, device: Device = _SMALL, **changes: Any) -> Question:
+    config = EngineConfig(directory, max_num_seqs=8, max_num_batched_tokens=64)
+    return Question(
+        read_model_spec(directory),
+        replace(config, **changes),
+        device,
+        Adapters(4, (8,), ("q_proj", "v_proj")),
+        Load(2.0, 20, 10),
+    )
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama-8b")
+    fields = HUB["Llama-3.2-1B"] | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def ask_8b(directory: Path, device: str, rate: float = 1.0, **changes: Any) -> Question:
+    adapters, load = Adapters(20, (16,)), Load(rate, 256, 16)
+    return Question(
+        read_model_spec(directory), EngineConfig(directory, **changes), DEVICES[device], adapters, load
+    )
+
+
+def test_an_engine_with_the_planned_settings_has_the_planned_pages(kits: Kits) -> None:
+    kit = kits("llama")
+    plan = make_plan(make_question(kit.directory, max_lora_rank=16), silent, max_tokens=_MAX_TOKENS)
+    config = replace(plan.config, device="cpu", kernels="torch")
+    engine = Engine(config, read_model_spec(kit.directory), make_source(kit)[0], costs=COSTS)
+    memory, info = plan.memory, engine.info
+    assert (memory.num_pages, memory.full_page_bytes) == (info.num_pages, info.full_page_bytes)
+    assert memory.max_model_len == info.max_model_len
+    assert engine.stats().swap_pages_total == memory.swap_bytes // memory.full_page_bytes
+    engine.close()
+
+
+def test_a_planned_adapter_has_the_bytes_of_a_packed_one(kits: Kits) -> None:
+    kit = kits("llama")
+    shape = read_model_spec(kit.directory).shape("float32")
+    packed = pack(read_adapter(kit.adapters["r8_on_q_and_v"], shape, AdapterLimits()), shape, "float32")
+    (size,) = plan_memory(make_question(kit.directory)).memory.adapter_sizes
+    assert size.num_bytes == len(packed.buffer)
+    assert size.pages == -(
+        -len(packed.buffer) // plan_memory(make_question(kit.directory)).memory.full_page_bytes
+    )
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2", "phi3_longrope"])
+def test_the_weights_have_the_bytes_of_the_checkpoint(kits: Kits, model: str) -> None:
+    directory = kits(model).directory
+    spec = read_model_spec(directory)
+    stored = sum(t.nbytes for path in directory.glob("*.safetensors") for t in load_file(path).values())
+    assert spec.decoder is not None
+    rows = spec.max_positions * (2 if spec.rope_switch else 1)
+    rotary = sum(4 * rows * rope.rotary_dim for rope in spec.decoder.ropes)
+    assert measure_model(spec, EngineConfig(directory)).weight_bytes - rotary == stored
+
+
+def test_quantized_weights_take_a_byte_each(llama_8b: Path) -> None:
+    spec = read_model_spec(llama_8b)
+    whole = measure_model(spec, EngineConfig(llama_8b))
+    quantized = measure_model(spec, EngineConfig(llama_8b, quantization="int8"))
+    numbers = whole.token_flop / 2
+    assert whole.weight_bytes - quantized.weight_bytes == pytest.approx(numbers, rel=0.01)
+
+
+def test_two_plans_of_one_question_are_equal(kits: Kits) -> None:
+    question = make_question(kits("llama").directory)
+    plans = [make_plan(question, silent, max_tokens=_MAX_TOKENS) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert plans[0].fits and plans[0].latencies is not None
+
+
+def test_a_load_beyond_the_capacity_does_not_fit_and_more_engines_are_the_remedy(kits: Kits) -> None:
+    question = make_question(kits("llama").directory)
+    question = replace(question, load=replace(question.load, rate=1e5))
+    plan = make_plan(question, silent, max_tokens=_MAX_TOKENS)
+    assert plan.problem is not None and "the queue would grow without end" in plan.problem
+    assert plan.latencies is None
+    remedies = find_remedies(question, plan, silent, max_tokens=_MAX_TOKENS)
+    assert any("engines like this one" in remedy for remedy in remedies)
+
+
+def test_weights_that_do_not_fit_lead_to_quantization_or_a_larger_device(llama_8b: Path) -> None:
+    # 16 GiB: less than the weights with driver and activations, but enough for weights of 8 bits.
+    question = ask_8b(llama_8b, "L4")
+    question = replace(question, device=replace(question.device, memory_bytes=16 * _GIB))
+    plan = make_plan(question, silent, max_tokens=_MAX_TOKENS)
+    assert plan.problem is not None and "the weights take 15.0 GiB" in plan.problem
+    remedies = find_remedies(question, plan, silent, max_tokens=_MAX_TOKENS)
+    assert [remedy.partition(":")[0] for remedy in remedies[:2]] == ["--quantization fp8", "--device A10G"]
+    assert "tensor parallelism" in remedies[-1]
+
+
+def test_an_engine_on_a_slice_gets_its_part_of_adapters_and_requests(llama_8b: Path) -> None:
+    plans = compare_slices(ask_8b(llama_8b, "H100", max_num_seqs=16), silent, max_tokens=_MAX_TOKENS)
+    assert list(plans) == [
+        "H100",
+        *(f"H100 {name}" for name in ("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "50%", "25%")),
+    ]
+    whole, small, half = plans["H100"], plans["H100 1g.10gb"], plans["H100 3g.40gb"]
+    assert isinstance(whole, Plan) and isinstance(small, Plan) and isinstance(half, Plan)
+    assert small.problem is not None and small.memory.num_pages == 0
+    assert (half.engines, half.memory.num_adapters) == (2, 10)
+    assert 0.5 <= half.rate < 0.7 and whole.rate == 1.0
+    assert whole.memory.num_pages > 2 * half.memory.num_pages > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapters": Adapters(1, (0,))}, "rank is 0; it must be from 1 to"),
+        ({"adapters": Adapters(1, (8,), ("query",))}, "target 'query' matches no module"),
+        ({"adapters": Adapters(-1)}, "adapters is -1"),
+        ({"load": Load(0.0, 10, 10)}, "rate is 0; it must be above 0"),
+        ({"load": Load(1.0, 10**6, 10)}, "prompt_tokens is 1000000; it must be from 1 to"),
+    ],
+)
+def test_a_value_that_cannot_be_planned_is_named_with_its_limit(
+    kits: Kits, changes: dict[str, Any], message: str
+) -> None:
+    question = replace(make_question(kits("llama").directory), **changes)
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(question)
+
+
+def test_8_bit_floats_are_refused_on_a_device_without_them(llama_8b: Path) -> None:
+    with pytest.raises(ConfigError, match="A100-80 has no 8-bit floats"):
+        plan_memory(ask_8b(llama_8b, "A100-80", kv_cache_dtype="fp8"))
+
+
+def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(llama_8b: Path) -> None:
+    spec = read_model_spec(llama_8b)
+    shape = spec.shape("bfloat16")
+    page_bytes = shape.num_layers * shape.page_bytes(16)
+    size = measure_model(spec, EngineConfig(llama_8b))
+    paths = tuple(linear.path for linear in shape.linears)
+    roofline = Roofline.of(
+        DEVICES["H200"], size, shape, KVFormat.MODEL, page_bytes, 16, adapted=paths, prompt_tokens=128
+    )
+    rows = json.loads(_RESULTS.read_text())["tables"]["end to end bdf0a68"]
+    measured = [row for row in rows if row["kind"] == "decode" and row["graphs"]]
+    assert [row["adapters"] for row in measured] == [0, 1, 8, 32]
+    for row in measured:
+        # The row's gigabytes are those of the weights and of the KV that a step reads.
+        context = int((1e9 * row["base GB"] - size.step_bytes) / (page_bytes / 16))
+        work = StepWork(0, row["batch"], context, 0, 0)
+        predicted_ms = 1e3 * roofline.step_seconds(work, int(1e9 * row["adapters GB"]))
+        assert predicted_ms == pytest.approx(row["step ms"], rel=0.1)
+
+
+def test_the_predicted_capacity_is_within_a_quarter_of_that_measured_on_an_h200(llama_8b: Path) -> None:
+    """S-LoRA's setting S1: rank 8 on the linears of attention, prompts and answers of 260 tokens on average."""
+    rows = json.loads(_RESULTS.read_text())["tables"]["end to end d971222"]
+    measured = max(row["requests/s"] for row in rows if row["kind"] == "serving")
+    adapters = Adapters(5, (8,), ("attention",), alpha=0.0)
+    question = replace(ask_8b(llama_8b, "H200"), adapters=adapters, load=Load(5.0, 260, 260))
+    plan = make_plan(question, silent, max_tokens=20_000, with_latencies=False)
+    assert plan.capacity is not None
+    assert plan.capacity.requests_per_s == pytest.approx(measured, rel=0.25)
