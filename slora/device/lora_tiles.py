@@ -28,8 +28,8 @@ class Tile(NamedTuple):
 class TileLayer(NamedTuple):
     """The tiles of one layer, with decode rows first.
 
-    Whether a row is a decode row depends only on its own chunk. Its result is therefore the same in every batch, bit
-    for bit.
+    Whether a row is a decode row depends only on its own chunk. The result of a row is therefore bit-identical in every
+    batch.
 
     max_group_rank: greatest total rank of a linear group among the layer's adapters.
     """

@@ -1,9 +1,9 @@
 """Compares the masks of transformers' plain attention with the masks that paged attention implements.
 
-transformers builds no mask for an attention function that is registered without a mask function: it assumes that the
-function masks by itself. Paged attention implements the causal mask, and the causal mask within a sliding window. A
-model with other masks, or whose attention calls do not pass their window, would get wrong answers. The model is
-therefore run a second time with a mask function that records the mask of each layer, and the two are compared.
+transformers builds no mask for an attention function that is registered without a mask function, because it assumes
+that such a function masks by itself. Paged attention implements the causal mask, and the causal mask within a sliding
+window. A model with other masks, or whose attention calls do not pass their window, would get wrong answers. The model
+is therefore run a second time with a mask function that records the mask of each layer, and the two are compared.
 """
 
 from collections.abc import Callable, Iterable

@@ -169,7 +169,7 @@ _FAMILIES: Mapping[str, Family] = {
 
 FAMILIES: Mapping[str, Family] = {
     **_FAMILIES,
-    # The larger Gemma 3 models also read images. Their text part is the text model.
+    # The larger Gemma 3 models also read images. Their text part is the model of the family gemma3_text.
     "gemma3": replace(
         _FAMILIES["gemma3_text"],
         # transformers applies the softcap to logits only if the text model is used alone.

@@ -2,10 +2,10 @@
 
     python -P -m slora.models.model_structure DIR      prints a ModelSpec as JSON
 
-There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights. It
-runs with an attention function that records how each layer calls it. Hooks record which linears project all tokens of
-the step. A second run records the masks that transformers would build. A model that paged attention or LoRA would
-compute wrongly is refused here, with the reason. A process that has not imported torch runs this module in a
+There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights. The
+model runs with an attention function that records how each layer calls the function. Hooks record which linears project
+all tokens of the step. A second run records the masks that transformers would build. A model that paged attention or
+LoRA would compute wrongly is refused here, with the reason. A process that has not imported torch runs this module in a
 subprocess.
 """
 

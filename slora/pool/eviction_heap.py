@@ -24,12 +24,17 @@ class Candidate(NamedTuple):
 
     @property
     def is_live(self) -> bool:
-        """False after the item was removed. Its ticket is then 0, or a newer one if it was added again."""
+        """Whether the item is still a candidate with this ticket. An item that was removed has ticket 0, or a newer
+        ticket if it was added again.
+        """
         return self.item.ticket == self.ticket
 
 
 class EvictionHeap:
-    """Removed candidates stay in the heap until they reach its top (lazy deletion) or outnumber the live ones."""
+    """A heap of candidates, lowest rank first.
+
+    Removed candidates stay in the heap until they reach its top (lazy deletion) or outnumber the live candidates.
+    """
 
     __slots__ = ("_candidates", "num_live")
 

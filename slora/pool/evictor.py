@@ -113,8 +113,8 @@ class Evictor:
 
         The evictable pages are counted first, so a call that fails evicts nothing.
 
-        protected: items that must not be evicted. With a prefix block it must also contain the idle blocks before that
-            block. They cannot be evicted as long as the block is kept.
+        protected: items that must not be evicted. If it contains a prefix block, it must also contain the idle blocks
+            before that block. Those blocks cannot be evicted as long as the block is kept.
         ignore_floors: treat all other tenants as if they had no floor.
         ignore_pins: evict pinned items when no unpinned item is left.
         """

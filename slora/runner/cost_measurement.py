@@ -38,7 +38,7 @@ _MAX_RUNS = 3
 # longer. A copy cost that is too high might never be corrected: the scheduler would never choose a swap, so no swap
 # would be measured again.
 _MIN_COPIES = 5
-# Upper limit of the bytes in one timed copy. It is too large for a CPU cache to serve.
+# Upper limit of the bytes in one timed copy. So many bytes do not fit into a CPU cache.
 _COPY_BYTES = 32 << 20
 _COPY_PAGES = 64
 _MIN_S = 1e-9
@@ -72,8 +72,8 @@ class _Timings:
         decode_s = (self.rows - self.one_row) / max(1, self.num_rows - 1)
         step_s = self.one_row - max(decode_s, _MIN_S)
         token_s = (self.prefill - step_s) / self.prefill_tokens
-        # Other costs are converted into tokens, so noise must not make a token free. It costs at least a tenth of its
-        # share of the whole prefill step.
+        # Other costs are converted into tokens, so noise must not make a token free. A token costs at least a tenth of
+        # its share of the whole prefill step.
         token_s = max(token_s, 0.1 * self.prefill / self.prefill_tokens)
         context_tokens = self.num_rows * max(1, self.context_tokens - 1)
         return CostModel(

@@ -162,9 +162,7 @@ class SamplingTable:
         """Returns the rows of the sequences. A sequence with drafts is listed once for each position to sample."""
         index = np.array([sequence.row for sequence in sequences], np.int64)
         features = self._features[index]
-        if not (
-            self._biases.has_any or features.any()
-        ):  # The common case. It selects and uploads no numbers.
+        if not (self._biases.has_any or features.any()):  # The common case: no numbers to upload.
             return SamplingRows(index, features, True, self._ints[:0], self._no_numbers)
         positions = _find_positions(sequences)
         is_biased = positions < self._biases.until[index]

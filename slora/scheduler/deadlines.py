@@ -1,8 +1,8 @@
 """Deadlines for the first token: the early abort of S-LoRA.
 
-A request that would miss its deadline even if it were admitted now is ended. Its compute time then serves requests that
-can still meet theirs. A beam search yields its first token only when it is over, so even a running search can be ended.
-Times are seconds on the scheduler's clock.
+A request that would miss its deadline even if it were admitted now is ended. The compute time then goes to requests
+that can still meet their deadlines. A beam search yields its first token only when it is over, so even a running search
+can be ended. Times are seconds on the scheduler's clock.
 """
 
 import heapq

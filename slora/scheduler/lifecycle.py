@@ -178,7 +178,7 @@ class Lifecycle:
     def add_fork(self, sequence: Sequence, parent: Sequence) -> None:
         """Adds a fork of `parent` to the batch.
 
-        It shares the KV of `parent`, and already has its row of the sampling table.
+        The fork shares the KV of `parent`, and already has its row of the sampling table.
         """
         sequence.blocks = parent.blocks.fork(self._paging.kv)
         sequence.num_computed, sequence.num_inserted = parent.num_computed, parent.num_inserted
@@ -227,10 +227,9 @@ class Lifecycle:
                 self.finish(sequence)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
-        """Drops a deleted adapter: at once, or when the last request that names it has ended.
+        """Drops a deleted adapter at once, or when the last request that names it has ended.
 
-        These requests may need the copy in the host cache again, for example after a preemption. So the copy is
-        discarded only when they have ended.
+        Until then, its copy in the host cache is kept, because these requests may need it again after a preemption.
         """
         self.unfinished.mark_deleted(version)
         self._remove_deleted(version)

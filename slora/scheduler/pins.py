@@ -7,8 +7,8 @@
 A pin never blocks a request for good. It takes only free or idle pages, and never an adapter that the next requests
 need. An idle pinned adapter is evicted when nothing else can be, and is loaded again later.
 
-If the pool has no room, the copy in the host cache is released: it would take the room of adapters that requests wait
-for. Fetching it again is cheap.
+If the pool has no room, the copy in the host cache is released, because it would take the room of adapters that
+requests wait for. Fetching the adapter again is cheap.
 
 Loading a pinned adapter is not charged to any tenant. All pins together hold at most half of the pool; pins earlier in
 the list take precedence.
@@ -137,7 +137,9 @@ class Pins:
                 state.num_failures = 0
 
     def record_failed_loads(self, residents: Iterable[Resident]) -> None:
-        """Called when a step that was to load these adapters has failed. They are loaded again after a delay."""
+        """Called when a step that was to load these adapters has failed. The pinned ones are loaded again after a
+        delay.
+        """
         for resident in residents:
             state = self._pins.get(resident.version)
             if state is not None:

@@ -81,9 +81,9 @@ class Preemption:
         return any(one.is_starving and not one.is_background for one in (*self._batch, *self.upcoming))
 
     def choose_victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
-        """The sequence to preempt so that `tenant` gets `num_pages`.
+        """Returns the sequence to preempt so that `tenant` gets `num_pages`.
 
-        If that would put the tenant above its ceiling, the victim is one of the tenant's own sequences.
+        If these pages would put the tenant above its ceiling, the victim is one of the tenant's own sequences.
         """
         own_limit = tenant.would_exceed_ceiling(num_pages)
         return self._queue.choose_victim(s for s in self._batch if s.tenant is tenant or not own_limit)

@@ -5,8 +5,8 @@
                               v
                          released: it stays in the host cache until evicted there
 
-Prewarming evicts nothing from the pool and tries once; an adapter that must stay needs a pin. Tenants may therefore
-prewarm their own adapters as often as they like: it uses only free pages.
+Prewarming evicts nothing from the pool, and tries only once. An adapter that must stay in the pool needs a pin. Tenants
+may prewarm their own adapters as often as they like, because prewarming uses only free pages.
 """
 
 import logging

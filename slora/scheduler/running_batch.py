@@ -30,7 +30,7 @@ class RunningBatch:
         return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
 
     def runs_alone(self, sequence: Sequence) -> bool:
-        """Whether no other sequence runs, except beams of the same search: they advance only together with this one."""
+        """Whether no other sequence runs. Beams of the same search do not count, because they advance only together."""
         return all(
             one is sequence or (one.search is not None and one.search is sequence.search)
             for one in self._sequences

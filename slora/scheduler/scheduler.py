@@ -196,7 +196,7 @@ class Scheduler:
         return self.prewarming.request(version)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
-        """Drops a deleted adapter: at once, or when the last request that names it has ended."""
+        """Drops a deleted adapter at once, or when the last request that names it has ended."""
         self.pins.remove(version)
         self.prewarming.remove(version)
         self._lifecycle.remove_adapter(version)
@@ -430,7 +430,7 @@ class Scheduler:
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""
-        if not sequence.is_running:  # It was preempted after the caller had listed the running sequences.
+        if not sequence.is_running:  # Preempted after the caller had listed the running sequences.
             return False
         if not self.adapters.are_ready(sequence.residents):
             return False

@@ -204,7 +204,9 @@ class Sequence:
         return (self.arrival, self.index) < (other.arrival, other.index)
 
     def fork(self, index: int) -> "Sequence":
-        """Creates choice or beam `index` of the same request, with the same arrival order. It holds no pages yet."""
+        """Creates choice or beam `index` of the same request. It has the same place in the order of arrival, and holds
+        no pages yet.
+        """
         block_tokens = self.blocks.block_tokens
         seed = choice_seed(self.seed, index)
         choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, block_tokens)
