@@ -5,10 +5,11 @@ prompt is alone in a step. Then the prompts are cut into chunks that share steps
 decode step. If tokens of different sequences mix outside attention (convolutions, recurrent state, a batch index used
 as a position), the logits change.
 
-A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
-realistic length would take minutes on a CPU, so only lengths up to `_MAX_REAL_LENGTH` tokens are tested as they are.
-For longer lengths the check is repeated with these lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
-computes at most about 900 tokens for any model. `slora.models.model_structure` compares windows at their real lengths.
+A model may change its arithmetic at each length in its config (windows, chunks, floors). These lengths are often
+thousands of tokens, and longer prompts would take minutes on a CPU. So only lengths up to `_MAX_REAL_LENGTH` tokens are
+tested as they are. For greater lengths, the check is repeated while the model itself is changed to use `_SHORT_LENGTH`
+instead. The check computes at most about 900 tokens for any model. `slora.models.model_structure` compares windows at
+their real lengths.
 
 The pages of this check hold K and V in the model's dtype, even if the engine stores K and V in fp8. Rounding to 8 bits
 would hide real differences.

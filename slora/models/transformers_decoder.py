@@ -138,7 +138,7 @@ class _LastHiddenState:
             self._is_capturing = False
 
     def pop_rows(self, rows: Tensor) -> Tensor:
-        """Returns the hidden states [N, H] of these rows in the last forward pass, and forgets the others."""
+        """Returns the hidden states [N, H] of `rows` in the last forward pass. Called at most once per pass."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "the forward pass had no last_hidden_state"
         return hidden[0, rows]

@@ -80,8 +80,8 @@ class BlockTable:
         return table
 
     def adopt(self, num_freed: int, pages: list[int], kv: KVCache) -> None:
-        """Takes over the references to `pages`, which were acquired just now, preceded by `num_freed` freed blocks. The
-        table must be empty.
+        """Fills the empty table with `num_freed` freed blocks, followed by `pages`. Takes over the references to
+        `pages`, which the caller has just acquired.
 
         Worked example: adopt(2, [7, 9], kv) gives the entries 7, 7, 7, 9; the last two are held.
         """

@@ -163,7 +163,7 @@ class Evictor:
         ignore_floors: bool,
         ignore_pins: bool,
     ) -> bool:
-        """Whether enough pages can be freed. Counts a lower bound of the evictable pages."""
+        """Whether enough pages can be freed. Compares the need with a lower bound of the evictable pages."""
         kept: Counter[TenantAccount] = Counter()
         pinned = self._pinned_pages.copy()
         for item in protected_items:
