@@ -182,10 +182,12 @@ def test_children_get_only_the_variables_that_they_need() -> None:
     cloud = {"AWS_SECRET_ACCESS_KEY": "a", "FSSPEC_S3_ENDPOINT_URL": "https://minio", "HTTPS_PROXY": "p"}
     harmless = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "LC_ALL": "C"}
     environment = secrets | cloud | harmless
-    defaults = {"GOMP_SPINCOUNT": "10000"}
+    defaults = pass_on({}, ENGINE_VARIABLES)
+    assert {"GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"} == set(defaults)
     assert pass_on(environment, ENGINE_VARIABLES) == harmless | defaults
     assert pass_on(environment, LOADER_VARIABLES) == harmless | cloud | defaults
     assert (
         pass_on({"OCI_KEY": "o", "OTHER": "x"}, (*LOADER_VARIABLES, "OCI_*")) == {"OCI_KEY": "o"} | defaults
     )
-    assert pass_on({"GOMP_SPINCOUNT": "1"}, ENGINE_VARIABLES) == {"GOMP_SPINCOUNT": "1"}
+    chosen = {"GOMP_SPINCOUNT": "1", "LRU_CACHE_CAPACITY": "32", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+    assert pass_on(chosen, ENGINE_VARIABLES) == chosen
