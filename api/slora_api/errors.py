@@ -190,7 +190,10 @@ class PinsFull(ApiError):
 
 
 class QuotaExceeded(ApiError):
-    """A tenant would exceed its quota. The message states the numbers. param: the quota field whose limit is too low."""
+    """A tenant would exceed its quota. The message states the numbers.
+
+    param: the quota field whose limit is too low.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
