@@ -27,7 +27,7 @@ __all__ = ["Acceptor"]
 
 _log = get_rate_limited_logger(__name__)
 
-# Accepting this many connections takes the event loop about 2 ms.
+# Accepting this many connections blocks the event loop for about 2 ms.
 _MAX_AT_ONCE = 16
 _RETRY_S = 1.0
 # How long a process with more connections waits, so that another process can accept a new one first.
@@ -39,7 +39,7 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
-    """Hands each accepted connection to a new protocol. The owner of the listening socket closes it."""
+    """Accepts connections and hands each one to a new protocol. It does not close the listening socket."""
 
     def __init__(
         self, listener: socket.socket, connections: Connections, make_protocol: Callable[[], HttpProtocol]
@@ -77,12 +77,12 @@ class Acceptor:
                 return
 
     def _accept_after_yielding(self) -> None:
-        """Accepts a connection if no other process has done so meanwhile: the others may be busy or stopped."""
+        """Resumes accepting. Tries one connection at once, because the other processes may be busy or stopped."""
         self._listen()
         self._accept_one()
 
     def _accept_one(self) -> bool:
-        """Returns whether a connection was accepted."""
+        """Accepts one connection, and serves or refuses it. Returns False if there was none."""
         try:
             accepted, address = self._listener.accept()
         except OSError as error:

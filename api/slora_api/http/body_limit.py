@@ -38,7 +38,7 @@ _GRACE_S = 20.0
 # The memory for bodies holds this many bodies of the largest size.
 _MAX_BODIES = 64
 _LINGER_S = 5.0
-# The headers and small fields of a form around its file.
+# Room for the multipart headers and the small fields that a form has besides its file.
 _FORM_BYTES = 1 << 14
 _LINGER_BYTES = 256 << 20
 
@@ -47,9 +47,9 @@ _LINGER_BYTES = 256 << 20
 class BodyLimits:
     """The size limits by path, and the minimum rate of all paths.
 
-    max_upload_bytes: limit for `upload_path`. max_file_bytes: limit of a file for `file_path`, whose body also has some
-    small fields. max_body_bytes: limit for `generation_paths`. All other paths have the
-    limit MAX_SMALL_BODY_BYTES.
+    max_upload_bytes: limit for `upload_path`. max_file_bytes: limit of the file in a form sent to `file_path`; the form
+    may have further small fields. max_body_bytes: limit for `generation_paths`. All other paths have the limit
+    MAX_SMALL_BODY_BYTES.
     """
 
     max_body_bytes: int
@@ -84,8 +84,8 @@ class BodyLimits:
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
     def memory(self, board: HostBoard | None = None) -> PermitPool:
-        """The memory for all bodies in all API processes, in bytes: 256 MiB by default. One tenant may use at most half
-        of it.
+        """Returns the permits for the memory of all bodies in all API processes, one for each byte. The default is 256
+        MiB. One tenant may use at most half of this memory.
         """
         num_bytes = _MAX_BODIES * self.max_body_bytes
         return PermitPool(
@@ -97,7 +97,7 @@ class BodyLimits:
         )
 
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
-        """Returns the error for a body of which `num_bytes` arrived in `waited_s` seconds of waiting."""
+        """Returns the error for a slow body. Only `num_bytes` arrived while the server waited `waited_s` seconds."""
         return RequestTooSlow(
             f"The body arrived too slowly: {num_bytes} bytes in {waited_s:.0f} s. After "
             f"{self.grace_s:g} s a body must average {self.min_bytes_per_s:g} bytes/s "
@@ -123,7 +123,7 @@ class _BodyReader:
         self.refusal: ApiError | None = None
 
     async def receive(self) -> Message:
-        """Returns the next part, or the disconnect after the last part.
+        """Returns the next part of the body. After the last part, waits for the client's disconnect and returns it.
 
         Raises BodyTooLarge, RequestTooSlow, TenantBusy, ServerBusy.
         """
@@ -157,7 +157,7 @@ class _BodyReader:
         self._held.close()
 
     async def drop_rest(self) -> None:
-        """Reads and drops the rest of the body, with limits of time and size."""
+        """Reads and drops the rest of the body, up to a limit of time and of size."""
         limit = self.num_bytes + _LINGER_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
@@ -175,7 +175,9 @@ class _BodyReader:
 
 
 class BodyLimitMiddleware:
-    """ASGI middleware that wraps everything that may read a body. board: None if this process is the only one."""
+    """ASGI middleware that applies the limits to each body. It wraps all layers that may read one. board: None if this
+    process is the only one.
+    """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, board: HostBoard | None = None) -> None:
         self._app = app

@@ -28,13 +28,13 @@ __all__ = ["Connection", "Connections"]
 
 _log = get_rate_limited_logger(__name__)
 
-# A batch closes one in this many connections. It closes several at once, because the search for idle ones looks at all
+# A batch closes 1 in 64 connections. It closes several at once, because each search for idle connections looks at all
 # connections: 5 ms for 4,096.
 _BATCHES = 64
-# A process waits for another one only if it has more connections than that one by over an eighth. Without this margin,
-# processes would wait for one another when many clients connect at once.
+# A process waits only if it has over an eighth more connections than another process. Without this margin, processes
+# would wait for one another when many clients connect at once.
 _FAIR_MARGIN = 8
-# Home networks have a /64 of IPv6, so its addresses count as one client.
+# A home network usually has a whole /64 of IPv6, so all addresses of a /64 count as one client.
 _IPV6_PREFIX = 64
 
 
@@ -103,7 +103,7 @@ class Connections:
         self._share(address, 1)
 
     def discard(self, connection: Connection) -> None:
-        """Removes a closed connection. An unknown connection is no error."""
+        """Removes a closed connection. Does nothing if the connection is unknown."""
         address = self._addresses.pop(connection, None)
         if address is not None:
             self._num_of[address] -= 1

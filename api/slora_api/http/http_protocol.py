@@ -72,7 +72,7 @@ class _Reader:
             self._since, self._num_buffered = now_s, num_buffered
 
     def account(self, now_s: float, num_buffered: int) -> float:
-        """Charges the wait so far. Returns the seconds that are left."""
+        """Charges the wait so far. Returns the seconds for which the client may still keep the server waiting."""
         if self._since is not None:
             self._timeout.charge(now_s - self._since, max(0, self._num_buffered - num_buffered))
             self._since, self._num_buffered = now_s, num_buffered
@@ -86,15 +86,15 @@ class _Reader:
 
 
 class _Connection(h11.Connection):
-    """Gives out the head of an answer with the first bytes of its body, so that one system call sends both.
+    """h11's connection, which holds back the head of an answer until the first bytes of its body.
 
-    ASGI has servers wait for these bytes before they send the head.
+    One system call then sends both. ASGI asks servers to send the head only with the first message of the body.
     """
 
     _head: list[bytes] | None = None
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """`send` joins the parts that this method returns."""
+        """Returns the parts to send. The caller, `send`, joins them."""
         parts = super().send_with_data_passthrough(event)
         if isinstance(event, h11.Response):
             self._head = parts
@@ -142,7 +142,7 @@ class HttpProtocol(H11Protocol):
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Parses what has arrived. h11 limits only a head that is not complete yet."""
+        """Parses the received bytes. Refuses a head that is too large even if it is complete, because h11 does not."""
         if self.conn.their_state is h11.IDLE and self._is_head_too_large():
             error = HeadersTooLarge(
                 f"The request line and the headers are larger than {_MAX_HEAD_BYTES} bytes. Send fewer or shorter "
@@ -212,14 +212,14 @@ class HttpProtocol(H11Protocol):
         return False
 
     def _reset(self) -> None:
-        """Resets the connection and drops the unread bytes in the transport and in the kernel, which would keep them
-        for minutes.
+        """Resets the connection. This drops the bytes that the client has not read, which the kernel would otherwise
+        keep for minutes.
         """
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
 
     def _watch_head(self) -> None:
-        """Records when the head of a request began to arrive; None once it is complete."""
+        """Records when the head of a request began to arrive, or None once the head is complete."""
         if not self._awaits_request or not self.conn.trailing_data[0]:
             self._head_at = None
         elif self._head_at is None:

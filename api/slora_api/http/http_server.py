@@ -46,7 +46,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(drain_s),
             )
         )
-        # uvicorn logs a line for each request that is not valid HTTP.
+        # uvicorn logs a line for each request that is not valid HTTP, so the lines need a rate limit.
         get_rate_limited_logger("uvicorn.error")
         self._connections = Connections(limits, board)
         self._acceptors: list[Acceptor] = []

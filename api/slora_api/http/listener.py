@@ -8,13 +8,14 @@ __all__ = ["open_listener"]
 
 # Connections that may wait in the kernel to be accepted.
 _BACKLOG = 2048
-# The kernel's send buffer of one connection. By default it grows to 4 MiB, and the server would notice only then that a
-# client does not read. 256 KiB allow 2.5 MB/s over a round trip of 100 ms.
+# The kernel's send buffer of one connection. By default it grows to 4 MiB. Only when it is full does the server notice
+# that a client does not read. 256 KiB allow 2.5 MB/s over a round trip of 100 ms.
 _SEND_BUFFER_BYTES = 256 << 10
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Opens the port, so that a port in use is reported before the model is loaded. port: 0 selects a free one.
+    """Returns a socket that listens on the port. It is opened before the model is loaded, so that a port in use is
+    reported at once. port: 0 selects a free one.
 
     Raises ConfigError.
     """
@@ -26,8 +27,8 @@ def open_listener(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
         ) from error
     # Accepted connections inherit both options. asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP
-    # explicitly. Without TCP_NODELAY, the end of each answer but the first of a connection waits for the client's
-    # delayed ACK: 40 ms on Linux.
+    # explicitly. Without TCP_NODELAY, each answer after the first one on a connection ends late: its last bytes wait
+    # for the client's delayed ACK, 40 ms on Linux.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener

@@ -27,5 +27,5 @@ class MinRateTimeout:
         self.left_s = min(self._grace_s, self.left_s - waited_s + num_bytes / self._bytes_per_s)
 
     def credit(self, seconds: float) -> None:
-        """Gives back `seconds`, in which the server did not wait for the peer."""
+        """Gives back `seconds` during which the server did not wait for the peer."""
         self.left_s = min(self._grace_s, self.left_s + seconds)

@@ -22,7 +22,7 @@ __all__ = ["RequestScopeMiddleware"]
 
 logger = logging.getLogger(__name__)
 
-# Request ids that a client may choose: safe in a header and in a log line. An API key is no request id.
+# The request ids that a client may choose. They are safe in a header and in a log line.
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 Observe = Callable[[str, int, float], None]
@@ -35,7 +35,7 @@ def _request_id(headers: Headers) -> str:
 
 
 class _ResponseSender:
-    """Sends an answer with the headers that every answer has, and with those of the request's meter if it has one."""
+    """Sends an answer. Adds the headers of every answer, and the headers of the request's meter if there is one."""
 
     __slots__ = ("_context", "_send", "_started_at", "_state", "status")
 
@@ -65,7 +65,9 @@ class _ResponseSender:
 
 
 class RequestScopeMiddleware:
-    """ASGI middleware. observe: called with route, status and seconds of every answer. tracing: None makes no spans."""
+    """ASGI middleware. observe: called with route, status and seconds of every answer. tracing: if None, no spans are
+    made.
+    """
 
     def __init__(self, app: ASGIApp, observe: Observe, tracing: Tracing | None = None) -> None:
         self._app = app
@@ -74,7 +76,7 @@ class RequestScopeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # The server runs without lifespan and websockets, so any other scope is a bug.
+            # The server runs without lifespan and websockets, so any scope but HTTP is a bug.
             raise RuntimeError(f"this application answers HTTP, not {scope['type']!r}")
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
@@ -88,13 +90,14 @@ class RequestScopeMiddleware:
         try:
             await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:
-            # uvicorn cancels the remaining requests when the drain time is over, and waits no longer.
+            # When the drain time is over, uvicorn cancels the remaining requests. Answer them before it closes the
+            # connections.
             if sender.status is None:
                 await error_response(Stopping())(scope, receive, sender.send)
         except ApiError as error:  # A layer around the routes has refused or ended the request.
             if sender.status is None:
                 await error_response(error)(scope, receive, sender.send)
-        except Exception as error:  # A bug fails this request only, and is logged.
+        except Exception as error:  # A bug is logged, and fails only this request.
             logger.error(
                 "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error
             )

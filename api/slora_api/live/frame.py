@@ -1,7 +1,7 @@
 """Makes the frames of the console: what one viewer may see of an observation of the engine.
 
-An operator sees all tenants. A tenant sees its own pages, adapters and requests by name. Of others it sees how many
-pages they hold together, their share of the work, and the times of the engine's steps.
+An operator sees all tenants. A tenant sees its own pages, adapters and requests by name. For all other tenants
+together, it sees the number of their pages and their share of the work. It also sees the times of the engine's steps.
 """
 
 import base64
@@ -19,7 +19,7 @@ from slora_adapters.version import AdapterVersion
 
 __all__ = ["FrameMaker", "FrameObject"]
 
-# One byte for each cell: 0 is a free page, and the last number is that of all further owners.
+# A cell is one byte, so the owners of a frame are limited. Owners beyond the limit share one number.
 _MAX_OWNERS = 250
 _OTHER = PageOwner("other", "")
 _DIGEST_CHARS = 12
@@ -28,9 +28,7 @@ Names = Mapping[AdapterVersion, str]
 
 
 class QuantilesObject(TypedDict):
-    """The median and the 99th percentile of measured times. p50, p99: in seconds. count: how many times were
-    measured.
-    """
+    """The median and the 99th percentile of measured times. p50, p99: in seconds. count: the number of measurements."""
 
     p50: float
     p99: float
@@ -38,8 +36,8 @@ class QuantilesObject(TypedDict):
 
 
 class OwnerObject(TypedDict):
-    """What a page holds, and for which tenant. content: the kind of content. tenant: null for all other tenants, and
-    for public prefixes. adapter: its name, or the beginning of its digest.
+    """What a page holds, and for which tenant. content: the kind of content. tenant: null for pages of other tenants
+    and for public prefixes. adapter: the adapter's name, or the beginning of its digest.
     """
 
     content: Literal["kv", "prefix", "adapter", "idle_adapter", "other"]
@@ -59,8 +57,8 @@ class CountsObject(TypedDict):
 
 
 class PoolObject(TypedDict):
-    """The page pool as a map of cells. stride: cell C shows page C times `stride`. cells: one byte for each cell, in
-    base64: 0 is a free page, and N is the N-th of `owners`.
+    """The page pool as a map of cells. stride: cell C shows the page with the number C × stride. cells: one byte for
+    each cell, in base64: 0 is a free page, and N is the N-th of `owners`.
     """
 
     num_pages: int
@@ -84,7 +82,8 @@ class LiveTenantObject(TypedDict):
 
 
 class TrafficObject(TypedDict):
-    """The traffic of the viewer's tenant, or of all tenants for an operator. The steps are those of the engine.
+    """The traffic of the viewer's tenant, or of all tenants for an operator. The numbers of steps are those of the
+    whole engine.
 
     tokens_per_s: generated tokens. first_token: times from the arrival in the engine to the first token. interval:
     times between two tokens. awaiting_adapter: sequences whose adapter is being fetched; null for tenants.
@@ -102,8 +101,8 @@ class TrafficObject(TypedDict):
 
 
 class WorkObject(TypedDict):
-    """The work of one adapter. share: fraction of the tokens that were computed lately. tenant: null for all tenants
-    that are not listed. adapter: null for the base model.
+    """The work of one adapter. share: fraction of the tokens that were computed lately. tenant: null for the sum of all
+    tenants that are not listed. adapter: null for the base model.
     """
 
     tenant: str | None
@@ -113,7 +112,7 @@ class WorkObject(TypedDict):
 
 class EventObject(TypedDict):
     """Something that happened in the page pool. number: grows with each event until the engine restarts or is no longer
-    watched. times: how often it happened.
+    watched. times: how often the event happened.
     """
 
     number: int
@@ -146,7 +145,8 @@ class FrameMaker:
         self._state = state
         self._names = names
         self._cells = array("H", state.page_map.cells)
-        # Numbers of owners by tenant, those with the most cells first. All of them are under None.
+        # The numbers of owners by tenant, sorted by their cells, most first. The key None has the owners of all
+        # tenants.
         self._drawn: defaultdict[str | None, list[int]] = defaultdict(list)
         for number, _ in Counter(self._cells).most_common():
             if number:

@@ -1,8 +1,8 @@
 """The live feed of the console: one task observes the engine a few times a second while a console watches.
 
 All viewers of this process share its observations, and viewers with the same rights share the text of a frame. A viewer
-that reads slowly gets the newest frame and skips those in between, so it delays no other viewer and no memory is used
-for it. Without viewers nothing is observed, and the engine records nothing.
+that reads slowly skips frames and gets the newest one. It delays no other viewer, and no frames are kept for it.
+Without viewers, nothing is observed, and the engine records nothing.
 """
 
 import asyncio
@@ -24,12 +24,13 @@ __all__ = ["LiveFeed"]
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.4
-# The interval is at least this long for each tenant that watches, because each has a frame of its own. Making one takes
-# half a millisecond of the event loop.
+# The interval is at least this long times the number of watching tenants. Each tenant has a frame of its own, which
+# takes half a millisecond of the event loop.
 _TENANT_INTERVAL_S = 0.015
-# The engine forgets that it is watched if it is not observed for five seconds.
+# The engine stops recording if it is not observed for five seconds.
 _MAX_INTERVAL_S = 4.0
-# A step that takes longer than this delays a frame. The engine is observed between two steps.
+# How long an observation may take. The engine answers between two steps. After this time, viewers get null instead of a
+# frame.
 _PATIENCE_S = 5.0
 # The most viewers in one process. An operator counts like a tenant.
 _MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
@@ -42,7 +43,7 @@ FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 class LiveFeed:
     """Observes the engine for the viewers of this process.
 
-    find_names: looks names of adapters up in the database. is_stopping: whether the server is shutting down, which ends
+    find_names: looks up names of adapters in the database. is_stopping: whether the server is shutting down, which ends
         all feeds.
     """
 
@@ -66,7 +67,7 @@ class LiveFeed:
     async def watch(self, tenant: str | None) -> AsyncGenerator[bytes, None]:
         """Yields frames as server-sent events, until the server stops. A frame is null while no engine answers.
 
-        tenant: the viewer's; None for an operator. Raises TenantBusy or ServerBusy.
+        tenant: the viewer's tenant; None for an operator. Raises TenantBusy or ServerBusy.
         """
         self._admit(tenant)
         self._viewers[tenant] += 1
@@ -101,7 +102,7 @@ class LiveFeed:
             try:
                 await self._observe(loop.time())
             except Exception:
-                # A bug must not leave viewers waiting forever.
+                # The viewers get null, so that a bug does not leave them waiting forever.
                 logger.exception("the live feed failed to observe the engine")
                 self._publish(None)
             interval_s = min(max(_INTERVAL_S, _TENANT_INTERVAL_S * len(self._viewers)), _MAX_INTERVAL_S)
@@ -119,7 +120,7 @@ class LiveFeed:
         self._publish(state)
 
     async def _name_adapters(self, state: LiveState, now: float) -> None:
-        """Looks up the names of the adapters that a viewer may see, and that have not been looked up lately."""
+        """Looks up the names of the adapters that a viewer may see, unless they were looked up lately."""
         if now > self._named_at + _NAMES_S:
             self._named_at = now
             self._names, self._named = {}, set()

@@ -51,8 +51,8 @@ def allocate_files(directory: Path, num_processes: int) -> None:
 
 
 def share_metrics(directory: Path, process: int) -> None:
-    """Makes this process store its metrics in files of its own in `directory`. Call it before any metric is created.
-    The metrics continue the counts of an earlier process with the same number.
+    """Makes this process store its metrics in files of its own in `directory`. The counts continue those of an earlier
+    process with the same number. Call this before any metric is created.
     """
     # prometheus_client finds the files by this variable.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
@@ -129,12 +129,12 @@ class Metrics:
         self._whole_answer.observe(seconds)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """Counts one answer. route: the route's pattern; the path would make one label value for each adapter name."""
+        """Counts one answer. route: the route's pattern. A path would add a label value for each adapter name."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
 
     def quota_refused(self, quota: str) -> None:
-        """Counts a refusal. quota: the field that did not admit a request or an upload."""
+        """Counts a request or an upload that a quota refused. quota: the field with the exceeded limit."""
         self._quota_refusals.labels(quota).inc()
 
     def answered_line(self, outcome: str) -> None:
@@ -142,14 +142,14 @@ class Metrics:
         self._batch_lines.labels(outcome).inc()
 
     def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
-        """Returns the text that Prometheus scrapes. Without an engine its metrics are left out rather than shown as
-        zeros.
+        """Returns the text that Prometheus scrapes. Without an engine, the engine's metrics are left out rather than
+        shown as zeros.
         """
         self._engine = engine
         return generate_latest(self._scraped)
 
     def collect(self) -> Iterable[Metric]:
-        """Makes the metrics that are not counted in this process. The registry calls it at each scrape."""
+        """Yields the metrics that are read at each scrape instead of counted. The registry calls this method."""
         restarts = CounterMetricFamily(
             "slora_process_restarts",
             "Number of times that a process of the server died and was restarted.",

@@ -33,8 +33,8 @@ _Start = Literal["base", "warm", "cold"]
 
 
 class RequestMetrics:
-    """One observation of each histogram for each engine request, that is, for each prompt. Lines of batches are left
-    out, because they may wait for hours.
+    """Histograms with one observation for each engine request, that is, for each prompt. Lines of batches are left out,
+    because they may wait for hours.
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
@@ -89,7 +89,7 @@ class RequestMetrics:
         self._fetch, self._load = waits.labels("fetch"), waits.labels("load")
 
     def count(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
-        """Counts a request that has ended. A stage that it did not reach is not counted."""
+        """Counts a request that has ended. Stages that the request did not reach are not counted."""
         if request.is_background:
             return
         self._prompt_tokens.observe(len(request.prompt_token_ids))
