@@ -12,7 +12,7 @@ __all__ = ["AdapterQuota", "check_stored"]
 
 
 class AdapterQuota:
-    """Checks new adapter versions. refused: called with the field of the quota at each refusal."""
+    """Checks new adapter versions. refused: called at each refusal, with the field of the exceeded limit."""
 
     def __init__(self, quota_store: QuotaStore, refused: Callable[[str], None]) -> None:
         self._quota_store = quota_store
@@ -21,8 +21,8 @@ class AdapterQuota:
     def check(self, tenant: str, usage: StorageUsage, name: str, adapter: CheckedAdapter) -> None:
         """Raises QuotaExceeded if a tenant with this usage may not have `adapter` as a new version of `name`.
 
-        The quota is read from the database. Call this inside the transaction that creates the version, so that it
-        cannot miss a quota that another request lowers at the same time.
+        The quota is read from the database. Call this inside the transaction that creates the version. It then takes
+        into account a quota that another request lowers at the same time.
         """
         quota = self._quota_store.find_tenant_quota(tenant)
         if quota.adapter_versions is not None and usage.num_versions >= quota.adapter_versions:
@@ -45,7 +45,7 @@ class AdapterQuota:
 
 
 def check_stored(changes: Mapping[str, int | None], tenant: str, usage: StorageUsage) -> None:
-    """Raises QuotaExceeded if the tenant already has more than the changed limits allow."""
+    """Raises QuotaExceeded if the tenant already stores more than the changed limits allow."""
     for name, used, unit in (
         ("adapter_versions", usage.num_versions, "adapter versions"),
         ("stored_bytes", usage.num_bytes, "stored bytes"),

@@ -60,26 +60,26 @@ _LOG_ENTRY = struct.Struct("<qq")
 _ACCOUNTS_AT = 8192
 _DIGEST_BYTES = 16
 _ACCOUNT = struct.Struct(f"<{_DIGEST_BYTES}s8q{BUCKETS}I{BUCKETS}q")
-# Process (its position plus 1; 0 is a free entry), two accounts (-1 is none), second, day, month, requests, tokens and
-# answers.
+# The fields are: process, two accounts (-1 is none), second, day, month, requests, tokens and answers. The process is
+# its position plus 1; 0 marks a free entry.
 _RESERVATION = struct.Struct("<9q")
 _NO_ACCOUNT = -1
 _NO_DIGEST = bytes(_DIGEST_BYTES)
 
 _MAX_ACCOUNTS = 4096
 _MAX_RESERVATIONS = 8192
-# An account is found within this many entries after the position that its digest determines.
+# The digest of an account determines a position. The account is in one of this many entries from there.
 _PROBES = 32
 _LOCK_TRIES = 16
 _LOCK_PAUSE_S = 0.0005
-# A process holds the lock for some ten microseconds, unless it is stopped.
+# A process holds the lock for some ten microseconds, unless the process is stopped.
 _LOCK_PATIENCE_S = 5.0
 _SWEEP_S = 1.0
 
 
 class HostCounters:
-    """Implements `QuotaCounters`. The file is created if necessary. If the disk has no room for it, the counters are
-    those of this process alone.
+    """Implements `QuotaCounters`. The file is created if necessary. If the disk has no room for the file, this process
+    counts for itself.
 
     clock_ns: nanoseconds on a clock that all processes of the host share. utc: Unix time.
     """
@@ -101,10 +101,10 @@ class HostCounters:
         self._num_bytes = self._reservations_at + max_reservations * _RESERVATION.size
         self._descriptor = _open(path, self._num_bytes)
         self._map = mmap.mmap(-1 if self._descriptor is None else self._descriptor, self._num_bytes)
-        # Where the account of a name was last found.
+        # Name -> the place where its account was last found.
         self._places: dict[str, int] = {}
         self._next_reservation = os.getpid() * 37 % max_reservations
-        # Settlements that wait for the lock.
+        # Settlements to apply when this process gets the lock.
         self._unsettled: list[tuple[int, int, bool]] = []
         self._day = self._month = 0
         self._lock_blocking()
@@ -127,7 +127,7 @@ class HostCounters:
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
         assert isinstance(reservation.handle, int)
-        if self._map.closed:  # `close` has returned all reservations
+        if self._map.closed:  # `close` has settled all reservations.
             return
         self._unsettled.append((reservation.handle, used_tokens, counts))
         self._settle_waiting()
@@ -204,7 +204,7 @@ class HostCounters:
         return Reservation(charge, tuple(account.use(now) for account in accounts), handle)
 
     def _settle_waiting(self) -> None:
-        """Applies the settlements that wait for the lock. If another process holds it, tries again after a pause."""
+        """Applies the waiting settlements. If another process holds the lock, tries again after a pause."""
         if not self._unsettled:
             return
         if not self._try_lock():
@@ -258,8 +258,8 @@ class HostCounters:
                 self._unlock()
 
     def _return_of_dead(self) -> None:
-        """Settles the reservations of dead processes. The caller holds the lock, because a new process may take the
-        entry of a dead one at any time.
+        """Settles the reservations of dead processes. The caller holds the lock. Otherwise, a new process could take
+        the entry of a dead one meanwhile.
         """
         for process_id, process in list(self._processes()):
             if not _is_alive(*process):
@@ -277,7 +277,7 @@ class HostCounters:
     # -- accounts ----------------------------------------------------------------------------------------------------
 
     def _find_accounts(self, subjects: tuple[Subject, ...], now: Moment) -> list[tuple[int, Account]]:
-        """Returns the place of each subject's account and its present state."""
+        """Returns the place and the present state of each subject's account."""
         found: list[tuple[int, Account]] = []
         for subject in subjects:
             place, account = self._find_account(subject.account, now, [place for place, _ in found])
@@ -286,7 +286,9 @@ class HostCounters:
         return found
 
     def _find_account(self, name: str, now: Moment, taken: list[int]) -> tuple[int, Account]:
-        """Finds an account, or a place for a new one. taken: places that the same request uses."""
+        """Returns the place and the state of an account, which may be new. taken: places of other accounts of the same
+        request, which must not be replaced.
+        """
         digest = _digest(name)
         place = self._places.get(name)
         if place is not None:
@@ -362,14 +364,14 @@ class HostCounters:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def _commit(self, writes: list[tuple[int, bytes]]) -> None:
-        """Makes all writes, or none if the process is killed before the log is complete."""
+        """Makes all writes. If the process is killed before the log is complete, none of them takes effect."""
         shared, at = self._map, _LOG_AT
         for offset, content in writes:
             _LOG_ENTRY.pack_into(shared, at, offset, len(content))
             at += _LOG_ENTRY.size
             shared[at : at + len(content)] = content
             at += len(content)
-        # The count is below 256, so that only one of its bytes changes.
+        # The count is below 256, so only one of its bytes changes. A killed process cannot leave it half written.
         _NUMBER.pack_into(shared, _LOG_LENGTH_AT, len(writes))
         for offset, content in writes:
             shared[offset : offset + len(content)] = content
@@ -401,7 +403,7 @@ class HostCounters:
     # -- the lock ------------------------------------------------------------------------------------------------------
 
     async def _lock(self) -> None:
-        """Takes the lock without blocking the event loop, and applies the settlements that were waiting for it."""
+        """Takes the lock without blocking the event loop, and applies the waiting settlements."""
         deadline: float | None = None
         while not any(self._try_lock() for _ in range(_LOCK_TRIES)):
             deadline = time.monotonic() + _LOCK_PATIENCE_S if deadline is None else deadline
@@ -453,8 +455,8 @@ def _pack(digest: bytes, account: Account) -> bytes:
 
 
 def _open(path: Path, num_bytes: int) -> int | None:
-    """Opens the file, or makes a new one if it is missing or of another boot or layout. Returns None if the disk has no
-    room for it.
+    """Opens the file. Creates a new file if there is none, or if it is from an earlier boot or has another layout.
+    Returns None if the disk has no room.
     """
     header = _HEADER.pack(_LAYOUT, _boot_id())
     try:
@@ -507,7 +509,9 @@ def _boot_id() -> bytes:
 
 
 def _started_at(pid: int) -> int | None:
-    """Returns when a process started, in the kernel's ticks; None if it does not run. The kernel reuses ids."""
+    """Returns when a process started, in the kernel's ticks; None if it does not run. The start identifies a process,
+    because the kernel reuses process ids.
+    """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:

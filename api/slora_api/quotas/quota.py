@@ -1,7 +1,7 @@
 """The quota of a tenant or of an API key: the limits of what it may use.
 
 A request must fit into the quota of its tenant and into that of its key. A field that is None sets no limit. For a
-tenant, the server's settings then apply where they have a default.
+tenant, the default of the server's settings then applies, if there is one.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from slora_api.settings import Settings
 
 __all__ = ["NO_QUOTA", "QUOTA_FIELDS", "TENANT_ONLY", "Quota", "default_quota"]
 
-# Field -> its largest value. JSON numbers above 2**53 lose digits in some clients.
+# Field -> the largest limit that it accepts. JSON numbers above 2**53 lose digits in some clients.
 _MOST = {
     "requests_per_minute": 10**9,
     "tokens_per_minute": 10**12,
@@ -25,7 +25,7 @@ _MOST = {
     "stored_bytes": 2**50,
 }
 QUOTA_FIELDS = tuple(_MOST)
-# A key has no adapters of its own.
+# A key cannot have these limits, because adapters belong to its tenant.
 TENANT_ONLY = ("adapter_versions", "stored_bytes")
 
 

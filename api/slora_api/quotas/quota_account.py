@@ -11,8 +11,8 @@ __all__ = ["Account", "Moment"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time. ms: milliseconds on the clock of the windows. day, month: numbers of the day and the month in
-    UTC.
+    """A point in time. ms: milliseconds on the clock of the windows. day, month: in UTC, counted without gaps across
+    months and years.
     """
 
     ms: int
@@ -45,7 +45,7 @@ class Account:
     tokens: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
     def advance(self, now: Moment) -> None:
-        """Drops what has left the windows. A new day or month starts with no tokens.
+        """Drops the charges that have left the windows. A new day or month starts with no tokens.
 
         If the date goes back, because the clock of the host was wrong, the account has to be seeded again.
         """
@@ -63,7 +63,7 @@ class Account:
             self.month, self.tokens_this_month = now.month, 0
 
     def find_obstacles(self, quota: Quota, charge: Charge, now: Moment) -> Iterator[tuple[str, int | None]]:
-        """Yields each field of the quota that the charge would exceed, with the wait as in `Obstacle`."""
+        """Yields each field of the quota that the charge would exceed, with the `wait_ms` of an `Obstacle`."""
         for name, window, added in (
             ("requests_per_minute", self.requests, charge.requests),
             ("tokens_per_minute", self.tokens, charge.tokens),
@@ -117,7 +117,7 @@ class Account:
         )
 
     def _wait_ms(self, window: list[int], excess: int, now: Moment) -> int | None:
-        """The time until `excess` has left the window; None if the window does not hold as much."""
+        """Returns the time until charges of at least `excess` have left the window; None if it contains less."""
         for second in range(self.second - BUCKETS + 1, self.second + 1):
             excess -= window[second % BUCKETS]
             if excess <= 0:
@@ -125,7 +125,7 @@ class Account:
         return None
 
     def _reset_ms(self, window: list[int], now: Moment) -> int:
-        """The time until the window is empty."""
+        """Returns the time until the window is empty."""
         for second in range(self.second, self.second - BUCKETS, -1):
             if window[second % BUCKETS]:
                 return (second + BUCKETS) * 1000 - now.ms

@@ -1,10 +1,10 @@
-"""What requests have used of the quotas of tenants and keys, and the protocol of the counters that hold it.
+"""The counters of what tenants and keys use of their quotas: their protocol and its types.
 
-A request reserves its largest possible use before it is admitted, and settles the reservation when it ends. What it
-did not use is refunded to the second, day and month in which it was reserved.
+A request reserves its largest possible use before it is admitted, and settles the reservation when it ends. The unused
+part is refunded to the second, day and month of the reservation.
 
 Limits per minute use a sliding window of buckets of one second. A charge counts in its own second and in the next 60.
-So no 60 seconds ever contain more than the limit, and the moment when a request fits again is known exactly.
+So no period of 60 seconds ever contains more than the limit. The moment when a request fits again is known exactly.
 
 Counters are not durable, and the account of an idle subject may be dropped. An account with a budget is therefore
 seeded from the durable history before its first reservation; see `NotSeeded`.
@@ -47,7 +47,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request reserves. tokens: the most that it can use. answers: the answers that it has in progress."""
+    """What a request reserves. tokens: the most that the request can use. answers: how many answers it has in
+    progress.
+    """
 
     tokens: int
     answers: int
@@ -58,8 +60,8 @@ class Charge:
 class Use:
     """What a subject uses, its open reservations included.
 
-    requests, tokens: charged in the last minute. The fields with `_reset_ms` say when the last of it leaves the window.
-    reserved_tokens: the part of all tokens that open reservations hold.
+    requests, tokens: charged in the last minute. The fields with `_reset_ms` are the time until these charges have left
+    the window. reserved_tokens: the part of all tokens that open reservations hold.
     """
 
     requests: int = 0
@@ -74,9 +76,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A reservation that was made. Pass it to `QuotaCounters.settle` exactly once.
+    """A successful reservation. Pass it to `QuotaCounters.settle` exactly once.
 
-    uses: what each subject uses, this reservation included. handle: identifies it to the counters that made it.
+    uses: what each subject uses, this reservation included. handle: identifies the reservation to its counters.
     """
 
     charge: Charge
@@ -88,8 +90,8 @@ class Reservation:
 class Obstacle:
     """A limit that a reservation would exceed.
 
-    field: the field of the quota. wait_ms: when the reservation fits, if nothing else is charged; None where that is
-    not known: budgets, and answers in progress.
+    field: the field of the quota. wait_ms: the time until the reservation fits, if nothing else is charged. None for
+    budgets and answers in progress, and where no wait helps.
     """
 
     subject: Subject
@@ -99,7 +101,7 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reservation that was not made. obstacles: every limit that it would exceed."""
+    """A refused reservation, which charged nothing. obstacles: every limit that it would exceed."""
 
     obstacles: tuple[Obstacle, ...]
     uses: tuple[Use, ...]
@@ -129,13 +131,13 @@ class QuotaCounters(Protocol):
         """
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
-        """Ends a reservation. counts: whether the request counts; False refunds it."""
+        """Ends a reservation. counts: whether the request counts towards `requests_per_minute`; False refunds it."""
 
     async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
         """Returns what each subject uses now."""
 
     async def seed(self, subject: Subject, tokens_today: int, tokens_this_month: int) -> None:
-        """Sets the tokens that the durable history has. The counters keep the larger of these and their own numbers."""
+        """Sets the used tokens from the durable history. If the counters have larger numbers, they keep their own."""
 
     async def run(self) -> None:
         """Keeps this process's reservations alive and refunds those of dead processes, until cancelled."""

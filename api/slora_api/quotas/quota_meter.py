@@ -1,7 +1,8 @@
 """Charges requests to the quotas of their tenant and their key.
 
 A request reserves its prompt and the longest answers that it may get before it is admitted. When the engine has
-reported what the request used, that replaces the reservation. So quotas and the usage ledger count the same tokens:
+reported the use of the request, this use replaces the reservation. So quotas and the usage ledger count the same
+tokens:
 
 | how the request ends | requests | tokens |
 |---|---|---|
@@ -50,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 _DAY_S = 86_400
 _COMPARE_S = 30.0
-# A day can begin between seeding an account and reserving.
+# Reserving may fail again after seeding, for example if a new day has just begun.
 _MAX_TRIES = 4
-# An answer without max_tokens may take this part of the smallest limit of tokens, so that several requests fit into it.
+# An answer without max_tokens may use at most 1/4 of the smallest token limit, so that several requests fit into it.
 _DEFAULT_PART = 4
-# A request ends without a failure of the server if its client hangs up or its deadline cannot be met.
+# These errors are no failures of the server: the client hung up, or the deadline cannot be met.
 _ENDED_BY_CLIENT = (asyncio.CancelledError, GeneratorExit, DeadlineMissed)
 _BUDGETS = ("tokens_per_day", "tokens_per_month")
 
@@ -74,7 +75,7 @@ class QuotaMeter:
     quota_store: the quotas of tenants and keys.
     wait_s: estimates the seconds until a number of answers in progress have ended; called with that number and the
     number of answers in progress.
-    refused: called with the field of the quota at each refusal.
+    refused: called at each refusal, with the field of the exceeded limit.
     utc: Unix time.
     """
 
@@ -93,14 +94,15 @@ class QuotaMeter:
         self.refused = refused
         self.utc = utc
         self._history = history
-        # Subjects with a budget that reserved since the last comparison with the history.
+        # Account -> its subject, for subjects with a budget that made a reservation since the last comparison with the
+        # history.
         self._budgeted: dict[str, Subject] = {}
 
     async def open(self, tenant: str, key_id: str, *, is_background: bool = False) -> "RequestMeter":
         """Returns the meter of one request. Raises StoreUnavailable.
 
-        is_background: the request is a line of a batch. Such lines take at most half of the limits per minute, so that
-        interactive requests keep the other half, and they are no answers in progress.
+        is_background: the request is a line of a batch. Lines use at most half of the limits per minute, so that
+        interactive requests keep the other half. They do not count as answers in progress.
         """
         quotas = self._quota_store.find_cached(key_id)
         if quotas is None:
@@ -118,7 +120,9 @@ class QuotaMeter:
         return use
 
     async def reserve(self, subjects: tuple[Subject, ...], charge: Charge) -> Reservation | Refusal:
-        """Reserves in the counters, and seeds accounts that are not seeded. Raises StoreUnavailable."""
+        """Reserves the charge in the counters. Accounts without the history of their budget are seeded first. Raises
+        StoreUnavailable.
+        """
         for subject in subjects:
             if subject.quota.has_budget:
                 self._budgeted[subject.account] = subject
@@ -131,7 +135,7 @@ class QuotaMeter:
         raise StoreUnavailable(f"the budget of tenant {subjects[0].tenant!r} could not be seeded")
 
     async def run(self) -> None:
-        """Keeps the counters current, until cancelled."""
+        """Maintains the counters and compares budgets with the history, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.counters.run())
             group.create_task(self._compare())
@@ -163,8 +167,8 @@ class QuotaMeter:
 
 
 class Spending:
-    """What one request uses, as the engine reports it. settle: called with the used tokens when the request has ended
-    and every part of it is reported.
+    """What one request uses, as the engine reports it. settle: called once with the used tokens, when the request has
+    ended and the engine has reported every part of it.
     """
 
     def __init__(self, settle: Callable[[int], None]) -> None:
@@ -174,7 +178,7 @@ class Spending:
         self._has_ended = False
 
     def open(self) -> Callable[[RequestUsage], None]:
-        """Adds an engine request. Call the result with its usage."""
+        """Adds an engine request. Returns the function to call with the usage of this engine request."""
         self._num_open += 1
         return self._report
 
@@ -205,7 +209,7 @@ class RequestMeter:
         self._counts_answers = counts_answers
         self._subjects = subjects
         self._is_counted = False
-        # The uses that the counters returned last.
+        # What each subject uses, as the counters returned it last.
         self._uses: tuple[Use, ...] | None = None
 
     @property
@@ -215,7 +219,7 @@ class RequestMeter:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_adapters(self, count: int) -> None:
-        """Raises BadRequest if a request may not add up `count` adapters."""
+        """Raises BadRequest if the quota does not permit one request to add up `count` adapters."""
         for subject in self._subjects:
             limit = subject.quota.composed_adapters
             if limit is not None and count > limit:
@@ -226,7 +230,7 @@ class RequestMeter:
                 )
 
     def default_answer_tokens(self, prompt_tokens: int, num_answers: int) -> int | None:
-        """Returns the most tokens of each answer for which the client sent no max_tokens; None for no limit."""
+        """Returns the limit of tokens for each answer if the client sent no max_tokens; None for no limit."""
         limits = [one.quota.least_tokens for one in self._subjects if one.quota.least_tokens is not None]
         if not limits:
             return None
@@ -234,10 +238,10 @@ class RequestMeter:
         return max(1, min(least // _DEFAULT_PART, least - prompt_tokens) // num_answers)
 
     async def count_request(self, least_tokens: int = 0) -> None:
-        """Charges the request before its prompt is tokenized. Further calls charge nothing. least_tokens: the fewest
-        tokens that the request can need.
+        """Charges the request before its prompt is tokenized. Further calls charge nothing. Raises the errors of
+        `hold`.
 
-        Raises as `hold` does.
+        least_tokens: the fewest tokens that the request can need. Only checked against the limits, not charged.
         """
         if self._is_counted:
             return
@@ -257,7 +261,9 @@ class RequestMeter:
         return _Hold(self, charge, param)
 
     async def headers(self) -> dict[str, str]:
-        """Returns the headers `x-ratelimit-*`. Of two limits, they show the one with less left."""
+        """Returns the headers `x-ratelimit-*`. If both the tenant and the key have a limit, the headers show the one
+        with less left.
+        """
         try:
             uses = self._uses or await self._quotas.counters.read(self._subjects)
         except StoreUnavailable:
@@ -300,7 +306,7 @@ class RequestMeter:
         raise error
 
     def _explain(self, refusal: Refusal, charge: Charge) -> tuple[Obstacle, ApiError]:
-        """Returns the obstacle that lasts longest, and the error for the client."""
+        """Returns the obstacle that lasts longest, and the error that explains it to the client."""
         obstacle = max(refusal.obstacles, key=_severity)
         subject, name = obstacle.subject, obstacle.field
         use = refusal.uses[self._subjects.index(subject)]
@@ -401,7 +407,7 @@ def _owner(subject: Subject) -> str:
 
 
 def _severity(obstacle: Obstacle) -> tuple[int, int]:
-    """Sorts obstacles by how long they last: budgets the longest, and the limit of answers in progress the shortest."""
+    """The sort key of an obstacle by how long it lasts: budgets longest, the limit of answers in progress shortest."""
     if obstacle.field in _BUDGETS:
         return 2, _BUDGETS.index(obstacle.field)
     return (0, 0) if obstacle.field == "concurrent_answers" else (1, obstacle.wait_ms or 0)
@@ -416,7 +422,7 @@ def _end_of(budget: str, utc: float) -> datetime:
 
 
 def _check_fits(subject: Subject, charge: Charge, param: str) -> None:
-    """Raises RateLimited or BadRequest for a charge that exceeds a limit even if nothing else is charged."""
+    """Raises RateLimited or BadRequest if the charge alone exceeds a limit, so that waiting would not help."""
     quota = subject.quota
     parts, remedy = (
         ("its inputs", "Send fewer or shorter inputs")

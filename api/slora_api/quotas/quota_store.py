@@ -36,7 +36,7 @@ _KEY_OWNER = select(schema.api_keys.c.tenant).where(schema.api_keys.c.key_id == 
 
 @dataclass(frozen=True, slots=True)
 class KeyQuotas:
-    """The quotas that limit the requests of one key. subjects: the tenant and the key, as far as their quotas limit
+    """The quotas that limit the requests of one key. subjects: those of the tenant and the key that have a limit for
     requests.
     """
 
@@ -48,7 +48,7 @@ class QuotaStore:
     """The quotas of all tenants and keys. It may be used by several threads. Methods raise StoreUnavailable.
 
     default: limits of tenants whose quota does not set them.
-    is_behind: whether the cache may lack a change of another process, so that lookups must not use it.
+    is_behind: whether the cache may lack a change of another process. Lookups then do not use the cache.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class QuotaStore:
         return self._cache.get(key_id)
 
     def find(self, tenant: str, key_id: str) -> KeyQuotas:
-        """Returns the quotas of a key, from the cache if they are there."""
+        """Returns the quotas of a key, from the cache or else from the database."""
         found = self._cache.get(key_id) or self._cache.look_up(key_id, lambda: self._read(tenant, key_id))
         assert found is not None
         return found
 
     def find_tenant_quota(self, tenant: str) -> Quota:
-        """Returns the limits that apply to a tenant. They are not cached. Raises NotFound."""
+        """Returns the limits that apply to a tenant, without using the cache. Raises NotFound."""
         if not self._database.read(_TENANT_EXISTS, {"tenant": tenant}):
             raise NotFound.of_tenant(tenant)
         return self._read_quota(tenant, "").or_default(self._default)
 
     def find_key_subject(self, key_id: str) -> Subject:
-        """Returns a key with its quota. It is not cached. Raises NotFound."""
+        """Returns a key with its quota, without using the cache. Raises NotFound."""
         rows = self._database.read(_KEY_OWNER, {"key_id": key_id})
         if not rows or rows[0][0] is None:
             raise NotFound.of_key(key_id)
@@ -98,7 +98,7 @@ class QuotaStore:
         self._change(self.find_key_subject(key_id).tenant, key_id, changes, lambda: None)
 
     def apply_changes(self, changes: Changes) -> None:
-        """Drops from the cache what has changed. changes: what was just read from the feed."""
+        """Drops changed entries from the cache. changes: the changes that were just read from the feed."""
         self._cache.apply_changes(changes)
 
     def _read(self, tenant: str, key_id: str) -> KeyQuotas:

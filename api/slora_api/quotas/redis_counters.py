@@ -6,8 +6,8 @@
     slora:quota:{<tenant>}:leases          sorted set: id -> when its lease ends
 
 One script (`redis_counters.lua`) makes every change, so a reservation is atomic. It uses the time of Redis. Each
-process renews the leases of its reservations. The next call for a tenant returns reservations whose lease has ended.
-Keys expire a day after their last use; what a budget needs is then seeded again.
+process renews the leases of its reservations. The next call for a tenant refunds reservations whose lease has ended.
+Keys expire a day after their last use. An account with a budget is then seeded again.
 
 While Redis does not answer, each host counts for itself (`HostCounters`), so limits hold for each host. A process tries
 Redis again every second.
@@ -90,7 +90,7 @@ class RedisCounters:
     async def reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
     ) -> Reservation | Refusal | NotSeeded:
-        # A client may hang up meanwhile. The script then runs nevertheless, and its reservation has to be returned.
+        # If the client hangs up during the call, the script still runs, and its reservation has to be refunded.
         task = asyncio.create_task(self._reserve(subjects, charge))
         try:
             return await asyncio.shield(task)
@@ -221,8 +221,8 @@ class RedisCounters:
 
 
 async def _unless_cancelled(call: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits a call of redis-py. A cancellation ends the wait, but not the call, because redis-py can lose a
-    cancellation, and the task would then never end.
+    """Awaits a call of redis-py. A cancellation ends the wait, but not the call: redis-py can lose a cancellation, and
+    a cancelled task would then never end.
     """
     return await asyncio.shield(asyncio.ensure_future(call))
 

@@ -54,8 +54,10 @@ class DeletedAlias(TypedDict):
     ),
 )
 async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) -> PublishedObject:
-    """Multipart fields: name, config, weights, and optionally tokenizer_config, chat_template, generation_config and
-    base_fingerprint. An archive may replace all files.
+    """Uploads an adapter as a new version of its name.
+
+    The multipart fields are name, config and weights, and optionally tokenizer_config, chat_template, generation_config
+    and base_fingerprint. One archive may replace all files.
     """
     with services.generator.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")
@@ -85,8 +87,8 @@ def get_adapter(reference: str, key: AdapterReader, services: Wired) -> VersionO
 async def delete_adapter(
     reference: str, key: AdapterWriter, services: Wired, force: bool = False
 ) -> DeletedAdapter:
-    """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at it, unless `force` is
-    set.
+    """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at a version to delete,
+    unless `force` is set.
     """
     key.check_adapter(reference.partition("@")[0])
     await services.catalog.delete(key.tenant, reference, force=force)
@@ -99,7 +101,7 @@ async def delete_adapter(
     responses=errors(ModelNotFound, EngineUnavailable),
 )
 async def prewarm_adapter(reference: str, key: InferenceKey, services: Wired) -> PrewarmObject:
-    """Starts to load the adapter and answers where it is now. Repeat the request to follow the progress."""
+    """Starts to load the adapter and shows where the adapter is now. Repeat the request to follow the progress."""
     return await services.catalog.prewarm(key, reference)
 
 

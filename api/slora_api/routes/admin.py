@@ -36,8 +36,9 @@ class TenantObject(TypedDict):
 
 
 class PurgeObject(TypedDict):
-    """What a purge deleted. blobs: stored weights; `blobs_kept` are those that others need. requests, pool_pages: what
-    the engine of this host ended and overwrote. usage_records: null if the usage was kept.
+    """What a purge deleted. blobs: deleted stored weights. blobs_kept: stored weights that others still need. requests:
+    those that the engine of this host ended. pool_pages: those that it overwrote. usage_records: null if the usage was
+    kept.
     """
 
     object: Literal["tenant.purge"]
@@ -122,8 +123,8 @@ def resume_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantOb
 
 @router.post("/tenants/{tenant}/purge", responses=errors(NotFound, DiskFull))
 async def purge_tenant(tenant: str, body: PurgeRequest, _operator: Operator, services: Wired) -> PurgeObject:
-    """Deletes a tenant with everything that it has. Repeat an interrupted purge to complete it. Other hosts follow
-    within a second.
+    """Deletes a tenant with everything that it has. Other hosts end its requests within a second. If a purge is
+    interrupted, repeat the request to complete the purge.
     """
     if body.confirm != tenant:
         raise BadRequest(
@@ -155,7 +156,7 @@ def list_tenant_adapters(
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[AdapterObject]:
-    # An unknown tenant is answered 404 instead of with an empty list.
+    # For an unknown tenant, the answer is 404 instead of an empty list.
     services.tenant_store.find_tenant(tenant)
     return services.catalog.list_tenant_adapters(tenant, limit, after)
 

@@ -1,4 +1,6 @@
-"""What the routes that compute answers share: their errors, the look-up of the model, and the steps to an answer."""
+"""The common part of all routes that compute answers: their errors, the lookup of the model, and the steps to an
+answer.
+"""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -30,7 +32,7 @@ from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["ANSWER_ERRORS", "Prepared", "answer_prompts", "answer_with", "prompt_maker"]
 
-# The codes of AdapterFetchFailed are those of ModelNotFound, StoreUnavailable and AdapterCorrupt.
+# AdapterFetchFailed is not listed: it has the code of ModelNotFound, StoreUnavailable or AdapterCorrupt.
 ANSWER_ERRORS = errors(
     *(
         ModelNotFound,
@@ -43,7 +45,8 @@ ANSWER_ERRORS = errors(
     )
 )
 
-# Identifies the user of a request without the field `user`. If an alias splits requests, a user stays with one version.
+# This header identifies the user if the field `user` is missing. An alias that splits requests sends all requests of a
+# user to the same version.
 _SESSION_HEADER = "x-session-id"
 
 _Response = TypeVar("_Response", bound=Response)
@@ -59,8 +62,8 @@ async def answer_with(
     services: Services,
     answer: Callable[[ServedModel], Awaitable[_Response]],
 ) -> _Response:
-    """Finds the model and answers. Retries once with a new lookup if the engine reports that the adapter does not
-    exist.
+    """Finds the model and calls `answer` with it. If the engine reports that the adapter does not exist, looks the
+    model up again and retries once.
     """
     user = body.user or request.headers.get(_SESSION_HEADER)
     model = await services.catalog.find_answering_model(key, body, user)
@@ -78,7 +81,9 @@ async def answer_with(
 def prompt_maker(
     terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> PromptMaker:
-    """Raises BadRequest if a quota forbids a sum of so many adapters."""
+    """Returns the maker of the prompts of one request. Raises BadRequest if the model adds up more adapters than a
+    quota permits.
+    """
     meter.check_adapters(len(model.adapters))
     generator = services.generator
     tokenizer = services.prompt_tokenizer(terms.tenant, meter, model)

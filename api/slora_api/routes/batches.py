@@ -38,7 +38,7 @@ class BatchErrors(TypedDict):
 
 
 class RequestCounts(TypedDict):
-    """The numbers of a batch's lines. total: 0 until the input file is checked."""
+    """How many lines a batch has. total: 0 until the input file is checked."""
 
     total: int
     completed: int
@@ -46,8 +46,8 @@ class RequestCounts(TypedDict):
 
 
 class BatchObject(TypedDict):
-    """Times are Unix times in seconds. output_file_id, error_file_id: null until the batch has ended, and if no line
-    succeeded or failed.
+    """A batch. Times are Unix times in seconds. output_file_id: null until the batch has ended, and if no line
+    succeeded. error_file_id: null until the batch has ended, and if no line failed.
     """
 
     id: str
@@ -135,5 +135,7 @@ def get_batch(batch_id: str, key: InferenceKey, services: Wired) -> BatchObject:
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=errors(NotFound, KeyConflict))
 async def cancel_batch(batch_id: str, key: InferenceKey, services: Wired) -> BatchObject:
-    """Cancels a batch. It is `cancelling` until its lines in progress have ended; answers so far are kept."""
+    """Cancels a batch. Its status is `cancelling` until the lines in progress have ended. Lines that are already
+    answered stay in the output file.
+    """
     return _batch_json(await asyncio.to_thread(services.batches.cancel, key.tenant, batch_id))

@@ -58,7 +58,7 @@ _EVENTS = (
 async def fan_out(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Sends one prompt to several models and returns their answers side by side.
 
-    The status is 200 also if answers failed; each has a status of its own.
+    Each answer has a status of its own. The status of the whole call is 200 even if answers failed.
     """
     await open_meter(request, key, services)
     body = await _read(request, services)
@@ -85,7 +85,7 @@ async def _read(request: Request, services: Services) -> FanoutRequest:
 
 
 class _Call:
-    """The request of one model."""
+    """The request for one model's answer, as a part of the whole call."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Call:
         yield [self._envelope.closing()]
 
     async def _answer(self) -> AnswerResponse | ErrorAnswer:
-        # Each answer has a task, and so a context, of its own.
+        # Each answer runs in its own task, so this changes the context of this answer only.
         if (context := current_request.get()) is not None:
             current_request.set(replace(context, request_id=self._request_id))
         try:
@@ -145,7 +145,9 @@ class _Call:
 
 
 async def _wait_for_ever() -> Message:
-    """Receives for the request of one model. The call itself waits until the client hangs up."""
+    """The ASGI `receive` of one model's request, which never returns. The fan-out itself notices when the client hangs
+    up.
+    """
     await asyncio.Event().wait()
     raise AssertionError
 

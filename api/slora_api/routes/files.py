@@ -26,7 +26,9 @@ _FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 
 
 class FileObject(TypedDict):
-    """A file of a tenant. created_at, expires_at: Unix times in seconds; null for never."""
+    """A file of a tenant. created_at: Unix time in seconds. expires_at: Unix time in seconds; null if the file does not
+    expire.
+    """
 
     id: str
     object: Literal["file"]

@@ -21,7 +21,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["server"])
 
-# The engine answers between two steps. The longest steps take well below a second.
+# The engine answers between two steps. Even the longest steps take well below a second.
 _STATS_S = 2.0
 
 
@@ -39,8 +39,8 @@ class Readiness(TypedDict):
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """Always 200 while this process answers. A restart of the engine does not change that: killing the server would not
-    help.
+    """Answers 200 as long as this process works, even while the engine restarts. A health check that kills the server
+    in that case would not help.
     """
     return {"status": "ok"}
 
@@ -97,7 +97,7 @@ async def metrics(_reader: MetricsReader, services: Wired) -> Response:
 
 
 async def _engine_numbers(generator: Generator) -> tuple[EngineInfo, EngineStats] | None:
-    """Returns None if no engine answers in time, because a scrape must not wait for one."""
+    """Returns None if no engine answers in time, because a scrape must not wait for long."""
     try:
         async with asyncio.timeout(_STATS_S):
             return generator.engine_info(), await generator.client.stats()

@@ -1,7 +1,7 @@
 """Reads the JSON body of a generation request within bounds.
 
-FastAPI would parse and validate a body of any structure on the event loop without a pause. Here the structure is
-checked while the bytes arrive, and other requests can run between the steps.
+FastAPI would parse and validate a body of any structure in one go, which blocks the event loop. This module checks the
+structure while the bytes arrive, and other requests can run between its steps.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ async def read_json(
 
 
 async def read_object(request: Request, bounds: RequestBounds, json_bounds: JsonBounds) -> dict[str, Any]:
-    """Reads the body, a JSON object, and counts its items. Raises BadRequest or RequestValidationError."""
+    """Reads the body as a JSON object, and checks how many items its lists and objects have. Raises BadRequest or
+    RequestValidationError.
+    """
     raw = await _read_bytes(request, JsonStructure(json_bounds))
     if not raw:
         raise _invalid("missing", "Field required")
@@ -49,7 +51,7 @@ async def read_object(request: Request, bounds: RequestBounds, json_bounds: Json
 
 
 async def validate_object(schema: type[_Schema], body: dict[str, Any]) -> _Schema:
-    """Raises RequestValidationError."""
+    """Returns the body as an instance of `schema`. Raises RequestValidationError."""
     try:
         validated = schema.model_validate(body)
     except ValidationError as error:
@@ -101,8 +103,8 @@ def _invalid(kind: str, text: str, context: dict[str, Any] | None = None) -> Req
 
 
 def _located(error: Any) -> dict[str, Any]:
-    """Shortens the names in the error's location, because the answer repeats them and a client may send names of any
-    length.
+    """Shortens the field names in the error's location. A client may send names of any length, and the answer repeats
+    them.
     """
     location = [part[:_SHOWN_CHARS] if isinstance(part, str) else part for part in error["loc"]]
     return {**error, "loc": ("body", *location)}

@@ -14,10 +14,10 @@ from slora_api.request_bounds import JsonBounds
 
 __all__ = ["JsonStructure"]
 
-# The pattern also matches a string that the end of the bytes cuts off. Otherwise the pattern would be tried again from
-# each quote in that string.
+# The pattern also matches a string without an end, if the searched bytes end within it. Otherwise, the search would try
+# the pattern again at each later quote.
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
-# The first bytes of a body, which are searched for the name of the largest field. The search takes 1 ms.
+# How many of the first bytes of a body are searched for the name of the largest field. The search takes 1 ms.
 _NAMING_BYTES = 1 << 14
 _SHOWN_BYTES = 128
 
@@ -35,7 +35,7 @@ class JsonStructure:
         self._in_string = False
         # A backslash at the end of a part, which may escape the first byte of the next part.
         self._held = b""
-        # The end of the part before. A number may continue in the next part.
+        # The end of the previous part. A number may continue in the next part.
         self._tail = b""
 
     def add(self, part: bytes) -> None:
@@ -74,7 +74,7 @@ class JsonStructure:
         num_backslashes = len(part) - len(part.rstrip(b"\\"))
         self._held = part[len(part) - num_backslashes % 2 :]
         part = part[: len(part) - num_backslashes % 2]
-        if b"\\" in part:  # Searching for one byte first takes a hundredth of the time of the replacements.
+        if b"\\" in part:  # This check takes a hundredth of the time of the replacements.
             # Remove escaped backslashes, then escaped quotes. Each remaining quote begins or ends a string.
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = part.split(b'"')
@@ -87,7 +87,7 @@ class JsonStructure:
         return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.", param)
 
     def _largest_field(self) -> str | None:
-        """Returns the top-level field with the most values, judged by the beginning of the body."""
+        """Returns the top-level field with the most values in the first `_NAMING_BYTES` of the body."""
         counts: dict[bytes, int] = {}
         depth, field = 0, b""
         for match in _TOKEN.finditer(self._begin):

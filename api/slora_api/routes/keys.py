@@ -83,7 +83,7 @@ def create_key(
     scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
     models = None
     if wanted.models is not None:
-        # An unknown tenant is answered 404, whatever the models are.
+        # For an unknown tenant, the answer is 404, whatever the models are.
         services.tenant_store.find_tenant(tenant)
         models = services.catalog.read_allow_list(tenant, wanted.models, wanted.adapter)
     record, key = services.key_store.create_key(
@@ -106,7 +106,7 @@ def create_operator_key(body: NewOperatorKeyRequest, _operator: Operator, servic
 
 @router.get("/keys")
 def list_operator_keys(_operator: Operator, services: Wired) -> ListObject[KeyObject]:
-    """Lists the operators' keys without the bootstrap key."""
+    """Lists the operators' keys, except the bootstrap key."""
     return {"object": "list", "data": [key_json(key) for key in services.key_store.list_operator_keys()]}
 
 

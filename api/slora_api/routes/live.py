@@ -30,10 +30,10 @@ _NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
 
 @router.get("/v1/live", response_class=Response, responses=_ANSWERS)
 async def watch_own(key: UsageReader, services: Wired, frames: _NumFrames = 1) -> Response:
-    """Streams the pages, the adapters and the traffic of the tenant, a few times a second. Of other tenants it shows
-    sums only.
+    """Streams the pages, the adapters and the traffic of the tenant, a few times a second. Other tenants appear only as
+    sums.
 
-    frames: after so many the stream ends.
+    frames: the number of frames after which the stream ends.
     """
     return await _stream(services.live.watch(key.tenant), frames)
 
@@ -42,10 +42,10 @@ async def watch_own(key: UsageReader, services: Wired, frames: _NumFrames = 1) -
 async def watch_all(request: Request, key: Operator, services: Wired, frames: _NumFrames = 1) -> Response:
     """Streams the pages, the adapters and the traffic of all tenants, a few times a second.
 
-    frames: after so many the stream ends.
+    frames: the number of frames after which the stream ends.
     """
     shown = services.live.watch(None)
-    # All other requests of operators are short. This stream ends if its key is revoked.
+    # This stream ends if its key is revoked. All other requests of operators are short, so they need no such check.
     return await _stream(
         shown if key is BOOTSTRAP_KEY else _while_valid(shown, services, key.key_id, request), frames
     )

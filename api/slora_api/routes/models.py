@@ -21,7 +21,7 @@ router = APIRouter(tags=["models"])
 
 
 class DescribedModel(ModelObject):
-    """A model with the bounds of its requests. They are null while there is no engine."""
+    """A model with the bounds of its requests. limits: the bounds; null while there is no engine."""
 
     limits: RequestBounds | None
 
@@ -30,8 +30,8 @@ class DescribedModel(ModelObject):
 def list_models(
     key: InferenceKey, services: Wired, limit: Limit | None = None, after: str | None = None
 ) -> JSONResponse:
-    """Lists all models if the client sends no `limit`, because OpenAI's clients do not request pages of models."""
-    # Serialized on this thread: thousands of models take milliseconds, which must not block the event loop.
+    """Lists the models. Without `limit`, lists all of them, because OpenAI's clients do not request pages of models."""
+    # Serialize the models on this thread: thousands of them take milliseconds, which must not block the event loop.
     return JSONResponse(services.catalog.list_models(key, limit, after))
 
 
@@ -46,7 +46,9 @@ class AdapterModule(TypedDict):
 
 @router.get("/v1/adapter-modules", responses=errors(Starting))
 def list_adapter_modules(_key: AdapterReader, services: Wired) -> ListObject[AdapterModule]:
-    """Lists the modules layer by layer. The embedding and the head come last."""
+    """Lists the modules of the base model that an adapter may change, layer by layer. The embedding and the head come
+    last.
+    """
     modules = services.generator.engine_info().shape.modules
     return {
         "object": "list",

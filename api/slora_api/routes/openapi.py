@@ -1,9 +1,9 @@
-"""The OpenAPI document of the API, at /openapi.json, and what a route declares for it.
+"""The OpenAPI document of the API, at /openapi.json, and the declarations of routes for this document.
 
 FastAPI derives the parameters, the bodies and the successful answers from the signature of a route. A route declares
-the errors of its own with `errors`. It declares a body that it reads itself with `json_body` or `form_body`, and a
-stream with `event_stream`. The document adds the errors that follow from the kind of the route: those of all routes, of
-routes that need a key, of routes with parameters, and of routes with a body.
+its own errors with `errors`, and a stream with `event_stream`. If a route reads the body itself, it declares the body
+with `json_body` or `form_body`. The document adds the errors that follow from the kind of a route. There are errors of
+all routes, of routes that need a key, of routes with parameters, and of routes with a body.
 """
 
 import inspect
@@ -46,7 +46,7 @@ _SCHEMAS = "#/components/schemas/"
 # FastAPI documents its own answer to an invalid request, which this API replaces by a 400.
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
 
-# The names of fields before their description in a docstring, such as "n, best_of: numbers of answers.".
+# Finds the field names that begin a description in a docstring, such as "n, best_of: numbers of answers.".
 _FIELDS = re.compile(r"(?:^|(?<=\. ))(\w+(?:, \w+)*): ")
 
 _ANY_ROUTE = (Exception, RequestTooSlow, HeadersTooLarge, Stopping)
@@ -67,12 +67,14 @@ def errors(*kinds: type[Exception]) -> _Responses:
 
 
 def json_body(*models: type[BaseModel]) -> _Json:
-    """Returns the `openapi_extra` of a route that parses its JSON body itself. models: the kinds of bodies."""
+    """Returns the `openapi_extra` of a route that parses its JSON body itself. models: the schemas that the body may
+    have.
+    """
     return _body("application/json", models)
 
 
 def form_body(model: type[BaseModel]) -> _Json:
-    """Returns the `openapi_extra` of a route that receives files."""
+    """Returns the `openapi_extra` of a route that parses a multipart form itself. model: the schema of the form."""
     return _body("multipart/form-data", [model])
 
 
@@ -137,7 +139,7 @@ def get_openapi_document(request: Request) -> Response:
 
 
 def _complete(operation: _Json, route: APIRoute) -> None:
-    """Adds to an operation what FastAPI does not derive."""
+    """Adds the operation's id, security and errors, which FastAPI does not derive."""
     operation["operationId"] = route.name
     answers = operation["responses"]
     if _refers_to(answers.get("422", {}), "HTTPValidationError"):
@@ -204,7 +206,7 @@ def _hoist_definitions(node: Any, schemas: _Json) -> None:
 
 
 def _describe_fields(node: Any) -> None:
-    """Moves the descriptions of fields from the docstrings of objects to the fields themselves."""
+    """Moves descriptions of fields from the descriptions of objects to the fields themselves."""
     if isinstance(node, dict):
         fields, text = node.get("properties"), node.get("description")
         if isinstance(fields, dict) and isinstance(text, str):
@@ -218,7 +220,9 @@ def _describe_fields(node: Any) -> None:
 
 
 def _describe_some(fields: _Json, paragraph: str) -> str:
-    """Moves the descriptions of fields in a paragraph to these fields. Returns the text that precedes the first one."""
+    """Moves the field descriptions in a paragraph to their fields. Returns the text before the first field
+    description.
+    """
     text = " ".join(paragraph.split())
     found = [match for match in _FIELDS.finditer(text) if set(match[1].split(", ")) <= fields.keys()]
     ends = [match.start() for match in found[1:]] + [len(text)]

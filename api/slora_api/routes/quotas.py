@@ -22,8 +22,8 @@ router = APIRouter(tags=["quotas"])
 
 
 class QuotaLimits(TypedDict):
-    """The limits that apply; null where there is none. The defaults of the server are included. composed_adapters:
-    limits single requests, so it has no use.
+    """The limits that apply, including the defaults of the server. A field is null if there is no limit.
+    composed_adapters: limits each request by itself, so `used` does not have this field.
     """
 
     requests_per_minute: int | None
@@ -37,7 +37,7 @@ class QuotaLimits(TypedDict):
 
 
 class QuotaUse(TypedDict):
-    """How much of each limit is used, including what requests in progress have reserved. adapter_versions,
+    """How much of each limit is used, including the reservations of requests in progress. adapter_versions,
     stored_bytes: 0 for a key, because adapters belong to its tenant.
     """
 

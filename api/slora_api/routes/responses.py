@@ -32,7 +32,7 @@ _EVENTS = (
     openapi_extra=json_body(ResponsesRequest),
 )
 async def respond(request: Request, key: InferenceKey, services: Wired) -> Response:
-    """Answers a conversation with a list of items. The answer is not stored."""
+    """Answers a conversation with a list of items. The server does not store the answer."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
     body = await read_json(request, ResponsesRequest, bounds, JsonBounds(bounds.chat_values))
 

@@ -1,5 +1,6 @@
-"""The objects that routes use. The composition root creates them once, and routes receive them as the parameter
-`Wired`. A route that counts towards the quotas of its tenant receives the meter of its request as `Metered`.
+"""The objects that routes use. The composition root creates them once. A route receives them through a parameter of
+type `Wired`. A route whose requests count towards quotas receives the request's meter through a parameter of type
+`Metered`.
 """
 
 from dataclasses import dataclass, field
@@ -43,12 +44,12 @@ from slora_api.tenants.usage_shipper import UsageShipper
 
 __all__ = ["Metered", "Services", "Wired", "open_meter"]
 
-# Long answers written concurrently. Each adds up to 1 ms to an iteration of the event loop.
+# How many long answers are written concurrently. Each adds up to 1 ms to an iteration of the event loop.
 _WRITING_SLOTS = 3
-# Long answers of one tenant that may wait for a slot. `RequestLimiter` limits answers in progress to fewer than this.
+# How many long answers of one tenant may wait for a slot. `RequestLimiter` already limits answers in progress to fewer.
 _MAX_WRITING = 4096
 
-# Queries of usage that run concurrently, and those of one tenant that may wait for a slot.
+# How many queries of usage run concurrently, and how many of one tenant may wait for a slot.
 _READING_SLOTS = 3
 _MAX_READING = 16
 
@@ -104,7 +105,7 @@ class Services:
 
 
 async def _services(request: Request) -> Services:
-    # FastAPI calls a dependency that is not a coroutine on a thread.
+    # This is a coroutine, because FastAPI would call any other dependency on a thread.
     services: Services = request.app.state.services
     return services
 
@@ -113,9 +114,10 @@ Wired = Annotated[Services, Depends(_services)]
 
 
 async def open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
-    """Opens the meter before the body is read, so that every answer has its headers.
+    """Opens the meter before the body is read, so that every answer has the meter's headers.
 
-    The busiest routes call it, because FastAPI resolves the dependencies of a dependency again each time.
+    The busiest routes call this function instead of depending on it. FastAPI resolves the dependencies of a dependency
+    again each time.
     """
     is_background = background_id(request) is not None
     meter = await services.quotas.open(key.tenant, key.key_id, is_background=is_background)

@@ -1,4 +1,4 @@
-"""/v1/usage for a tenant and /admin/usage for the operator: what was used, by minute, hour or day."""
+"""/v1/usage for a tenant and /admin/usage for the operator: sums of the usage ledger by minute, hour or day."""
 
 import asyncio
 import time
@@ -63,7 +63,7 @@ async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired) -> Re
 async def show_usage(
     asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
 ) -> Response:
-    """Shows the usage of one tenant or of all. The tenant may have been deleted."""
+    """Shows the usage of one tenant, or of all tenants. The tenant may have been deleted."""
     return await _answer(services, asked, asked.query(tenant, is_operator=True), _OPERATOR)
 
 
@@ -73,14 +73,14 @@ async def _answer(services: Services, asked: _Parameters, query: UsageQuery, cha
             body = await asyncio.to_thread(services.usage.write_json, query)
         return Response(body, media_type="application/json")
     lines = _csv(services, query.for_csv(), charged)
-    # The first page is read before the status is sent, because reading may fail.
+    # Read the first page before the status is sent, so that a failure to read gets a status of its own.
     first = await anext(lines)
     headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
     return StreamingResponse(_joined(first, lines), media_type="text/csv; charset=utf-8", headers=headers)
 
 
 async def _csv(services: Services, query: UsageQuery, charged: str) -> AsyncIterator[bytes]:
-    """Yields all pages from `start_time` to `end_time`. No slot is held while the client reads a page."""
+    """Yields the CSV of all pages from `start_time` to `end_time`. Holds no slot while the client reads a page."""
     following: UsageQuery | None = query
     with_header = True
     while following is not None:

@@ -1,7 +1,7 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators who migrate.
 
 Loading publishes an adapter from a directory below `lora_root` as the next version of its name. The version is durable,
-so it need not be loaded again after a restart. Unloading deletes the name.
+so it need not be loaded again after a restart. Unloading deletes the name with all its versions.
 """
 
 from fastapi import APIRouter, Request
@@ -77,8 +77,8 @@ async def unload_lora_adapter(
 
 
 def _tenant(services: Services, name: str | None) -> str:
-    """Returns the tenant of the request. vLLM has no tenants, so a server with only one tenant does not need the
-    field.
+    """Returns the tenant of the request. The field `tenant` may be missing if the server has only one tenant, because
+    vLLM's clients do not send it.
     """
     if name is not None:
         return services.tenant_store.find_tenant(name).name

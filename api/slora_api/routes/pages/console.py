@@ -1,7 +1,7 @@
-"""/console: the files of the console, and / which leads there.
+"""The routes of the console: its files at /console, and /, which leads there.
 
-The files are part of the package and contain no data, so they need no key. The browser sends the key that its user
-enters with each request of the API. The policy in the headers lets the page load only its own files and call only its
+The files are part of the package and contain no data, so they need no key. The user enters a key, and the browser sends
+this key with each request to the API. The policy in the headers lets the page load only its own files and call only its
 own server.
 """
 
@@ -19,7 +19,7 @@ from slora_api.package_version import find_package_version
 
 __all__ = ["router"]
 
-# The routes are not part of the API, so its document does not list them.
+# These routes are not part of the API, so its OpenAPI document does not list them.
 router = APIRouter(tags=["server"], include_in_schema=False)
 
 _PAGE = "index.html"
@@ -45,7 +45,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # The browser asks whether its copy is current, so that an upgrade of the server reaches it.
+    # The browser checks each time whether its copy is current, so it also gets the files of an upgraded server.
     "Cache-Control": "no-cache",
 }
 _WHAT_THIS_IS = """slora {version} serves one base model with the LoRA adapters of many tenants.
@@ -65,7 +65,7 @@ class _File:
 
 @router.get("/")
 async def show_root(request: Request) -> Response:
-    """Sends a browser to the console, and tells other clients what this server is."""
+    """Redirects a browser to the console. Other clients get a text that says what this server is."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("console", headers={"Vary": "Accept"})
     text = _WHAT_THIS_IS.format(version=find_package_version(), url=request.base_url)
@@ -80,7 +80,7 @@ def show_console(request: Request) -> Response:
 
 @router.get("/console/{name:path}")
 def show_file(request: Request, name: str) -> Response:
-    # The page refers to its files relative to /console.
+    # The page refers to its files by paths relative to /console, so /console/ would not find them.
     return _answer(request, name) if name else RedirectResponse("../console")
 
 

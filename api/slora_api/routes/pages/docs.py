@@ -1,6 +1,6 @@
 """/docs: the OpenAPI document as a page to read.
 
-The page is made here and has no script, so it works without access to the internet, which the pages of FastAPI need.
+The page has no script, and works without access to the internet. The pages of FastAPI load scripts from the internet.
 """
 
 import importlib.resources
@@ -21,12 +21,12 @@ __all__ = ["DocsPage", "make_template", "router"]
 router = APIRouter(tags=["server"])
 
 _CODE = re.compile(r"`([^`]+)`")
-# The browser loads nothing for this page.
+# The browser may load no further files for this page.
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
 class DocsPage:
-    """The page of a document. It is made at the first request."""
+    """The OpenAPI document as a page. It is made at the first request."""
 
     def __init__(self, document: OpenApiDocument) -> None:
         self._lazy = LazyContent(lambda: _render(json.loads(document.content())).encode())
@@ -43,7 +43,9 @@ def show_docs(request: Request) -> HTMLResponse:
 
 
 def make_template() -> jinja2.Template:
-    """The template of the page. The documentation uses its macros `type` and `fields`, too."""
+    """Returns the template of the page. The project's documentation also uses the macros `type` and `fields` of the
+    template.
+    """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {"prose": _mark_code, "json": json.dumps}
     source = importlib.resources.files("slora_api.routes.pages").joinpath("docs_page.html").read_text()
@@ -62,5 +64,5 @@ def _render(document: dict[str, Any]) -> str:
 
 
 def _mark_code(text: str) -> Markup:
-    """Marks what stands between backticks as code."""
+    """Marks text between backticks as code."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
