@@ -69,9 +69,10 @@ class AliasObject(TypedDict):
 class CertificateObject(TypedDict):
     """What the checks of an upload found.
 
-    modules: by module name. pool_bytes: size in the page pool.
-    logprob_change: greatest change that the canary found; null if the version was tried out before.
-    predicted_load_ms: the predicted load time for each tier; null if no adapter was loaded from it yet.
+    modules: the adapted modules, by module name. pool_bytes: size in the page pool.
+    logprob_change: greatest change of a log-probability that the canary found; null if the version already existed,
+    because the canary did not run again.
+    predicted_load_ms: the predicted load time from each tier; null for a tier from which no adapter was loaded yet.
     """
 
     modules_adapted: int
@@ -84,7 +85,7 @@ class CertificateObject(TypedDict):
 
 
 class PublishedObject(VersionObject):
-    """The version that an upload has made. new_version: false if the newest version already was this adapter."""
+    """The version that an upload has made. new_version: false if the newest version was already the same adapter."""
 
     new_version: bool
     certificate: CertificateObject
@@ -95,13 +96,15 @@ def digest_text(record: AdapterRecord) -> str:
 
 
 def adapter_json(rollout: Rollout) -> AdapterObject:
-    """The JSON of a name or an alias. For an alias that splits requests, the version with the largest part is shown."""
+    """Returns the JSON of a name or an alias. For an alias that splits requests, it shows the version with the largest
+    part.
+    """
     return _fields(rollout.main, rollout.label, pinned=rollout.pinned)
 
 
 def version_json(record: AdapterRecord, rollouts: Iterable[Rollout]) -> VersionObject:
-    """The JSON of a version, with the aliases that point at it. Each alias is shown with the percentage of its requests
-    that this version gets.
+    """Returns the JSON of a version, with the aliases that point at it. Each alias is shown with the percentage of the
+    alias's requests that this version gets.
     """
     using = [one for one in rollouts if record.number in one.targets]
     fields = _fields(record, record.name, pinned=any(one.pinned for one in using))

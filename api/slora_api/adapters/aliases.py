@@ -27,7 +27,7 @@ class Aliases:
         self._pinning = pinning
 
     def list(self, tenant: str, name: str) -> list[AliasObject]:
-        self._registry.rollout(tenant, f"{name}@{LATEST}")  # This raises AdapterNotFound for an unknown name.
+        self._registry.rollout(tenant, f"{name}@{LATEST}")  # Raises AdapterNotFound for an unknown name.
         return [alias_json(rollout) for rollout in self._registry.aliases(tenant, name)]
 
     def describe(self, tenant: str, name: str, alias: str) -> AliasObject:
@@ -43,7 +43,7 @@ class Aliases:
         expected: Targets | None,
         follows_pushes: bool,
     ) -> AliasObject:
-        """Raises what `Registry.move` raises."""
+        """Moves or creates an alias. Raises the errors of `Registry.move`."""
         rollout = await asyncio.to_thread(
             self._registry.move,
             tenant,
@@ -56,11 +56,11 @@ class Aliases:
         return self._moved(rollout)
 
     async def roll_back(self, tenant: str, name: str, alias: str) -> AliasObject:
-        """Raises AliasConflict if the alias has no earlier targets."""
+        """Moves the alias back to its previous targets. Raises AliasConflict if it has none."""
         return self._moved(await asyncio.to_thread(self._registry.roll_back, tenant, name, alias))
 
     async def delete(self, tenant: str, name: str, alias: str) -> None:
-        """Raises BadAlias for `latest`."""
+        """Deletes the alias. Raises BadAlias for `latest`."""
         self._moved(await asyncio.to_thread(self._registry.delete_alias, tenant, name, alias))
 
     def _moved(self, rollout: Rollout) -> AliasObject:

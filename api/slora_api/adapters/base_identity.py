@@ -2,8 +2,8 @@
 
 - verified: the client sent the fingerprint of the adapter's base model, and it equals the served model's.
 - name-matched: the adapter's config names a base model with the same name as the served model.
-- unverified: neither the fingerprint nor the name shows the base model. The shapes fit, but they also fit every
-fine-tune of the same base model.
+- unverified: neither the fingerprint nor the name identifies the base model. The shapes of the adapter fit, but they
+also fit every fine-tune of the same base model.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ BaseMatch = Literal["verified", "name-matched", "unverified"]
 
 
 class BaseIdentity:
-    """The base model in `directory`. names: the names by which an adapter's config may call it.
+    """The base model in `directory`. names: the names by which an adapter's config may refer to the base model.
 
-    The fingerprint is computed when it is first needed.
+    The fingerprint is computed on first use.
     """
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class BaseIdentity:
         claimed: the fingerprint that the client sent, if any.
         base_name: the base model that the adapter's config names, if any.
 
-        Raises AdapterInvalid if the fingerprint is of another base model.
+        Raises AdapterInvalid if the client's fingerprint differs from that of the served base model.
         """
         own = await self._fingerprint() if claimed is not None else None
         if own is not None:

@@ -30,7 +30,7 @@ __all__ = ["CANARY_TENANT", "Canary", "choose_prompt"]
 
 # A tenant's name cannot contain a colon.
 CANARY_TENANT = "slora:canary"
-# Fewer than the 16 tokens of a default block, so that the prefix cache keeps nothing of the prompt.
+# Less than a default KV block of 16 tokens, so that the prefix cache keeps nothing of the prompt.
 _PROMPT_TOKENS = 10
 _TIMEOUT_S = 120.0
 
@@ -44,13 +44,13 @@ class Canary:
         self._timeout_s = timeout_s
 
     async def try_out(self, version: AdapterVersion, embedded_tokens: Sequence[int]) -> float:
-        """Returns the largest absolute change of a log-probability.
+        """Returns the largest absolute change of a log-probability that the adapter causes.
 
         embedded_tokens: some tokens whose embedding the adapter changes.
 
-        Raises AdapterInvalid if a log-probability is not finite or if all equal the base model's. Raises
-        InspectionFailed if no answer arrives in time. Raises the engine's own errors if it is unavailable or cannot
-        load the adapter.
+        Raises AdapterInvalid if a log-probability is not finite, or if all log-probabilities equal those of the base
+        model. Raises InspectionFailed if no answer arrives in time. Raises the engine's own errors if the engine is
+        unavailable or cannot load the adapter.
         """
         prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *embedded_tokens]
         try:
@@ -78,7 +78,7 @@ class Canary:
             raise _refused("not_servable", f"the adapter cannot be served here: {error}") from None
         except RequestFailed as error:
             raise _refused(
-                "not_finite", f"the adapter makes the model's numbers NaN or infinite: {error}"
+                "not_finite", f"the adapter makes the model's outputs NaN or infinite: {error}"
             ) from None
         if not all(map(math.isfinite, scores.values())):
             raise _refused("not_finite", "the adapter causes log-probabilities that are NaN or infinite")
@@ -110,7 +110,8 @@ def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     return list(dict.fromkeys(plain))
 
 
-# (position, token id) -> log-probability. A token id of -1 stands for the token that is actually at that position.
+# (position, token id) -> log-probability. The token id -1 stands for the prompt's or answer's own token at that
+# position.
 _Scores = dict[tuple[int, int], float]
 
 

@@ -2,11 +2,11 @@
 
 Any process that shares the database can change adapters, keys and tenants. This task reads the feed five times a
 second, and at once after a change by another process of the same host. Reading it also invalidates the caches of names
-and keys. The engine removes versions that no name has any more. When a pin has moved, the engine receives all pins
-again. If the feed cannot tell which changes were missed, every version that the engine may hold is looked up.
+and keys. The engine removes versions that no name refers to any more. When a pin has moved, the engine receives all
+pins again. If the feed cannot tell which changes were missed, every version that the engine may hold is looked up.
 
-While the database does not answer, requests are served with the cached entries. The feed delivers the missed changes
-afterwards.
+While the database does not answer, requests are served from the caches. Afterwards, the feed delivers the missed
+changes.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ __all__ = ["ChangeFollower", "VersionHolder"]
 
 _log = logging.getLogger(__name__)
 
-# Every process must know of a change within a second.
+# Interval of reading the feed. Every process must see a change within a second.
 _POLL_S = 0.2
-# How often the board is read for changes on this host.
+# Interval at which the board is checked for changes by other processes of this host.
 _BOARD_POLL_S = 0.02
 
 
@@ -42,14 +42,14 @@ class VersionHolder(Protocol):
         """The versions that the engine may hold."""
 
     async def purge_tenant(self, tenant: str) -> object:
-        """Makes the engine drop everything of a tenant. Raises EngineUnavailable."""
+        """Makes the engine drop everything that belongs to a tenant. Raises EngineUnavailable."""
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
-        """Makes the engine drop a version. A version that it does not hold is no error. Raises EngineUnavailable."""
+        """Makes the engine drop a version; a no-op if the engine does not hold it. Raises EngineUnavailable."""
 
 
 class ChangeFollower:
-    """Runs on one event loop.
+    """Reads the feed and applies the changes to this process. Runs on one event loop.
 
     on_moved_pin: called when the set of pinned versions may have changed. host_changes: None if this process is the
     only API process of the host.

@@ -27,12 +27,11 @@ __all__ = ["InspectionBounds", "Inspector"]
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# The largest valid answer has a config of 1 MiB and two texts of 256 KiB. JSON may need six bytes for each of their
-# bytes.
+# The largest valid answer has a config of 1 MiB and two texts of 256 KiB. One byte of them may take six bytes of JSON.
 _MAX_ANSWER_BYTES = 16 << 20
-# Two are reserved for tenants that hold none, so that two tenants never hold all inspectors.
+# Two inspectors are reserved for tenants that hold none, so that two tenants never hold all inspectors.
 _NUM_INSPECTORS, _NUM_RESERVED = 4, 2
-# `RequestLimiter` refuses an upload before a tenant has this many waiting here.
+# `RequestLimiter` refuses a tenant's uploads before this many wait here.
 _MAX_WAITING = 64
 
 
@@ -40,8 +39,8 @@ _MAX_WAITING = 64
 class InspectionBounds:
     """The limits of one inspection: private memory, and CPU time that grows with the size of the upload.
 
-    The wall-clock time is limited to `wall_time_factor` times the CPU time, to end a process that hangs. This limit is
-    generous, because on a busy machine an inspection of one CPU second can take minutes.
+    To end a process that hangs, the wall-clock time is limited to `wall_time_factor` times the CPU time. The factor is
+    large, because an inspection of one CPU second can take minutes on a busy machine.
 
     Worked example: an upload of 80 MiB may use 5 + 10 s of CPU time; reading and checking it takes about one second.
     """
@@ -57,8 +56,8 @@ class InspectionBounds:
 
 
 class Inspector:
-    """Inspects adapters for a base model of `shape` within `limits`. num_processes: API processes of the host, which
-    divide the inspectors.
+    """Inspects adapters for a base model of `shape` within `limits`. num_processes: number of API processes of the
+    host, which share the inspectors.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class Inspector:
         )
 
     async def inspect(self, tenant: str, source: Path, scratch: Path) -> CheckedAdapter:
-        """Inspects the adapter in `source`, a PEFT directory or an archive of one. Writes only to the empty folder
-        `scratch`, which may then hold the adapter's tensor file.
+        """Inspects the adapter in `source`, which is a PEFT directory or an archive of one. Writes only to the empty
+        folder `scratch`. The adapter's tensor file may be there afterwards.
 
         Raises AdapterInvalid with every reason, InspectionFailed, DiskFull, or TenantBusy.
         """
@@ -130,7 +129,7 @@ async def _start(task: InspectionTask) -> Process:
 
 
 async def _read_line(process: Process) -> bytes:
-    """Returns the answer, or nothing if it is longer than any valid answer."""
+    """Returns the process's answer; empty if it is longer than any valid answer."""
     assert process.stdout is not None
     try:
         return await process.stdout.readline()

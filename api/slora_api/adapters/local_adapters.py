@@ -1,8 +1,8 @@
 """Copies adapters from a directory on the server's disk, for operators who migrate from vLLM.
 
-The operator names one root directory. Paths are resolved below it, and symbolic links are followed before the check, so
-no link leads out of it. Each file is opened once and copied into the quarantine, and is then inspected like an upload.
-Later changes below the root have no effect on the adapter.
+The operator names one root directory. Symbolic links in a path are resolved first, and the resulting path must be below
+the root. So no link leads out of the root. Each file is opened once and copied into the quarantine, and is then
+inspected like an upload. Later changes below the root have no effect on the adapter.
 
 This module does not depend on HTTP and does not interpret the files.
 """
@@ -24,7 +24,7 @@ from slora_api.fair_slots import FairSlots
 __all__ = ["LocalAdapters"]
 
 _CHUNK_BYTES = 1 << 20
-# Loads of one tenant that may wait for their turn.
+# The most loads of one tenant that may wait for their turn.
 _MAX_WAITING = 64
 
 
@@ -45,12 +45,12 @@ class LocalAdapters:
         self._root = None if root is None else root.resolve()
         self._quarantine = quarantine
         self._max_bytes = max_bytes
-        # With one slot in reserve, a tenant gets one of them. Loads of one tenant therefore follow one another, and do
-        # not use up the uploads that the tenant may have in progress.
+        # One of the two slots is a reserve, so a tenant never gets both. Loads of one tenant therefore run one after
+        # the other, and do not use up the tenant's permits for uploads.
         self._turns = FairSlots(2, _MAX_WAITING, "adapters to load", num_reserved=1)
 
     def take_turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Waits until no other adapter is loaded for the tenant. Raises TenantBusy."""
+        """Waits until no other load of the tenant is in progress. Raises TenantBusy."""
         return self._turns.hold(tenant)
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
     except (OSError, ValueError) as error:  # A NUL in the path raises ValueError.
         if is_full(error):
             raise
-        # The message is the same for a path outside the root and for a missing one, so a client cannot probe the file
+        # A path outside the root and a missing path give the same message, so that a client cannot probe the file
         # system.
         raise NotFound(
             f"`lora_path` is {path[:256]!r}; it must be the directory of an adapter below this "
@@ -100,8 +100,9 @@ def _below(root: Path, path: Path) -> Path:
 
 
 def _copy(source: Path, target: Path, max_bytes: int) -> None:
-    """Copies a regular file. Raises BadRequest if it is too large, and OSError if it is not a regular file or has
-    become a link since it was resolved. O_NONBLOCK keeps a named pipe without a writer from blocking the open.
+    """Copies a regular file. Raises BadRequest if the file is too large. Raises OSError if it is not a regular file, or
+    has become a link since the path was resolved. Because of O_NONBLOCK, opening a named pipe without a writer does not
+    block.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:

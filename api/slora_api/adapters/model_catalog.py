@@ -1,10 +1,10 @@
 """Finds, lists and deletes the models of each tenant: the base model and the tenant's adapters. `publisher.py` adds
 adapters.
 
-A request looks its model up in the registry once. A new version is therefore used by the next request, a deleted
+Each request looks its model up in the registry once. So a new version is used from the next request on, a deleted
 version is refused, and a request that has started keeps its version. A name of another tenant gives the same error as a
-name that does not exist. Lookups of some ten microseconds run on the event loop. Lookups over the network, and
-everything that writes or reads weights, run on a thread.
+name that does not exist. Lookups of some ten microseconds run on the event loop. Lookups over the network run on a
+thread, like everything that writes or reads weights.
 
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
@@ -88,9 +88,9 @@ class ModelCatalog:
         self._pinning = pinning
 
     def check_key_adapter(self, reference: str) -> None:
-        """Checks the reference that a new API key has as its default adapter. The adapter need not exist yet.
+        """Checks a reference to the default adapter of a new API key. The adapter need not exist yet.
 
-        Raises BadRequest for a name that no adapter can have.
+        Raises BadRequest for a reserved name.
         """
         name, at, _ = reference.partition("@")
         if name == DEFAULT_MODEL or (name == self._base.name and at):
@@ -131,13 +131,13 @@ class ModelCatalog:
     async def find_model(
         self, key: KeyRecord, name: str, user: str | None = None, *, is_stale: bool = False
     ) -> ServedModel:
-        """Returns what `name` means for this API key.
+        """Returns the model that `name` stands for with this API key.
 
-        user: if an alias splits requests between versions, the same user always gets the same version. None chooses at
-        random.
+        user: if an alias splits requests between versions, the same user always gets the same version. Without a user,
+        the version is chosen at random.
         is_stale: drop the cached entry first, because the store does not have the version that the entry names.
 
-        Raises ModelNotFound, and StoreUnavailable for a name that is not cached while the registry does not answer.
+        Raises ModelNotFound. Raises StoreUnavailable if the name is not cached and the registry does not answer.
         """
         wanted = self._reference(key, name)
         if wanted is None:
@@ -152,7 +152,7 @@ class ModelCatalog:
         try:
             own = read_generation_defaults(extras.generation_config)
         except ValueError as error:
-            # An earlier release, which made fewer checks, accepted this generation config.
+            # An earlier release with fewer checks accepted this generation config.
             raise BadRequest(
                 f"The generation_config.json of `{record.label}` is refused: {error}. Upload the adapter again without "
                 "that value.",
@@ -174,17 +174,17 @@ class ModelCatalog:
         *,
         is_stale: bool = False,
     ) -> ServedModel:
-        """Returns what `model` and `adapters` of a request mean together. See `find_model`.
+        """Returns the model that `model` and `adapters` of a request stand for together. See `find_model`.
 
-        A sum with small weights is almost the base model. So the key must be allowed to use the base model, and each
-        of the adapters.
+        With small weights, a sum is almost the base model. So the key must be allowed to use the base model and each of
+        the adapters.
         """
         if not fields.adapters:
             return await self.find_model(key, fields.model, user, is_stale=is_stale)
         if fields.model not in (self._base.name, DEFAULT_MODEL):
             raise BadRequest(
-                f"`model` is {fields.model[:257]!r}, and `adapters` names what is added up. Send `{DEFAULT_MODEL}` or "
-                f"`{self._base.name}` as `model`, and name every adapter in `adapters`.",
+                f"`model` is {fields.model[:257]!r}, but with `adapters`, `model` must be the base model. Send "
+                f"`{DEFAULT_MODEL}` or `{self._base.name}` as `model`, and name every adapter in `adapters`.",
                 "model",
             )
         key.check_model(self._base.name)
@@ -204,7 +204,7 @@ class ModelCatalog:
     ) -> PageObject[ModelObject]:
         """Lists the base model and the tenant's names and aliases in OpenAI's form. Single versions are not listed.
 
-        limit: items per page; None lists all. after: the last model of the page before; raises BadRequest if no model
+        limit: items per page; None lists all. after: the last model of the previous page. Raises BadRequest if no model
         can have that name.
         """
         has_base = after is None and (key.models is None or key.models.permits(self._base.name))
@@ -254,7 +254,7 @@ class ModelCatalog:
         return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
     def describe_adapter(self, tenant: str, reference: str) -> AdapterObject | VersionObject:
-        """Raises ModelNotFound."""
+        """Describes a name, an alias or a version. Raises ModelNotFound."""
         rollout = self._find_rollout(tenant, reference)
         if rollout is not None:
             return adapter_json(rollout)
@@ -276,7 +276,8 @@ class ModelCatalog:
         """Deletes a version, or a name with all its versions. Raises ModelNotFound, BadAlias, InUse; see
         `Registry.delete`.
 
-        Running requests that use a deleted version finish. After that its pages, prefixes and copies are freed.
+        Running requests that use a deleted version finish first. Then the version's pages, prefixes and copies are
+        freed.
         """
         try:
             removal = await asyncio.to_thread(self._adapters.withdraw, tenant, reference, force=force)
@@ -285,7 +286,7 @@ class ModelCatalog:
         except AdapterInUse as error:
             raise InUse(reference, error.aliases) from None
         for version in removal.orphaned:
-            with suppress(EngineUnavailable):  # A new engine starts without adapters.
+            with suppress(EngineUnavailable):  # The next engine starts without adapters.
                 await self._client.remove_adapter(version)
         if removal.moved_pin:
             self._pinning.refresh()
@@ -308,8 +309,8 @@ class ModelCatalog:
         return {"object": "adapter.prewarm", "name": reference, "versions": versions}
 
     def _reference(self, key: KeyRecord, name: str) -> str | None:
-        """Returns the reference of the adapter that `name` means for this API key; None for the base model. Raises
-        ModelNotFound if the key may not use it.
+        """Returns the reference of the adapter that `name` stands for with this API key; None for the base model.
+        Raises ModelNotFound if the key may not use it.
         """
         wanted = (key.adapter or self._base.name) if name == DEFAULT_MODEL else name
         key.check_model(wanted)
@@ -335,7 +336,7 @@ class ModelCatalog:
         return [self._find_version(tenant, reference)] if rollout is None else [*rollout.records.values()]
 
     def _find_rollout(self, tenant: str, reference: str) -> Rollout | None:
-        """Returns None if the reference is not an existing name or alias."""
+        """Returns the rollout of an existing name or alias; None for any other reference."""
         try:
             return self._adapters.registry.rollout(tenant, reference)
         except AdapterNotFound:
@@ -364,7 +365,7 @@ class ModelCatalog:
         }
 
     def _max_model_len(self) -> int | None:
-        """Returns None until an engine has connected for the first time."""
+        """Returns the engine's max_model_len; None until an engine has connected for the first time."""
         try:
             return self._client.info.max_model_len
         except EngineUnavailable:

@@ -1,4 +1,4 @@
-"""Pins adapters on the operator's order, checks the bounds of pins, and sends all pins to the engine.
+"""Pins adapters for the operator, checks the bounds of pins, and sends all pins to the engine.
 
 The database holds the pins. The engine receives the complete list when it connects, and after each change of a pin, of
 a pinned alias, or of a tenant's share. Only one task reads and sends the list, so an old list never replaces a newer
@@ -10,8 +10,8 @@ pinned alias points at can be evicted again. A single version cannot be pinned; 
 
 All pins together may use at most half of the pool, and the pins of one tenant at most its max_pool_share. Both bounds
 are checked when a pin is made. The second one is also checked when max_pool_share is lowered. Moving a pinned alias to
-larger weights is not refused. The engine then enforces the bounds: a version that would exceed them is not pinned, but
-loaded on request like any other adapter. Pins of a suspended tenant are not sent.
+larger weights is not refused, but the engine enforces the bounds. It does not pin a version that would exceed them, and
+loads this version on request like any other adapter. Pins of a suspended tenant are not sent.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ __all__ = ["Pinning"]
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-# Pins that an error message names.
+# The most pins that an error message names.
 _MAX_SHOWN = 5
 
 
@@ -51,7 +51,7 @@ class Pinning:
     async def pin(self, tenant: str, name: str) -> Rollout:
         """Pins `name` or `name@alias`; pinning it again is a no-op.
 
-        Raises NotFound, BadAlias, PinsFull, and EngineUnavailable before the pool's size is known.
+        Raises NotFound, BadAlias, PinsFull. Raises EngineUnavailable while the size of the page pool is not known.
         """
         record = await asyncio.to_thread(self._pin, tenant, name)
         self.refresh()
@@ -68,10 +68,10 @@ class Pinning:
         return await asyncio.to_thread(self._registry.pinned)
 
     async def change_share(self, tenant: str, changes: ShareChanges) -> Tenant:
-        """Changes a tenant's share. Raises what `TenantStore.change_share` raises.
+        """Changes a tenant's share. Raises the errors of `TenantStore.change_share`.
 
-        Raises PinsFull if the tenant's pins exceed a lowered max_pool_share, and EngineUnavailable before the pool's
-        size is known.
+        Raises PinsFull if the tenant's pins exceed a lowered max_pool_share. Raises EngineUnavailable while the size of
+        the page pool is not known.
         """
         changed = await asyncio.to_thread(
             self._tenant_store.change_share, tenant, changes, self._check_ceiling
@@ -80,7 +80,7 @@ class Pinning:
         return changed
 
     def refresh(self) -> None:
-        """Requests that the pins are sent again, because they have changed or a new engine has connected."""
+        """Makes `run` send the pins again, because they have changed or a new engine has connected."""
         self._is_stale.set()
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class Pinning:
         info = self._client.info
 
         def check(wanted: Rollout, others: Sequence[Rollout]) -> None:
-            # Read inside the transaction, so that a share that is lowered at the same time counts.
+            # The share is read inside the transaction, so that a concurrent reduction is taken into account.
             _check_room(wanted, others, self._tenant_store.find_tenant(tenant), info)
 
         try:
@@ -151,7 +151,7 @@ class Pinning:
 
 
 def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info: EngineInfo) -> None:
-    """Raises PinsFull. Versions of one tenant with the same weights share their pages."""
+    """Raises PinsFull if the pins would exceed a bound. A tenant's versions with the same weights share their pages."""
     num_pages = _count_pages((*others, wanted), info)
     own = sum(count for version, count in num_pages.items() if version.tenant == owner.name)
     own_bound, remedy = "its max_pool_share", "raise max_pool_share"
@@ -168,7 +168,7 @@ def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info:
 
 
 def _max_own_pages(owner: Tenant, info: EngineInfo) -> int:
-    """The pages that the tenant's pins may use, rounded as the engine rounds."""
+    """Returns the most pages that the tenant's pins may use, rounded in the same way as in the engine."""
     return int(owner.share.max_share * info.num_pages + 1e-6)
 
 

@@ -1,8 +1,7 @@
 """Publishes an upload: inspect it, store its blob, try it out on the engine, and commit the version.
 
-The route has staged the files in the quarantine before that. `Publisher.publish` does the rest, in the order of the
-table. The table shows what is durable after each step, and what a crash leaves behind. A step that fails cleans up at
-once.
+The route first stages the files in the quarantine. `Publisher.publish` does the other steps, in the order of the table.
+The table shows what is durable after each step, and what a crash leaves behind. A step that fails cleans up at once.
 
 | step      | durable afterwards        | a crash leaves                   | cleaned up by                       |
 |-----------|---------------------------|----------------------------------|-------------------------------------|
@@ -12,7 +11,7 @@ once.
 | 4 canary  | the blob, its reservation | a blob that no version refers to | `sweep`, after the reservation ends |
 | 5 commit  | the blob, the version     | nothing                          |                                     |
 
-The blob is stored before the canary, because the engine loads the adapter from the store as it loads any other. No
+The blob is stored before the canary, because the engine loads the adapter from the store like any other adapter. No
 request can name the adapter before the commit.
 
 Blocking calls run on asyncio's default threads. At most `_MAX_WRITERS` of these threads write to the store or create
@@ -87,7 +86,7 @@ class Publisher:
         self._client = client
         self._pinning = pinning
         self._writers = asyncio.Semaphore(_MAX_WRITERS)
-        # A lock exists only while an upload of its tenant uses it.
+        # The lock of a tenant exists only while an upload of the tenant uses it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def publish(
@@ -98,13 +97,13 @@ class Publisher:
         receive: the ASGI channel of the client. If the client hangs up, the inspection is cancelled. After the
         inspection, the upload always runs to its end.
 
-        If the newest version is the same adapter, it is returned with `new_version` False. An upload whose answer was
-        lost can therefore be sent again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
+        If the newest version is the same adapter, that version is returned with `new_version` False. So a client that
+        lost the answer can repeat the upload. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
         InspectionFailed, QuotaExceeded, TenantSuspended, StoreUnavailable.
         """
         self._check_name(upload.name)
         if not self._client.ready:
-            # Checked before the work, because without an engine no adapter can be tried out.
+            # Check this first, because no adapter can be tried out without an engine.
             raise EngineUnavailable(
                 "the engine is starting and cannot try the adapter yet; upload it again shortly"
             )
@@ -113,7 +112,8 @@ class Publisher:
             adapter = await (inspection if receive is None else unless_disconnected(receive, inspection))
             base = await self._base.identity.compare(upload.base_fingerprint, adapter.certificate.base_name)
             await self._check_extras(tenant, adapter)
-            # One upload of a tenant at a time, so that one tenant never has all writers or several canaries.
+            # Store one upload of a tenant at a time, so that one tenant never occupies all writers or runs several
+            # canaries.
             async with self._locks.setdefault(tenant, asyncio.Lock()):
                 version, is_new, effect = await self._store_and_commit(tenant, upload.name, adapter)
         certificate = adapter.certificate
@@ -129,11 +129,11 @@ class Publisher:
         return {**version, "new_version": is_new, "certificate": shown}
 
     async def sweep(self) -> None:
-        """Deletes blobs that crashed uploads left in the store, until cancelled. It runs on a thread, because it looks
-        at every blob.
+        """Deletes blobs that crashed uploads left in the store, until cancelled. The work runs on a thread, because it
+        examines every blob.
 
-        It runs at the start and then every `RESERVATION_S`. Within that time, an upload has finished or its reservation
-        has expired.
+        The first sweep runs at the start, the others every `RESERVATION_S`. Within that time, an upload has finished or
+        its reservation has expired.
         """
         while True:
             try:
@@ -163,12 +163,13 @@ class Publisher:
     ) -> tuple[VersionObject, bool, float | None]:
         """Returns the version, whether it is new, and the change of log-probabilities that the canary found.
 
-        If the newest version is the same adapter, the change is None: that version was tried out when it was uploaded.
+        The change is None if the newest version is the same adapter, which was tried out when it was uploaded.
         """
         registry = self._adapters.registry
         newest = await asyncio.to_thread(registry.newest, tenant, name)
         is_new = newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras)
-        # Read before anything is stored: `_try_out` must know whether the tenant had these weights before.
+        # Read the usage before anything is stored, because `_try_out` must know whether the tenant already had these
+        # weights.
         usage = await asyncio.to_thread(registry.storage_usage, tenant, adapter.digest)
 
         def check(usage: StorageUsage) -> None:
@@ -176,7 +177,7 @@ class Publisher:
             self._quota.check(tenant, usage, name, adapter)
 
         if is_new:
-            # Checked here to save work, and again in the transaction that creates the version.
+            # Check here to save work. The transaction that creates the version checks again.
             await asyncio.to_thread(check, usage)
         reservation = await self._write(self._adapters.store_blob, adapter)
         try:
@@ -191,8 +192,8 @@ class Publisher:
         return version_json(published.record, aliases), published.is_new, effect
 
     async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
-        """Runs the canary. It loads the adapter without regard to the tenant's share of the pool. The engine therefore
-        drops the adapter afterwards, unless the tenant had these weights before.
+        """Runs the canary. The engine loads the adapter without regard to the tenant's share of the pool, so it drops
+        the adapter afterwards. An adapter with weights that the tenant already had is kept.
         """
         version = AdapterVersion(tenant, adapter.digest)
         try:

@@ -66,7 +66,7 @@ class Quarantine:
                 raise
             _log.error("there is no space for an upload in %s: %s", self._directory, error)
             if self._reserve is not None:
-                # The folder is deleted by now, so the disk has room again. One upload that is too large for the disk
-                # must not make the server read-only.
+                # Check the reserve only now, when the folder is deleted and the disk has room again. One upload that is
+                # too large for the disk must not make the server read-only.
                 await asyncio.to_thread(self._reserve.watch)
             raise DiskFull(self._directory.parent) from None

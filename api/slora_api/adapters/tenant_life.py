@@ -1,7 +1,7 @@
-"""Renames and purges tenants, everywhere.
+"""Renames and purges tenants in the database, the stores and the engines.
 
-A rename moves all rows of the tenant in one transaction. Each process learns of it through the feed of changes, and its
-engine drops the tenant's adapters under the old name when the last request that uses them has ended.
+A rename moves all rows of the tenant in one transaction. Each process learns of the rename through the feed of changes.
+Its engine drops the adapters under the tenant's old name when the last request that uses them has ended.
 
 A purge deletes a tenant with everything that it has:
 
@@ -13,8 +13,8 @@ A purge deletes a tenant with everything that it has:
 | 4    | its usage is erased, if the operator wants that                                                          |
 | 5    | the database does not have the tenant, its keys, names and settings; its name is free                    |
 
-Step 5 tells all processes through the feed of changes, and each makes its engine do step 2. A purge that was
-interrupted, even by a crash, is completed by repeating it: each step finds what is left.
+Step 5 also tells all processes through the feed of changes, and each of them repeats step 2 in its engine. Repeating a
+purge that was interrupted, even by a crash, completes it, because each step finds what is left.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ __all__ = ["PurgeReport", "TenantLife"]
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:
-    """What a purge deleted. A purge that was repeated counts again what an earlier attempt deleted, except requests,
+    """What a purge deleted. The report of a repeated purge includes what earlier attempts deleted, except requests,
     pages and usage.
 
     num_requests, num_pages: requests that the engine of this host ended, and pages that it zeroed. num_usage_records:
@@ -50,7 +50,7 @@ class PurgeReport:
 
 
 class TenantLife:
-    """Runs on one event loop."""
+    """Renames and purges tenants. Runs on one event loop."""
 
     def __init__(
         self, tenant_store: TenantStore, ledger: UsageLedger, adapters: Catalog, client: EngineClient
@@ -61,7 +61,7 @@ class TenantLife:
         self._client = client
 
     async def rename(self, tenant: str, name: str) -> Tenant:
-        """Raises what `TenantStore.rename` raises."""
+        """Renames a tenant and returns it. Raises the errors of `TenantStore.rename`."""
         renamed = await asyncio.to_thread(self._tenant_store.rename, tenant, name)
         for changed in (tenant, name):
             self._adapters.registry.drop_cached_tenant(changed)
@@ -92,7 +92,9 @@ class TenantLife:
         )
 
     async def _purge_engine(self, tenant: str) -> tuple[EnginePurge, int]:
-        """Returns what the engine dropped, and the bytes of a page. An engine that is not connected counts as empty."""
+        """Ends the tenant's requests in the engine. Returns what the engine dropped, and the bytes of a page. An engine
+        that is not connected counts as empty.
+        """
         try:
             return await self._client.purge_tenant(tenant), self._client.info.full_page_bytes
         except EngineUnavailable:

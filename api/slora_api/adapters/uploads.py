@@ -1,7 +1,7 @@
 """Receives an adapter as multipart/form-data and writes its files, or an archive of them, to the quarantine.
 
-The files get fixed names. The client's file names only serve to refuse pickles. The folder is deleted when the upload
-ends, with or without an error.
+The files get fixed names. The client's file names are only used to refuse pickles. The folder is deleted when the
+upload ends, with or without an error.
 
 This module does not interpret the files.
 """
@@ -31,7 +31,7 @@ _FILES: Mapping[str, str] = {
     "generation_config": GENERATION_NAME,
 }
 _REQUIRED_FILES = ("config", "weights")
-# Field that replaces all these files.
+# The field that replaces all files above.
 _ARCHIVE = "archive"
 _ARCHIVE_NAME = "archive"
 # Fields that only the body limit bounds. All others are small.
@@ -39,13 +39,14 @@ _LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name", "base_fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_TEXT_BYTES = 256
-# Limit of every file but weights and archive. Tokenizer configs that list all added tokens have some hundred kilobytes.
+# Size limit of every file except weights and archive. Tokenizer configs that list all added tokens have some hundred
+# kilobytes.
 _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 
 
 def _open_part(folder: Path, field: str, file_name: str, earlier: Collection[str]) -> FormPart:
-    """Raises BadRequest or AdapterInvalid."""
+    """Opens the part of a multipart field. Raises BadRequest or AdapterInvalid."""
     if field in _TEXTS:
         return FormPart(field, file_name, None, _MAX_TEXT_BYTES)
     if field not in _FILES and field != _ARCHIVE:
@@ -72,7 +73,7 @@ class Uploads:
 
     @asynccontextmanager
     async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[StagedUpload]:
-        """Receives the upload in `stream`. Its files exist for the duration of the context.
+        """Receives the upload in `stream`. The files exist for the duration of the context.
 
         Raises BadRequest, AdapterInvalid, and what `stream` raises.
         """

@@ -2,7 +2,7 @@
 
 An input line: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-A line that is not such an object fails alone, and so does a line whose body the endpoint refuses.
+A line that is not such an object, or whose body the endpoint refuses, fails without affecting the other lines.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MAX_LINES = 50_000
 MAX_LINE_BYTES = 1 << 20
 _MAX_ID_CHARS = 512
 _SHOWN_CHARS = 64
-# Fields of a body that make no sense in a batch.
+# Fields that are left out of a body, because the answers of a batch are not streamed.
 _STREAMING = ("stream", "stream_options")
 
 
@@ -28,8 +28,8 @@ _STREAMING = ("stream", "stream_options")
 class BatchLine:
     """One line of an input file.
 
-    number: from 1; blank lines count.
-    custom_id: None if the line has no valid one.
+    number: the line number in the file, from 1. Blank lines count.
+    custom_id: None if the line has no valid custom_id.
     body: the request as JSON.
     problem: the reason why the line can't be computed.
     """
@@ -47,7 +47,7 @@ class _Invalid(ValueError):
 
 
 def split_lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Yields the lines that are not blank, each with its number. None stands for a line that is too long."""
+    """Yields the number and the bytes of each line that is not blank. None stands for a line that is too long."""
     rest, number, is_long = b"", 0, False
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -98,7 +98,7 @@ def _read_line(number: int, raw: bytes | None, endpoint: str, seen: dict[bytes, 
 
 
 def write_response(line: BatchLine, answer_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """One line of an answer file, for an answer over HTTP. body: JSON."""
+    """Returns the line of an answer file for an HTTP response. body: JSON."""
     response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (
         status,
         json.dumps(request_id).encode(),
@@ -113,7 +113,7 @@ def write_response(line: BatchLine, answer_id: str, status: int, request_id: str
 
 
 def write_failure(line: BatchLine, answer_id: str, problem: BatchProblem) -> bytes:
-    """One line of the error file, for a line that got no answer over HTTP."""
+    """Returns the line of the error file for a line without an HTTP response."""
     values = {
         "id": answer_id,
         "custom_id": line.custom_id,

@@ -1,11 +1,11 @@
-"""Works on one batch under a lease: has each line of the input answered, and writes the answers.
+"""Works on one batch under a lease: sends each line of the input to its route, and writes the answers.
 
 The input is read once from its start, and lines that have an answer already are skipped. Only the lines in flight are
 in memory. A line keeps its slot until its answer is durable.
 
 The server may be unable to answer a line now: it is busy or restarts, or the tenant is suspended or has used up its
-quota. Such a line is sent again later, until the batch expires. Meanwhile it holds no slot, so that the lines of other
-tenants go on. The number of such lines is bounded for each API key, because they stay in memory.
+quota. Such a line is sent again later, until the batch expires. While the line waits, it holds no slot, so that lines
+of other tenants proceed. The number of waiting lines is bounded for each API key, because they stay in memory.
 """
 
 import asyncio
@@ -87,7 +87,9 @@ class BatchRun:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Returns when the batch has ended, or when another runner has it. Cancelling it releases the lease."""
+        """Works on the batch until it has ended, or until another runner has its lease. Cancelling this call releases
+        the lease.
+        """
         try:
             await self._run_leased()
         except asyncio.CancelledError:
@@ -106,7 +108,7 @@ class BatchRun:
             await asyncio.to_thread(self._batches.finish, batch_id, self._owner, status, problems)
             logger.info("batch %s of tenant %s is %s", batch_id, self._batch.tenant, status)
         except* LeaseLost:
-            logger.warning("batch %s goes on elsewhere, or was deleted", batch_id)
+            logger.warning("batch %s was taken over by another runner, or was deleted", batch_id)
         except* StoreUnavailable as group_error:
             logger.warning("batch %s waits for the database: %s", batch_id, group_error.exceptions[0])
 
@@ -118,7 +120,7 @@ class BatchRun:
             )
 
     async def _work(self) -> tuple[BatchStatus, list[BatchProblem]]:
-        """Returns the final status of the batch."""
+        """Answers the lines. Returns the final status of the batch, and the problems that made it fail."""
         batch = self._batch
         if batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, []
@@ -149,8 +151,8 @@ class BatchRun:
         return BatchStatus.EXPIRED, []
 
     async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
-        """Has a line answered, unless the batch is cancelled or expires first. admitted: set when the line has had a
-        slot, and the next line may be read.
+        """Sends a line until it is answered, unless the batch is cancelled or expires first. admitted: set when the
+        line has had a slot, so that the next line may be read.
         """
         try:
             wait_s = await self._answer_in_slot(line, admitted)
@@ -163,7 +165,9 @@ class BatchRun:
             admitted.set()
 
     async def _answer_in_slot(self, line: BatchLine, admitted: asyncio.Event) -> float | None:
-        """Sends a line once. Returns the seconds after which it is sent again, or None."""
+        """Sends a line once, in a slot. Returns the seconds after which to send the line again; None if it is not sent
+        again.
+        """
         async with AsyncExitStack() as stack:
             await self._unless_stopped(stack.enter_async_context(self._slots.hold(self._batch.tenant)))
             admitted.set()
@@ -183,7 +187,7 @@ class BatchRun:
             self._delayed[self._batch.key_id] -= 1
 
     async def _record(self, answer: LineAnswer) -> None:
-        """Writes an answer. Answers that end while another one is written are written together."""
+        """Writes an answer. Answers that arrive during a write are written together in the next one."""
         self._unwritten.append(answer)
         async with self._writing:
             if answer not in self._unwritten:
@@ -192,7 +196,7 @@ class BatchRun:
             await asyncio.to_thread(self._batches.record, self._batch, self._owner, some)
 
     async def _unless_stopped(self, work: Awaitable[_T]) -> _T | None:
-        """The result of `work`; None if the batch is cancelled or expires first."""
+        """Returns the result of `work`; None if the batch is cancelled or expires first."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -206,7 +210,7 @@ class BatchRun:
                 await task
 
     async def _answer(self, line: BatchLine) -> LineAnswer | float:
-        """The answer to a line, or the seconds after which the line is sent again."""
+        """Returns the answer to a line, or the seconds after which to send the line again."""
         line_id = f"{self._batch.batch_id}-{line.number}"
         if line.problem is not None:
             return LineAnswer(line.number, write_failure(line, line_id, line.problem), True)
@@ -223,7 +227,7 @@ class BatchRun:
         return LineAnswer(line.number, content, response.status >= 400)
 
     async def _call(self, line: BatchLine, line_id: str) -> LineResponse:
-        """Raises StoreUnavailable or TenantSuspended."""
+        """Sends a line to its route and returns the response. Raises StoreUnavailable or TenantSuspended."""
         batch = self._batch
         key = await asyncio.to_thread(self._key_store.find_key, batch.key_id)
         if key is None:
@@ -233,7 +237,7 @@ class BatchRun:
         return await call_route(self._app, self._running, batch.endpoint, line.body, key, line_id)
 
     async def _expire_rest(self) -> None:
-        """Writes one error for each line without an answer: its batch has expired."""
+        """Writes an error for each line without an answer, because the batch has expired."""
         batch = self._batch
         answered = await asyncio.to_thread(self._batches.answered, batch)
         lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)

@@ -1,7 +1,7 @@
 """Works on the batches of all tenants, in each API process.
 
-A runner claims batches with leases in the database, so several processes and hosts share the work, and another runner
-takes over what a dead one leaves.
+A runner claims batches with leases in the database. So several processes and hosts share the work, and another runner
+takes over the batches of a runner that died.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 # Batches in progress in one process. Each holds one line that waits for a slot.
 _MAX_RUNNING = 16
-# How many of these are reserved for tenants that have no batch in progress in this process.
+# How many of them are reserved for tenants that have no batch in progress in this process.
 _NUM_RESERVED = reserved_slots(_MAX_RUNNING)
 _SWEEP_S = 60.0
 
@@ -57,7 +57,7 @@ class BatchRunner:
         self._key_store = key_store
         self._running = running
         self._num_lines = num_lines
-        # No line is refused, however many wait. A batch reads its next line only when the last one has had a slot.
+        # No line is refused, however many wait. A batch reads its next line only after the previous one got a slot.
         self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches", num_reserved=0)
         self._delayed: Counter[str] = Counter()
         self._poll_s = poll_s
@@ -65,7 +65,7 @@ class BatchRunner:
         self._runs: dict[asyncio.Task[None], str] = {}
 
     async def run(self) -> None:
-        """Works until cancelled. Then it releases its leases."""
+        """Works on batches until cancelled, and then releases its leases."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._claim())

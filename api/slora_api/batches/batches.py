@@ -7,11 +7,11 @@
         +---------------+--> cancelling --> cancelled
 
 A runner claims a batch for some seconds and renews its lease. If the runner dies, another one claims the batch when the
-lease has ended. Everything that a runner writes is refused if it does not have the lease any more. The clocks of hosts
-that share a database must agree to within a few seconds.
+lease has ended. A write by a runner that no longer has the lease is refused. The clocks of hosts that share a database
+must agree to within a few seconds.
 
-The answer to a line is one part of an answer file, in its own transaction with the counts of the batch. So each line is
-answered once, however often it was computed.
+A transaction adds answers to an answer file as parts, one for each line, and updates the counts of the batch. So each
+line is answered once, however often it was computed.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -51,12 +51,14 @@ class BatchStatus(StrEnum):
 
 
 class LeaseLost(Exception):
-    """Another runner has the batch now, or the batch does not exist any more."""
+    """Another runner has the batch now, or the batch no longer exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchProblem:
-    """A reason why a batch failed. line: its number in the input file, from 1; None for the whole file."""
+    """A reason why a batch or one of its lines failed. line: the line number in the input file, from 1; None for the
+    whole file.
+    """
 
     code: str
     message: str
@@ -66,7 +68,9 @@ class BatchProblem:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of a tenant. times: Unix times by state. is_final: whether the answer files are complete."""
+    """A batch of a tenant. times: the Unix time at which the batch entered each state. is_final: whether the answer
+    files are complete.
+    """
 
     batch_id: str
     tenant: str
@@ -176,7 +180,7 @@ class Batches:
         return [_read(row) for row in self._database.read(query)]
 
     def count_by_status(self) -> dict[str, int]:
-        """Numbers of unfinished batches of all tenants."""
+        """Returns the number of unfinished batches of all tenants, by status."""
         query = select(_b.status, func.count()).where(_b.status.in_(UNFINISHED)).group_by(_b.status)
         return {status: count for status, count in self._database.read(query)}
 
@@ -197,9 +201,10 @@ class Batches:
     def claim(
         self, owner: str, lease_s: float, busy_tenants: Collection[str], *, others_only: bool = False
     ) -> Batch | None:
-        """Leases the oldest batch that no runner works on. Tenants without a batch in progress here go first.
+        """Leases the oldest batch that no runner works on; None if there is none. Batches of tenants without a batch in
+        progress here go first.
 
-        others_only: lease no batch of `busy_tenants`.
+        busy_tenants: tenants with a batch in progress here. others_only: lease no batch of these tenants.
         """
         now = self.clock()
         is_free = and_(_b.status.in_(UNFINISHED), _b.lease_until < now)
@@ -223,14 +228,14 @@ class Batches:
             return found.status
 
     def release(self, batch_id: str, owner: str) -> None:
-        """Ends a lease early, so that another runner can go on at once."""
+        """Ends a lease early, so that another runner can continue at once."""
         mine = update(schema.batches).where(_b.batch_id == batch_id, _b.lease_owner == owner)
         with self._database.transaction(even_if_full=True) as connection:
             connection.execute(mine.values(lease_owner="", lease_until=0.0))
 
     def begin(self, batch_id: str, owner: str, num_lines: int) -> BatchStatus:
-        """Records that the input is valid. Returns the new status: CANCELLING if the tenant has cancelled the batch
-        before. Raises LeaseLost.
+        """Records that the input is valid. Returns the new status, which is CANCELLING if the tenant has already
+        cancelled the batch. Raises LeaseLost.
         """
         with self._leased(batch_id, owner) as (connection, found):
             row = update(schema.batches).where(_b.batch_id == batch_id)
@@ -241,12 +246,12 @@ class Batches:
             return BatchStatus.IN_PROGRESS
 
     def answered(self, batch: Batch) -> set[int]:
-        """The numbers of the lines that have an answer."""
+        """Returns the numbers of the lines that have an answer."""
         query = select(_p.number).where(_p.file_id.in_((batch.output_file_id, batch.error_file_id)))
         return {row.number for row in self._database.read(query)}
 
     def record(self, batch: Batch, owner: str, answers: Sequence[LineAnswer]) -> None:
-        """Writes the answers of lines that have none yet. Raises LeaseLost."""
+        """Writes answers, except to lines that already have one. Raises LeaseLost."""
         with self._leased(batch.batch_id, owner) as (connection, found):
             numbers = [one.number for one in answers]
             both = (batch.output_file_id, batch.error_file_id)
@@ -291,7 +296,7 @@ class Batches:
             connection.execute(update(schema.batches).where(_b.batch_id == batch_id).values(**kept))
 
     def _publish(self, connection: Connection, batch: Batch, file_id: str, kind: str, now: float) -> str:
-        """Makes an answer file visible. Returns its id, or an empty text if it has no lines."""
+        """Makes an answer file visible. Returns the id of the file; empty if the file has no lines."""
         size = select(func.count(), func.sum(func.length(_p.content))).where(_p.file_id == file_id)
         count, num_bytes = connection.execute(size).one()
         if not count:

@@ -33,7 +33,7 @@ class ReceivedFile:
 async def receive_file(
     quarantine: Quarantine, content_type: str, stream: AsyncIterator[bytes], max_bytes: int
 ) -> AsyncIterator[ReceivedFile]:
-    """Receives the file in `stream`. It exists for the duration of the context.
+    """Receives the file in `stream`. The copy on disk exists for the duration of the context.
 
     Raises BadRequest, BodyTooLarge, DiskFull, and what `stream` raises.
     """
@@ -52,7 +52,7 @@ async def receive_file(
 
 
 def _open_part(path: Path, max_bytes: int, field: str, file_name: str, earlier: Collection[str]) -> FormPart:
-    """Raises BadRequest. The part of the file raises BodyTooLarge."""
+    """Opens the part of a multipart field. Raises BadRequest. A file that is too large raises BodyTooLarge."""
     if field == _FILE:
         too_large = BodyTooLarge(max_bytes, "max_file_bytes")
         return FormPart(field, file_name, path.open("xb"), max_bytes, too_large)
@@ -66,7 +66,7 @@ def _open_part(path: Path, max_bytes: int, field: str, file_name: str, earlier: 
 
 
 def _read_expiry(parts: Mapping[str, FormPart]) -> int | None:
-    """The seconds after which the file expires."""
+    """Returns the seconds after which the file expires; None if it does not expire."""
     anchor, seconds = (parts.get(name) for name in _TEXTS[1:])
     if anchor is None and seconds is None:
         return None

@@ -1,7 +1,7 @@
-"""The files of tenants, in the database: the inputs of batches and their answers.
+"""The files of tenants in the database: inputs and answers of batches.
 
-The database holds the bytes, too, in parts. So every process on every host can read a file, a backup has it, and the
-purge of a tenant deletes it. A file is visible when all of its parts are written.
+The bytes are also in the database, split into parts. So every process on every host can read a file, backups include
+it, and the purge of its tenant deletes it. A file is visible when all of its parts are written.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -25,7 +25,7 @@ __all__ = ["PURPOSES", "FileLimits", "Files", "StoredFile", "files_lock", "new_i
 
 PURPOSES = ("batch", "batch_output")
 _PART_BYTES = 32 << 10
-# Parts in one transaction, so that other writers wait for milliseconds only.
+# Parts written in one transaction. The number is small, so that other writers wait only for milliseconds.
 _PARTS_AT_ONCE = 16
 # A file that is incomplete after this time was left by a process that was killed.
 _MAX_UPLOAD_S = 3600.0
@@ -56,17 +56,19 @@ class StoredFile:
 
 
 def new_id(prefix: str, now: float) -> str:
-    """An id that cannot be guessed. Ids sort by the time of their creation."""
+    """Returns an id that cannot be guessed. Ids sort by creation time."""
     return f"{prefix}{round(now * 1000):012x}{secrets.token_hex(10)}"
 
 
 def files_lock(tenant: str) -> str:
-    """The lock of a transaction that adds or deletes files of a tenant, or a batch that reads one."""
+    """Returns the name of a tenant's lock. Transactions that add or delete a file of the tenant, or add a batch that
+    reads a file, hold the lock.
+    """
     return f"files {tenant}"
 
 
 class Files:
-    """Methods raise StoreUnavailable, and DiskFull if they write. clock: Unix time."""
+    """The files of all tenants. Methods raise StoreUnavailable, and DiskFull if they write. clock: Unix time."""
 
     def __init__(
         self, database: Database, limits: FileLimits, clock: Callable[[], float] = time.time
@@ -102,15 +104,15 @@ class Files:
         return stored
 
     def find(self, tenant: str, file_id: str) -> StoredFile:
-        """Raises NotFound."""
+        """Returns a file of the tenant. Raises NotFound."""
         rows = self._database.read(_visible().where(_f.tenant == tenant, _f.file_id == file_id))
         if not rows:
             raise _not_found(file_id)
         return StoredFile(*rows[0])
 
     def check_kept(self, connection: Connection, file_id: str) -> None:
-        """Raises NotFound for a file that is deleted or may be deleted at any time. The transaction of `connection`
-        holds `files_lock`.
+        """Raises NotFound if the file is deleted, or has expired and may be deleted at any time. The transaction of
+        `connection` must hold `files_lock`.
         """
         query = _visible().where(_f.file_id == file_id)
         row = connection.execute(query.where(or_(_f.expires_at.is_(None), _f.expires_at >= self._clock())))
@@ -129,7 +131,7 @@ class Files:
         return [StoredFile(*row) for row in self._database.read(query)]
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound, or InUse while a batch reads the file."""
+        """Deletes a file. Raises NotFound, or InUse while a batch reads the file."""
         self.find(tenant, file_id)
         locks = (files_lock(tenant), CHANGES)
         with self._database.transaction(*locks, even_if_full=True, is_cached=False) as connection:
@@ -145,8 +147,8 @@ class Files:
         self._delete_rows([file_id])
 
     def read(self, file_id: str) -> Iterator[bytes]:
-        """Yields the content of a file in pieces of at most some hundred kilobytes, or one longer part. It ends early
-        if the file is deleted meanwhile.
+        """Yields the content of a file, a few parts at a time. The iteration ends early if the file is deleted
+        meanwhile.
         """
         query = (
             select(_p.number, _p.content)

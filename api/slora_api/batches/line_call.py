@@ -1,7 +1,7 @@
 """Sends a line of a batch through the routes of this process, as if a client had sent its body.
 
-So a line has the same checks, quotas and answers as a request over HTTP. The state of the request carries the key of
-the batch and the id under which the engine and the usage ledger know the line.
+So a line gets the same checks, quotas and answers as a request over HTTP. The state of the request carries the API key
+of the batch, and the line's id in the engine and in the usage ledger.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class LineResponse:
 async def call_route(
     app: ASGIApp, running: RunningRequests, path: str, body: bytes, key: KeyRecord, line_id: str
 ) -> LineResponse:
-    """Computes one line. Cancelling the call aborts the request in the engine. Raises TenantSuspended, also if the
-    tenant is suspended during the call.
+    """Computes one line and returns the response. Cancelling the call aborts the request in the engine. Raises
+    TenantSuspended, even if the tenant is suspended during the call.
     """
     response = LineResponse()
     scope: dict[str, Any] = {

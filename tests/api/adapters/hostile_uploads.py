@@ -691,7 +691,7 @@ def _outsiders(make: Maker) -> dict[str, HostileUpload]:
         ),
         "numbers too large to compute with": _files(
             make.members(weights=scaled[1e18]),
-            "the adapter makes the model's numbers NaN or infinite",
+            "the adapter makes the model's outputs NaN or infinite",
             "not_finite",
         ),
     }

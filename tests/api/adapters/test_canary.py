@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Trial, int, str, str]] = {
         [RequestFailed("logits of x")],
         422,
         "not_finite",
-        "makes the model's numbers NaN or infinite: logits",
+        "makes the model's outputs NaN or infinite: logits",
     ),
     "too large": (
         [RequestRefused("200 pages of 100", "prompt")],
