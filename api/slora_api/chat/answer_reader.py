@@ -13,19 +13,19 @@ __all__ = ["THINK_END", "THINK_START", "AnswerReader", "AnswerSyntax"]
 THINK_START, THINK_END = "<think>", "</think>"
 
 _NEWLINES = re.compile(r"\n*")
-# What a model may write between its last call and the closer, such as one bracket too many.
+# Characters that a model may write between its last call and the closer, such as a surplus bracket.
 _BEFORE_CLOSER = re.compile(r"[\s\]}]*")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """How the answers to one request are written.
+    """The syntax of the answers to one request.
 
     thinks: whether an answer may begin with reasoning.
     prompt_thinks: whether the prompt ends within the reasoning, so that the answer begins with it.
     calls: the format of tool calls; None if an answer has none.
     tool_names: the tools of the request.
-    max_calls: later calls are dropped; None: no limit.
+    max_calls: how many calls are kept, while later ones are dropped; None for no limit.
     names_tool: whether the request names the tool to call. As in OpenAI's API, the answer then ends for the reason
         `stop`.
     """
@@ -45,28 +45,29 @@ class AnswerSyntax:
 
 
 class AnswerReader:
-    """Reads one answer.
+    """Divides the text of one answer into pieces.
 
-    The concatenated pieces are the same however the text is split into deltas. Text that only looks like a call is
-    content. White space between content and a call is left out, and so are line breaks around the reasoning.
+    The concatenated pieces do not depend on how the text is split into deltas. Text that looks like a call but is none
+    is content. White space between content and a call is left out, and so are line breaks around the reasoning.
     """
 
     def __init__(self, syntax: AnswerSyntax) -> None:
         self.num_calls = 0
-        # Whether the text has reasoning, and whether it ends within it.
+        # Whether the text has reasoning, and whether the text so far ends before the reasoning does.
         self.has_thought = False
         self.is_thinking = False
         self._syntax = syntax
         self._reader = TextReader()
         self._steps = self._read_answer()
-        # White space held back: dropped before a tool call, emitted before more content. Within reasoning, line breaks
-        # held back: dropped before the end, emitted before more reasoning.
+        # White space that is held back. It is dropped if a tool call follows, and emitted if more content follows.
+        # Within reasoning, these are line breaks. They are dropped at the end of the reasoning, and emitted before more
+        # reasoning.
         self._space = ""
         self._follows_call = False
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Returns the pieces that no later text can change. Pieces of one kind that follow each other in the text are
-        merged, except calls.
+        """Adds a part of the text and returns the pieces that no later text can change. Consecutive pieces of the same
+        kind are merged, except calls.
         """
         self._reader.add(text)
         self._reader.is_over = is_last
@@ -86,7 +87,7 @@ class AnswerReader:
         return [Piece(first.kind, "".join(texts), first.start) for first, texts in runs]
 
     def _is_surplus(self, piece: Piece) -> bool:
-        """Counts the calls. Returns whether the piece belongs to a call beyond the last that counts."""
+        """Counts the calls. Returns whether the piece belongs to a call beyond `max_calls`."""
         if piece.kind is PieceKind.CALL:
             self.num_calls += 1
         is_call = piece.kind in (PieceKind.CALL, PieceKind.ARGUMENTS)
@@ -198,7 +199,7 @@ class AnswerReader:
             yield piece
 
     def _read_content(self, end: int) -> Steps:
-        """Passes on the text before the position `end`, and holds back the white space at its end."""
+        """Emits the text before the position `end` as content, and holds back the white space at its end."""
         text = self._reader.text[self._reader.at : end]
         if not text:
             return
@@ -220,7 +221,9 @@ class AnswerReader:
 
 
 def _partial_end(text: str, marks: tuple[str, ...], start: int) -> int:
-    """Returns where the longest end of the text begins that may be the beginning of a mark."""
+    """Returns the start of the longest suffix of the text that is a prefix of a mark; the length of the text if there
+    is none.
+    """
     first = max(start, len(text) - max(map(len, marks)) + 1)
     tail = text[first:]
     if not any(mark[0] in tail for mark in marks):

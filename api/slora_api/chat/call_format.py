@@ -16,10 +16,10 @@ __all__ = ["CALL_FORMATS", "CallBlock", "CallFormat", "CallLayout", "find_call_f
 class CallBlock:
     """A part of an answer that has tool calls.
 
-    opener: the text that begins it.
-    read: reads the calls, from behind the opener. Raises NoMatch if there are none.
-    closer: the text that ends it; empty if nothing does.
-    only_known: calls whose name is not one of the request's tools are read as content.
+    opener: the text that begins the block.
+    read: reads the calls after the opener. Raises NoMatch if there are none.
+    closer: the text that ends the block; empty if there is none.
+    only_known: whether calls of other tools than the request's are read as content.
     """
 
     opener: str
@@ -34,7 +34,7 @@ _OBJECT_OF_PARAMETERS = (('{"name": "',), ('", "parameters": ',), ("}",))
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How an answer that must call a tool is written, with the arguments as JSON.
+    """The form that an answer must have if it must call a tool. The arguments are JSON.
 
     around: the texts before the first call, between two calls, and after the last.
     within: the texts before the name of a call, between name and arguments, and after the arguments.
@@ -49,12 +49,13 @@ class CallFormat:
     """One format of tool calls.
 
     blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
-    bare: reads calls that begin an answer without an opener. Then only calls of the request's tools count.
-    layout: how an answer is written that must call a tool.
-    signs: texts of which a chat template contains one if its model uses this format.
-    foreign: substrings of an unsupported format that shares a sign. A template with one of them has no known format.
+    bare: reads calls that begin an answer without an opener. Such calls must call one of the request's tools.
+    layout: the form of an answer that must call a tool.
+    signs: the chat template of a model with this format contains at least one of these texts.
+    foreign: texts of an unsupported format that shares a sign with this one. A template that contains one of them has
+    no known format.
     inner_marks: texts within a block that may be special tokens.
-    has_short_ids: whether templates accept only ids of calls that have nine letters and digits.
+    has_short_ids: whether the templates accept only call ids of nine letters and digits.
     """
 
     blocks: tuple[CallBlock, ...]
@@ -67,9 +68,7 @@ class CallFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts that may be special tokens. An answer must contain these tokens, although it leaves out all other
-        special tokens.
-        """
+        """The texts that may be special tokens. The text of an answer must show these special tokens, and no others."""
         texts = {text for block in self.blocks for text in (block.opener, block.closer)}
         return frozenset({*texts, *self.inner_marks}) - {""}
 
@@ -87,7 +86,7 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
 
 _MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
 
-# The first format with a matching sign is used, so formats with more specific signs come first.
+# The first format whose sign is in the template is used, so formats with more specific signs come first.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral_args": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),
@@ -154,7 +153,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 
 
 def find_call_format(template: str) -> CallFormat | None:
-    """Returns the format that a chat template shows, or None."""
+    """Returns the format that a chat template shows to its model; None if it is not known."""
     for known in CALL_FORMATS.values():
         if any(sign in template for sign in known.signs):
             return None if any(sign in template for sign in known.foreign) else known

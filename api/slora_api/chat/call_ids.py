@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["make_call_id", "shorten_call_ids"]
 
-# Mistral's templates accept only ids of this many letters and digits.
+# The number of letters and digits that Mistral's templates require in an id.
 _SHORT_CHARS = 9
 
 
@@ -16,8 +16,8 @@ def make_call_id() -> str:
 
 
 def shorten_call_ids(messages: Sequence[dict[str, Any]]) -> None:
-    """Replaces each id that Mistral's templates refuse by one that depends only on it. Changes the messages of
-    `ChatMessage.for_template`.
+    """Replaces each call id that Mistral's templates refuse by a short hash of the id. messages: as
+    `ChatMessage.for_template` makes them; changed in place.
     """
     for message in messages:
         for call in message.get("tool_calls", ()):

@@ -1,6 +1,6 @@
 """Writes grammars of answers whose tool calls are valid under the schemas of their tools.
 
-They are in Lark's syntax, as `slora.grammar` compiles it.
+The grammars are in the variant of Lark's syntax that `slora.grammar` compiles.
 """
 
 import json
@@ -23,11 +23,11 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class ChatGrammar:
     """The answers that a request allows: reasoning if the model thinks, and then tool calls, a JSON text, or either.
 
-    tools: names with the schemas of the parameters; an answer may call these. Empty: no calls.
+    tools: name and parameter schema of each tool that an answer may call; empty if it may call none.
     is_single: whether an answer has at most one call.
-    schema: the JSON schema of an answer without calls, as JSON; None: there is no such answer.
-    allows_text: whether an answer may have any text beside its calls.
-    special_ids: the ids of markers that are special tokens, which text cannot spell.
+    schema: the JSON schema of an answer without calls, as JSON; None if an answer must have calls or may be any text.
+    allows_text: whether an answer may have any text before, between and after its calls.
+    special_ids: the token ids of markers that are special tokens. Ordinary tokens cannot spell these markers.
     """
 
     syntax: AnswerSyntax
@@ -54,7 +54,7 @@ class ChatGrammar:
             return ""
         if not self.syntax.prompt_thinks:
             return f"({self._literal(THINK_START)} thought)?"
-        # Text may also be reasoning that does not end.
+        # The text may then also be reasoning without an end.
         return "thought?" if self.allows_text and THINK_END not in self.special_ids else "thought"
 
     def _write_thought(self) -> list[str]:
@@ -81,8 +81,8 @@ class ChatGrammar:
         return lines
 
     def _write_text(self, opener: str = "") -> list[str]:
-        """Writes the rules of answers with any text. The opener begins a block wherever it occurs. Without an opener,
-        an answer that begins with a bracket is a call.
+        """Writes the rules for answers with any text. The opener begins a block wherever it occurs. If the format has
+        no opener, an answer that begins with a bracket is a call.
         """
         times = "?" if self.is_single else "*"
         if not opener:
@@ -104,5 +104,5 @@ class ChatGrammar:
 
 
 def _escape(schema: str) -> str:
-    """Escapes the directive that `slora.grammar` refuses, where strings of JSON text contain it."""
+    """Escapes the directive `%llguidance` within the strings of a schema, because `slora.grammar` refuses it."""
     return schema.replace("%llguidance", r"\u0025llguidance")

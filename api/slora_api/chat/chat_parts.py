@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class ChatParts:
-    """Divides the answers to one request. shows_reasoning: false leaves the reasoning out."""
+    """Divides the answers to one request into their JSON fields. shows_reasoning: false leaves the reasoning out."""
 
     def __init__(self, syntax: AnswerSyntax, *, shows_reasoning: bool) -> None:
         self._shows_reasoning = shows_reasoning
@@ -23,7 +23,7 @@ class ChatParts:
         self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(syntax))
 
     def deltas(self, choice: int, text: str, *, is_last: bool) -> list[Json]:
-        """Returns the fields `delta` of the chunks that the text becomes."""
+        """Returns the field `delta` of each chunk that is made from the text."""
         reader = self._readers[choice]
         made = []
         num_calls = reader.num_calls
@@ -35,7 +35,9 @@ class ChatParts:
         return made
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
-        """A complete answer with calls ends for the reason `tool_calls`, unless the request named the tool."""
+        """Returns the finish reason to show. For a complete answer with calls, this is `tool_calls`, unless the request
+        named the tool.
+        """
         has_calls = self._readers[choice].num_calls > 0 and not self._syntax.names_tool
         return "tool_calls" if has_calls and reason is FinishReason.STOP else reason
 

@@ -1,4 +1,4 @@
-"""Finds the tokens of an answer's content, for log-probabilities that are listed beside it."""
+"""Finds the tokens of an answer's content, so that their log-probabilities can be listed with the content."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,7 +9,8 @@ __all__ = ["ContentTokens"]
 
 
 class ContentTokens:
-    """Assigns each token of one answer to the piece of content in which it begins, or which begins in it.
+    """Assigns each token of one answer to the piece of content with which it overlaps. The first such piece gets the
+    token.
 
     Tokens of reasoning, tool calls and markers are dropped.
     """

@@ -1,6 +1,6 @@
 """Reads the tool calls of DeepSeek's models.
 
-V3 and R1 write the type, the name and the arguments in a fence of JSON, after `function<｜tool▁sep｜>name`. V3.1 writes
+V3 and R1 write `function<｜tool▁sep｜>name`, and then the arguments in a fence of JSON. V3.1 writes
 `name<｜tool▁sep｜>{...}`. Each call stands between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`.
 """
 
@@ -51,7 +51,7 @@ def _read_call(reader: TextReader, names: ToolNames) -> Steps:
 
 
 def _end_call(reader: TextReader) -> Waiting[None]:
-    """Reads what follows the arguments. A model may forget a part of it."""
+    """Reads the end of a call after its arguments. A model may forget parts of the end."""
     reader.hold()
     yield from reader.skip_space()
     yield from reader.match(_FENCE)

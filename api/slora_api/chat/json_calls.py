@@ -1,7 +1,6 @@
 """Reads tool calls that a model writes as JSON objects, such as `{"name": "f", "arguments": {"x": 1}}`.
 
-The arguments are passed on as the model writes them, so a client gets them while they are generated. They may be
-invalid JSON, as in OpenAI's API.
+The arguments are passed on unchanged while the model writes them. As in OpenAI's API, they may be invalid JSON.
 """
 
 import json
@@ -16,30 +15,30 @@ from slora_api.chat.value_scan import hold_value, value_parts
 
 __all__ = ["Steps", "ToolNames", "read_arguments", "read_json_calls"]
 
-# A parser yields pieces of the answer, and None while it waits.
+# A parser yields pieces of the answer, and None when it needs more text.
 Steps = Generator[Piece | None, None, None]
 
 _NAME_KEYS = ("name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type")
-# OpenAI's rule for names of functions, with dots.
+# OpenAI's rule for names of functions, extended by dots.
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolNames:
-    """Decides which name is the name of a tool.
+    """Decides whether a name is the name of a tool.
 
     known: the tools of the request.
-    only_known: whether a call of another tool is ordinary text. That is so where no marker begins a call. With a
-        marker, the call is passed on, as in OpenAI's API, and the client can tell the model that there is no such tool.
+    only_known: whether a call of another tool is ordinary text. This is true for calls without a marker. With a marker,
+        the call is passed on, as in OpenAI's API. The client can then tell the model that the tool does not exist.
     """
 
     known: frozenset[str]
     only_known: bool
 
     def check(self, name: object) -> str:
-        """Raises NoMatch for a text that is not the name of a tool."""
+        """Returns the name. Raises NoMatch if it is not the name of a tool."""
         if not isinstance(name, str):
             raise NoMatch
         if name not in self.known and (self.only_known or not _TOOL_NAME.fullmatch(name)):
@@ -48,9 +47,9 @@ class ToolNames:
 
 
 def read_json_calls(reader: TextReader, names: ToolNames) -> Steps:
-    """Reads one call, several with commas, semicolons or white space between them, or a list of calls.
+    """Reads a list of calls, or calls that are separated by commas, semicolons or white space.
 
-    Raises NoMatch if there is no call. The text after a call is left to the caller.
+    Raises NoMatch if there is no call. Does not read the text after the last call.
     """
     yield from reader.skip_space()
     is_list = yield from reader.take("[")
@@ -72,7 +71,7 @@ def read_json_calls(reader: TextReader, names: ToolNames) -> Steps:
 
 
 def _read_call(reader: TextReader, names: ToolNames) -> Steps:
-    """Reads an object. The name may come after the arguments, which are then held back."""
+    """Reads the object of one call. Arguments that come before the name are held back until the name is read."""
     yield from reader.require("{")
     name: str | None = None
     arguments: str | None = None
@@ -126,7 +125,7 @@ def _end_object(reader: TextReader) -> Waiting[None]:
 
 
 def read_arguments(reader: TextReader) -> Steps:
-    """Passes on the arguments: an object while it arrives, and any other value when it is complete."""
+    """Passes on the arguments. An object is passed on while it arrives, any other value when it is complete."""
     first = yield from reader.peek()
     if not first:
         return
@@ -142,7 +141,7 @@ def read_arguments(reader: TextReader) -> Steps:
 
 
 def _as_object(value: str) -> str:
-    """Returns the JSON of the arguments as an object. Some models write a string that contains the object, or null if
+    """Returns the arguments as the JSON of an object. Some models write a string that contains this JSON, or null if
     there are no arguments.
     """
     if value.startswith('"'):

@@ -7,7 +7,9 @@ __all__ = ["Piece", "PieceKind"]
 
 
 class PieceKind(Enum):
-    """CALL begins a tool call, and its text is the tool's name. ARGUMENTS continues the latest call."""
+    """The kind of a piece. A CALL begins a tool call, and its text is the tool's name. ARGUMENTS belong to the latest
+    call.
+    """
 
     REASONING = auto()
     CONTENT = auto()

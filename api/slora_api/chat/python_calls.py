@@ -12,31 +12,32 @@ from slora_api.chat.value_scan import PYTHON_QUOTES, hold_value
 
 __all__ = ["read_call_list", "read_fenced_calls"]
 
-# Parsing this much takes about 10 ms of the event loop.
+# Parsing this many characters blocks the event loop for about 10 ms.
 _MAX_SOURCE_CHARS = 4096
-# A string in one or three quotes, on one line. Formatted strings are no literals, so only `r` and `u` may precede it.
+# A string in one or three quotes, on one line. Formatted strings are not literals, so only `r` and `u` may precede the
+# quotes.
 _STRING = "|".join(
     rf"[rRuU]?+(?:{q}{q}{q}(?:[^{q}\\\n]|\\.|{q}(?!{q}{q}))*+{q}{q}{q}|{q}(?!{q}{q})(?:[^{q}\\\n]|\\.)*+{q})"
     for q in "\"'"
 )
 _STRINGS = re.compile(_STRING)
-# Names, numbers, strings and brackets. There are no operators, so an expression nests by brackets, or by a chain such
-# as `f()()`.
+# Names, numbers, strings and brackets. There are no operators, so only brackets, or chains such as `f()()`, can nest
+# expressions.
 _SOURCE = re.compile(
     rf"(?:\s++|[A-Za-z_][\w.]{{0,63}}+(?![\"'])|-?\d[\d.]*+(?:[eE][+-]?\d++)?+|{_STRING}|[][(){{}},:=])*+"
 )
-# More than arguments need. Python's parser refuses more than 200 nested brackets.
+# Deeper than arguments need, and far below the 200 nested brackets that Python's parser accepts.
 _MAX_DEPTH = 32
 _FENCE = "```"
 
 
 def read_call_list(reader: TextReader, names: ToolNames) -> Steps:
-    """Reads a list of calls, up to its closing bracket. Raises NoMatch for any other text."""
+    """Reads a list of calls, up to the closing bracket. Raises NoMatch for any other text."""
     yield from _pass_on(reader, (yield from hold_value(reader, PYTHON_QUOTES)), names)
 
 
 def read_fenced_calls(reader: TextReader, names: ToolNames) -> Steps:
-    """Reads calls up to the end of a fence, or of the text. Raises NoMatch for any other code."""
+    """Reads calls up to the end of a fence or of the text. Raises NoMatch if the code is not calls only."""
     yield from _pass_on(reader, (yield from reader.read_until(_FENCE)), names)
 
 
@@ -49,7 +50,7 @@ def _pass_on(reader: TextReader, source: str, names: ToolNames) -> Steps:
 
 
 def _parse(source: str, names: ToolNames) -> list[tuple[str, str]]:
-    """Returns the name and the arguments, as JSON, of each call. Raises NoMatch."""
+    """Returns the name and the arguments of each call, the arguments as JSON. Raises NoMatch."""
     if len(source) > _MAX_SOURCE_CHARS or not _SOURCE.fullmatch(source) or _depth(source) > _MAX_DEPTH:
         raise NoMatch
     try:
@@ -74,7 +75,7 @@ def _calls_of(line: ast.stmt) -> list[ast.expr]:
     value = line.value
     if isinstance(value, ast.List):
         return value.elts
-    # Gemma often prints the result of a call.
+    # Gemma often writes a call as an argument of `print`.
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "print":
         return value.args
     return [value]

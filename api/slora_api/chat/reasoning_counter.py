@@ -17,9 +17,10 @@ class _Count:
 
 
 class ReasoningCounter:
-    """Counts the tokens up to and including the one with which the end marker of the reasoning is complete.
+    """Counts the tokens of the reasoning, including the token that completes the end marker.
 
-    A token counts when its text arrives. If a stop string begins like the marker, its text may arrive a token late.
+    A token is counted when its text arrives. If a stop string begins like the end marker, the marker's text may arrive
+    one token late.
     """
 
     def __init__(self, syntax: AnswerSyntax) -> None:
@@ -32,7 +33,7 @@ class ReasoningCounter:
         return None if syntax is None or not syntax.thinks else ReasoningCounter(syntax)
 
     def add(self, choice: int, num_tokens: int, text: str, *, is_last: bool) -> int:
-        """Adds the next part of a choice. Returns how many more tokens are known to be reasoning."""
+        """Adds the next part of a choice. Returns by how many tokens the known reasoning of the choice has grown."""
         count = self._counts.get(choice)
         if count is None:
             count = self._counts[choice] = _Count(AnswerReader(self._syntax))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 __all__ = ["ReasoningSwitch", "find_reasoning_switch"]
 
-# Variables that are true or false: of Qwen 3, GLM and SmolLM 3, and of DeepSeek V3.1 and Granite.
+# Boolean variables. The first is that of Qwen 3, GLM and SmolLM 3, the second that of DeepSeek V3.1 and Granite.
 _TOGGLES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _EXPRESSION = re.compile(r"\{[{%].*?(?:[%}]\}|\Z)", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 _LEAST = ("none", "minimal")
-# The default of most models of OpenAI, which asks for nothing.
+# The default effort of most models of OpenAI. It is accepted even if it changes nothing.
 _DEFAULT = "medium"
 
 
@@ -23,7 +23,7 @@ _DEFAULT = "medium"
 class ReasoningSwitch:
     """How requests set the effort of the reasoning in one chat template.
 
-    toggles: the template's variables that are true or false. reads_effort: whether it also reads `reasoning_effort`.
+    toggles: the boolean variables that the template reads. reads_effort: whether the template reads `reasoning_effort`.
     """
 
     toggles: tuple[str, ...]
@@ -38,9 +38,9 @@ class ReasoningSwitch:
         return chosen
 
     def list_accepted(self, *, thinks: bool) -> tuple[str, ...] | None:
-        """Returns the efforts that are not ignored. None: all.
+        """Returns the efforts that a request may ask for; None if it may ask for any.
 
-        thinks: whether the model may reason. If not, the least efforts are what it does anyway.
+        thinks: whether the model may reason. A model that never reasons meets the least efforts anyway.
         """
         if self.toggles or self.reads_effort:
             return None
@@ -48,15 +48,18 @@ class ReasoningSwitch:
 
 
 def find_reasoning_switch(template: str) -> ReasoningSwitch:
-    """Finds the variables that a template reads. template: its source without comments."""
-    # Each by itself, because an expression that ends within a string has a quote without its pair.
+    """Finds the variables for the effort that a template reads. template: the template's source without comments."""
+    # Blank out strings in each expression separately, because an expression that ends within a string leaves a quote
+    # unpaired.
     expressions = [_STRING.sub("''", one) for one in _EXPRESSION.findall(template)]
     toggles = tuple(name for name in _TOGGLES if _reads_variable(expressions, name))
     return ReasoningSwitch(toggles, _reads_variable(expressions, _EFFORT))
 
 
 def _reads_variable(expressions: Sequence[str], name: str) -> bool:
-    """Whether the first expression with this name reads it. A template that first sets it has a name of its own."""
+    """Returns whether the first expression with this name reads it. If the expression sets the name, the template does
+    not read the request's variable.
+    """
     for expression in expressions:
         num_uses = len(re.findall(rf"(?<![.\w]){name}\b", expression))
         if num_uses:

@@ -15,7 +15,7 @@ _TOOLS = re.compile(r"\btools\b")
 # Llama's templates read `message.tool_calls[0]`. Others loop over the calls, or pass them to a filter.
 _FIRST_CALL = re.compile(r"tool_calls\b['\"\]]*\s*\[\s*0\s*\]")
 _ALL_CALLS = re.compile(r"\bin\s[^%]{0,99}\btool_calls\b|tool_calls\b['\"\]]*\s*\|(?!\s*length\b)")
-# Distinct chat templates whose traits are cached.
+# Number of chat templates whose traits are cached.
 _NUM_KEPT = 64
 
 
@@ -23,9 +23,9 @@ _NUM_KEPT = 64
 class TemplateTraits:
     """The traits of one chat template.
 
-    reads_tools: whether it shows the tools of a request to the model.
-    max_calls: how many tool calls of an earlier answer it shows; None: all.
-    call_format: None if it is unknown.
+    reads_tools: whether the template shows the tools of a request to the model.
+    max_calls: how many tool calls of an earlier answer the template shows; None if it shows all.
+    call_format: the format of tool calls; None if it is unknown.
     thinks: whether the model may begin an answer with reasoning.
     switch: how a request sets the effort of the reasoning.
     """

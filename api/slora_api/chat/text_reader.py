@@ -1,7 +1,7 @@
 """Reads a text that arrives in parts, for parsers that are written as if the whole text were there.
 
-A parser is a generator. It yields pieces of its result, and None while it waits for more text. What it yields does not
-depend on where the text is divided, because it waits before it decides.
+A parser is a generator. It yields pieces of its result, and None while it waits for more text. A parser waits until it
+has enough text to decide, so its pieces do not depend on where the text is divided.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import TypeVar
 __all__ = ["MAX_HELD_CHARS", "NoMatch", "TextReader", "Waiting"]
 
 _T = TypeVar("_T")
-# A part of a parser that yields None while it waits, and returns a value at its end.
+# A part of a parser. It yields None while it waits for text, and returns a value.
 Waiting = Generator[None, None, _T]
 
 _SPACE = re.compile(r"\s*")
-# How many characters a parser may read before it decides what they are. The limit bounds the work on a text that looks
-# like the beginning of a tool call again and again.
+# How many characters a parser may read before it decides whether they are a tool call. The limit bounds the work on a
+# text with many false beginnings of calls.
 MAX_HELD_CHARS = 1 << 14
-# This is more than the length of every text that `take` reads.
+# Longer than any text that `take` reads.
 _MAX_TAKEN_CHARS = 64
 
 
@@ -29,12 +29,12 @@ class NoMatch(Exception):
 class TextReader:
     """Reads one text in parts.
 
-    text: the text that is still needed, possibly preceded by text that is not.
+    text: the text that is still needed, possibly after some that is no longer needed.
     at: the position of the next character in `text`.
     is_over: whether the text is complete.
 
-    A parser that tries something calls `hold`, and then either `accept` or `rewind`. Between these calls, it raises
-    NoMatch when it has read more than MAX_HELD_CHARS.
+    To try to read something, a parser calls `hold`, and then `accept` on success or `rewind` on failure. In between,
+    reading more than MAX_HELD_CHARS raises NoMatch.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,10 @@ class TextReader:
         self.at, self._held_from = self._held_from, None
 
     def release(self) -> None:
-        """Marks the text before the position as no longer needed. Nothing may be held.
+        """Marks the text before the current position as no longer needed. Must not be called between `hold` and
+        `accept`.
 
-        Drops that text once it is more than half of the whole, so that dropping costs less than reading.
+        The marked text is dropped once it is more than half of `text`, so that dropping costs less than reading.
         """
         assert self._held_from is None
         if 2 * self.at > len(self.text):
@@ -75,7 +76,7 @@ class TextReader:
             self.at = 0
 
     def advance(self, end: int) -> str:
-        """Moves to the position `end` and returns the text before it."""
+        """Moves to the position `end` and returns the text from the current position up to `end`."""
         read = self.text[self.at : end]
         self.at = end
         if self._held_from is not None and end - self._held_from > MAX_HELD_CHARS:
@@ -83,7 +84,7 @@ class TextReader:
         return read
 
     def more(self) -> Waiting[bool]:
-        """Waits for more text. Returns False if the text is over."""
+        """Waits for more text. Returns False if the text is complete."""
         num_chars = len(self.text)
         held_from = self._held_from
         if held_from is not None and num_chars - held_from > MAX_HELD_CHARS + _MAX_TAKEN_CHARS:
@@ -102,11 +103,13 @@ class TextReader:
         return self.text[self.at]
 
     def skip_space(self) -> Waiting[str]:
-        """Returns the white space."""
+        """Reads white space, maybe none, and returns it."""
         return (yield from self.match(_SPACE))
 
     def match(self, pattern: re.Pattern[str]) -> Waiting[str]:
-        """Reads what the pattern matches, maybe nothing. The pattern must repeat one class of characters."""
+        """Reads and returns what the pattern matches, maybe nothing. The pattern must repeat one class of characters,
+        such as white space.
+        """
         end = self.at
         while True:
             found = pattern.match(self.text, end)
@@ -115,7 +118,7 @@ class TextReader:
                 return self.advance(end)
 
     def take(self, wanted: str) -> Waiting[bool]:
-        """Reads `wanted` if it is next. Otherwise, the position stays."""
+        """Reads `wanted` if it comes next, and returns True. Otherwise, reads nothing and returns False."""
         while True:
             found = self.text[self.at : self.at + len(wanted)]
             if found == wanted:
@@ -125,12 +128,14 @@ class TextReader:
                 return False
 
     def require(self, wanted: str) -> Waiting[None]:
-        """Raises NoMatch if `wanted` is not next."""
+        """Reads `wanted`. Raises NoMatch if it does not come next."""
         if not (yield from self.take(wanted)):
             raise NoMatch
 
     def read_until(self, mark: str) -> Waiting[str]:
-        """Reads up to the mark and the mark, and returns the text before it. Without the mark, reads the whole text."""
+        """Reads the text up to and including the mark, and returns it without the mark. If there is no mark, reads the
+        whole text.
+        """
         first = self.at
         while (found := self.text.find(mark, first)) < 0:
             first = max(self.at, len(self.text) - len(mark) + 1)

@@ -1,4 +1,4 @@
-"""Finds the end of a JSON value or of a Python literal that arrives in parts, without checking what is in it."""
+"""Finds the end of a JSON value or of a Python literal that arrives in parts. The value is not checked."""
 
 import re
 from collections.abc import Generator
@@ -12,12 +12,15 @@ PYTHON_QUOTES = "\"'"
 
 _SCALAR = re.compile(r"[^\s,{}\[\]()\"'<]*")
 _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in PYTHON_QUOTES}
-# No value has `<` outside of strings. So a marker such as `</tool_call>` ends a value whose brackets do not match.
+# Outside of strings, no value contains `<`. So a marker such as `</tool_call>` ends a value even if its brackets are
+# not all closed.
 _OUTSIDE = {quotes: re.compile(rf"[{quotes}{{}}()\[\]<]") for quotes in (JSON_QUOTES, PYTHON_QUOTES)}
 
 
 def hold_value(reader: TextReader, quotes: str = JSON_QUOTES) -> Waiting[str]:
-    """Reads the next value as text. The text may end before the value. quotes: what begins a string."""
+    """Reads the next value and returns its text, which is incomplete if the answer ends first. quotes: the characters
+    that begin a string.
+    """
     parts = []
     for part in value_parts(reader, quotes):
         if part is None:
@@ -28,7 +31,7 @@ def hold_value(reader: TextReader, quotes: str = JSON_QUOTES) -> Waiting[str]:
 
 
 def value_parts(reader: TextReader, quotes: str = JSON_QUOTES) -> Generator[str | None, None, None]:
-    """Yields the parts of the next value as they arrive, and None while it waits."""
+    """Yields the parts of the next value as they arrive, and None when it needs more text."""
     first = yield from reader.peek()
     if not first or first not in "{[" + quotes:
         yield (yield from reader.match(_SCALAR))
@@ -42,7 +45,7 @@ def value_parts(reader: TextReader, quotes: str = JSON_QUOTES) -> Generator[str 
 
 
 class _ValueScan:
-    """The state of the search. A bracket may be closed by any other kind of bracket."""
+    """The state of the search for the end of a value. Any closing bracket closes any opening bracket."""
 
     def __init__(self, quotes: str) -> None:
         self.is_complete = False
@@ -52,7 +55,7 @@ class _ValueScan:
         self._is_escaped = False
 
     def find_end(self, text: str, start: int) -> int:
-        """Returns the end of the value, or of the text if the value continues."""
+        """Returns the end position of the value; the length of the text if the value continues."""
         at = start
         while at < len(text) and not self.is_complete:
             if self._is_escaped:

@@ -41,7 +41,7 @@ _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 def _find_files(source: Path) -> dict[str, Path]:
-    """Returns the files of a directory by multipart field, or the archive, which the server unpacks."""
+    """Returns the files to upload by multipart field: those of a directory, or an archive, which the server unpacks."""
     return {"archive": source} if source.is_file() else _find_members(source)
 
 
@@ -57,7 +57,7 @@ def _find_members(directory: Path) -> dict[str, Path]:
 
 
 def _download(text: str) -> HubSnapshot | None:
-    """Downloads the adapter of an hf:// reference. Returns None for a local path."""
+    """Downloads the adapter that an hf:// reference names. Returns None for a local path."""
     try:
         reference = HubReference.parse(text)
         return download(reference) if reference else None
@@ -77,7 +77,7 @@ _COLUMNS = {
 
 
 def _describe_push(pushed: dict[str, Any]) -> str:
-    """Describes the pushed version, its certificate, and how to call it."""
+    """Returns a text about the pushed version, its certificate, and how to call the adapter."""
     found, change = pushed["certificate"], pushed["certificate"]["logprob_change"]
     state = "new version" if pushed["new_version"] else "already the newest version"
     ranks = {summary[end] for summary in found["modules"].values() for end in ("min_rank", "max_rank")}

@@ -12,13 +12,15 @@ __all__ = ["move", "roll_back", "versions"]
 
 
 def _read_targets(words: Sequence[str]) -> dict[str, int]:
-    """Parses targets: `3` sends all requests to version 3, `3=90 4=10` splits them. The server checks the sum."""
+    """Parses the targets of an alias: `3` is version 3 for all requests, `3=90 4=10` splits the requests. The server
+    checks the sum.
+    """
     targets: dict[str, int] = {}
     for word in words:
         number, equals, weight = word.partition("=")
         if not number.isdecimal() or (equals and not weight.isdecimal()) or number in targets:
             raise CommandFailed(
-                f"the target {word!r} is not valid: write VERSION=PERCENT, such as 4=10, each version only once"
+                f"the target {word!r} is not valid: write VERSION=PERCENT, such as 4=10, and each version only once"
             )
         if not equals and len(words) > 1:
             raise CommandFailed(
@@ -61,7 +63,7 @@ def versions(arguments: argparse.Namespace) -> None:
 
 @explained
 def move(arguments: argparse.Namespace) -> None:
-    """Moves or deletes an alias, or shows it if the user gives neither versions nor `--delete`."""
+    """Moves or deletes an alias. Shows the alias if the user gives neither versions nor `--delete`."""
     is_move = bool(arguments.versions)
     if not is_move and (arguments.expect is not None or arguments.follow):
         raise CommandFailed("--expect and --follow apply to moving an alias; give the VERSION to move it to")

@@ -21,7 +21,7 @@ _COLUMNS = {
 
 
 def _filter(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the parameters of the request that the command line sets."""
+    """Returns the query parameters for the filters that the user gives."""
     found = {name: getattr(arguments, name) for name in ("tenant", "actor", "action")}
     found |= {name: time.timestamp() for name in ("since", "until") if (time := getattr(arguments, name))}
     return {name: value for name, value in found.items() if value is not None}

@@ -22,13 +22,13 @@ _COLUMNS = {
     "SEEN": lambda finding: finding["seen"],
     "OK": lambda finding: "yes" if finding["ok"] else "NO",
 }
-# Rounds of the timing test between two lines of progress.
+# Number of rounds of the timing test between two lines of progress.
 _PROGRESS = 50
 
 
 @explained
 def audit(arguments: argparse.Namespace) -> None:
-    """Raises CommandFailed if a check fails."""
+    """Runs the audit and prints the findings. Raises CommandFailed if a check fails."""
 
     def show_progress(done: int) -> None:
         if done % _PROGRESS == 0:
@@ -53,7 +53,7 @@ def audit(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Makes SIGTERM end the command like Ctrl-C, so that the temporary tenants are removed."""
+    """Lets SIGTERM end the command in the same way as Ctrl-C, so that the temporary tenants are removed."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

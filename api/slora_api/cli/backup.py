@@ -1,4 +1,6 @@
-"""`slora backup` and `slora restore`, which work on database and store themselves, with or without a server."""
+"""`slora backup` and `slora restore`. They work directly on the database and the store, whether or not a server is
+running.
+"""
 
 import argparse
 import sys
@@ -35,7 +37,7 @@ def backup(arguments: argparse.Namespace) -> None:
                 closing(open_store(read_local_setting(arguments, "store") or str(data.adapters)))
             )
             journal = stack.enter_context(closing(RevocationJournal(data.revocations)))
-            # Otherwise the backup would revive keys whose revocation the database does not have yet.
+            # Without this, restoring the backup would revive keys whose revocation is not in the database yet.
             KeyStore(database, Pepper.from_file(data.pepper), journal).write_pending_revocations()
             manifest = make_backup(
                 database,

@@ -18,7 +18,7 @@ __all__ = ["cancel", "output", "show", "show_all", "submit"]
 
 _POLL_S = 2.0
 _ENDED = ("completed", "failed", "expired", "cancelled")
-# Batches on one page.
+# Number of batches on one page.
 _PAGE = 100
 
 
@@ -74,7 +74,7 @@ def cancel(arguments: argparse.Namespace) -> None:
 
 @explained
 def output(arguments: argparse.Namespace) -> None:
-    """Writes the answers, or the lines that failed, to standard output."""
+    """Prints the answers, or with `--errors` the lines that failed."""
     kind = "error_file_id" if arguments.errors else "output_file_id"
     with tenant_client() as client:
         batch = _find(client, arguments.batch)

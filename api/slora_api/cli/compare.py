@@ -14,7 +14,7 @@ from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
 
 __all__ = ["compare"]
 
-# Columns narrower than this are hard to read, so the answers then stand one below the other.
+# Narrower columns are hard to read. If the columns would be narrower, the answers are printed one below the other.
 _MIN_COLUMN_CHARS = 24
 _GAP = " | "
 
@@ -34,7 +34,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def _heading(answer: dict[str, Any]) -> str:
-    """The version that answered, or the name of a model without versions."""
+    """Returns the version that answered, or the name of a model without versions."""
     return str(answer["headers"].get("x-slora-adapter", answer["model"]))
 
 
@@ -50,8 +50,8 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 def _lay_out(answers: Sequence[tuple[str, str]], width: int) -> str:
-    """Lays the answers out side by side if they fit. answers: the heading and the text of each. width: characters of a
-    line.
+    """Returns the answers side by side if they fit, and otherwise one below the other. answers: pairs of heading and
+    text. width: the most characters of a line.
     """
     column = (width - len(_GAP) * (len(answers) - 1)) // len(answers)
     if column < _MIN_COLUMN_CHARS:

@@ -16,7 +16,9 @@ DEFAULT_MAX_TOKENS = 256
 
 
 def prompt_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of a request for the prompt. Raises CommandFailed for flags that contradict each other."""
+    """Returns the request fields for the prompt and its flags. Raises CommandFailed for flags that contradict each
+    other.
+    """
     if arguments.system and arguments.raw:
         raise CommandFailed("--system needs chat messages; omit --raw")
     limit = DEFAULT_MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens

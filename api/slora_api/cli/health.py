@@ -1,4 +1,6 @@
-"""`slora health`: checks for container engines and scripts whether the server answers or is ready. It needs no key."""
+"""`slora health`: checks whether the server answers or is ready. Container engines and scripts can run it without a
+key.
+"""
 
 import argparse
 

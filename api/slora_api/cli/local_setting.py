@@ -1,4 +1,4 @@
-"""Settings of the server, for commands that work on its data without a server."""
+"""Reads server settings for commands that work on the server's data directly."""
 
 import argparse
 import os
@@ -7,5 +7,7 @@ __all__ = ["read_local_setting"]
 
 
 def read_local_setting(arguments: argparse.Namespace, name: str) -> str:
-    """Returns a flag or the environment variable of the setting of the same name; empty if neither is set."""
+    """Returns the value of a server setting from its flag, or else from its environment variable; empty if neither is
+    set.
+    """
     return getattr(arguments, name) or os.environ.get(f"SLORA_{name.upper()}", "")

@@ -66,7 +66,7 @@ _HANDLERS = {
     "plan": ("slora_api.cli.plan", "plan"),
 }
 
-# Subcommand -> the optional dependencies (extra) that it needs. All others need `serve`.
+# Subcommand -> the optional dependencies (extra) that it needs. All other subcommands need `serve`.
 _EXTRAS = {"adapter verify": "verify"}
 
 _QUOTA_HELP = {
@@ -137,7 +137,7 @@ def _add_serve(commands: _Commands) -> None:
             parser.epilog += (
                 " Give the flags and variables of `slora serve`. The exit code is 1 only if a check fails."
             )
-        # This setting is gone. It is still parsed, so that the error can name the command that copies a registry into
+        # This setting was removed. It is still parsed, so that the error can name the command that copies a registry to
         # the database.
         parser.add_argument("--registry", help=argparse.SUPPRESS)
 
@@ -293,7 +293,7 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _duration(text: str) -> int:
-    """Parses a duration such as 30d, in seconds."""
+    """Parses a duration such as 30d and returns seconds."""
     number, unit = text[:-1], text[-1:]
     if unit not in _UNIT_SECONDS or not (number.isascii() and number.isdigit()) or not int(number):
         raise argparse.ArgumentTypeError(
@@ -525,7 +525,7 @@ def _add_usage(commands: _Commands) -> None:
     usage.add_argument(
         "--group-by",
         metavar="NAMES",
-        help="keep sums apart by any of api_key_id, model and, for the operator, tenant; separated by commas",
+        help="show a sum for each api_key_id, model or (operator) tenant; give one or more names, separated by commas",
     )
     forms = usage.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -699,7 +699,9 @@ def _add_batches(commands: _Commands) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands. The reference of the commands in the documentation is made from it, too."""
+    """Returns the parser of all subcommands. The command reference in the documentation is also generated from this
+    parser.
+    """
     parser = argparse.ArgumentParser(
         prog="slora",
         description="Serves thousands of LoRA adapters on one base model, with API keys for each tenant.",
@@ -740,11 +742,11 @@ def _load_handler(command: str) -> Callable[[argparse.Namespace], int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit code.
 
-    Unless the subcommand's help says otherwise, this is 0 for success, 1 for an explained failure, and 2 for wrong
+    Unless the subcommand's help says otherwise, the code is 0 for success, 1 for an explained failure, and 2 for wrong
     usage.
     """
     parsed, unknown = make_parser().parse_known_args(arguments)
-    if unknown:  # argparse itself would show the usage of slora instead of this subcommand's.
+    if unknown:  # argparse would show the usage of `slora` instead of the subcommand's usage.
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         handler = _load_handler(parsed.handler)

@@ -1,4 +1,6 @@
-"""`slora migrate`: copies what release 0.1 kept in Redis, or in the file of a data directory, into the database."""
+"""`slora migrate`: copies the names that release 0.1 kept in Redis, or the SQLite database of a data directory, into
+the database.
+"""
 
 import argparse
 from contextlib import ExitStack, closing
@@ -34,7 +36,7 @@ def migrate(arguments: argparse.Namespace) -> None:
                 if directory and ((Path(directory) / "slora.db").exists() or not registry):
                     _copy_data_dir(Path(directory), target)
             else:
-                # The lock of the directory: no server uses the file in the meantime.
+                # Opening the directory locks it, so that no server uses the file meanwhile.
                 data = stack.enter_context(open_data_dir(Path(directory or "data")))
                 target = stack.enter_context(closing(Database(data.database)))
             if registry:
@@ -51,7 +53,7 @@ def _copy_data_dir(directory: Path, target: Database) -> None:
         closing(Database(data.database)) as source,
         closing(RevocationJournal(data.revocations)) as journal,
     ):
-        # Writes the check of the pepper and the pending revocations to the source, so that both are copied.
+        # Write the check value of the pepper and the pending revocations to the source, so that both are copied.
         KeyStore(source, Pepper.from_file(data.pepper), journal).write_pending_revocations()
         copied = copy_database(source, target)
     print(
@@ -66,6 +68,6 @@ def _copy_registry(registry: str, target: Database) -> None:
     ).copy_registry
     num_names: int | None = copy_registry(registry, target)
     if num_names is None:
-        print("the database has the registry in Redis already")
+        print("the registry in Redis was already copied to the database")
     else:
         print(f"copied {num_names} names with their versions and aliases from Redis, which was not changed")

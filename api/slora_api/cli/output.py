@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["Columns", "Record", "print_json", "print_records"]
 
 Record = Mapping[str, Any]
-# Column heading -> the text of one record's cell.
+# Column heading -> the function that makes the cell of a record.
 Columns = Mapping[str, Callable[[Record], str]]
 
 

@@ -25,7 +25,8 @@ __all__ = [
     "walk",
 ]
 
-# The server validates an upload before it answers, and a first token may wait for an adapter to load.
+# The timeout is long, because the server answers an upload after validating it, and a first token may wait for an
+# adapter to load.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -34,13 +35,15 @@ class CommandFailed(Exception):
 
 
 def nothing_to_change(fields: Iterable[str]) -> CommandFailed:
-    """Returns the error of a command without changes. fields: what the command can change, as named in the API."""
+    """Returns the error of a command that got nothing to change. fields: the API's names of what the command can
+    change.
+    """
     flags = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
     return CommandFailed(f"there is nothing to change; give at least one of {flags}")
 
 
 def server_url() -> str:
-    """Returns SLORA_URL, or this machine's address with the port SLORA_PORT, or 8000."""
+    """Returns SLORA_URL; by default, this machine's address with the port SLORA_PORT or 8000."""
     return os.environ.get("SLORA_URL") or f"http://127.0.0.1:{os.environ.get('SLORA_PORT') or 8000}"
 
 
@@ -76,7 +79,7 @@ def _message(response: httpx.Response) -> str:
     try:
         error = response.json()["error"]
         reasons = [f"  {reason['code']}: {reason['message']}" for reason in error.get("reasons", ())]
-        # The message of an error with reasons repeats the reasons in one line, so it is not shown.
+        # If an error has reasons, its message repeats them in one line, so the message is not shown.
         return "\n".join(["the server refuses this adapter:", *reasons]) if reasons else str(error["message"])
     except (ValueError, KeyError, TypeError):
         return (
@@ -85,7 +88,7 @@ def _message(response: httpx.Response) -> str:
 
 
 def error_code(response: httpx.Response) -> str | None:
-    """Returns the code of a failed answer. None for a success, and for an answer that is not in this API's form."""
+    """Returns the error code of a failed answer; None for a success, and for an answer that is not from this API."""
     try:
         code = None if response.is_success else response.json()["error"]["code"]
     except (ValueError, KeyError, TypeError):
@@ -101,7 +104,7 @@ def check(response: httpx.Response) -> Any:
 
 
 def walk(client: httpx.Client, path: str, **wanted: str | float) -> Iterator[Any]:
-    """Yields the items of a list from all of its pages. Raises CommandFailed like `check`.
+    """Yields the items of all pages of a list. Raises CommandFailed like `check`.
 
     wanted: further parameters of the request.
     """
@@ -115,7 +118,7 @@ def walk(client: httpx.Client, path: str, **wanted: str | float) -> Iterator[Any
 
 
 def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Wraps a handler that raises, so that it prints one line and returns the exit code."""
+    """Wraps a handler so that it prints its error in one line and returns the exit code."""
 
     @functools.wraps(handler)
     def run(arguments: argparse.Namespace) -> int:

@@ -59,7 +59,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def _results(client: httpx.Client, path: str, asked: dict[str, str]) -> Iterator[Record]:
-    """Yields the results of all pages, each with the times of its bucket."""
+    """Yields the results of all pages. Each result gets the start and end time of its bucket."""
     while True:
         page = check(client.get(path, params=asked))
         for bucket in page["data"]:
@@ -84,7 +84,7 @@ def _show_start(result: Record) -> str:
 
 
 def _read_time(text: str) -> str:
-    """Reads `7d` as seven days ago. The server reads all other forms."""
+    """Converts `7d` to the time seven days ago. The server parses all other forms."""
     if match := _DURATION.fullmatch(text):
         return str(time.time() - int(match[1]) * _SECONDS[match[2]])
     return text

@@ -1,1 +1,1 @@
-"""The probes of `slora audit isolation`. Each probe tries to see or to use what belongs to another tenant."""
+"""The probes of `slora audit isolation`. Each probe tries to see or use the data of another tenant."""

@@ -19,7 +19,7 @@ __all__ = ["audit_isolation"]
 def audit_isolation(
     server: AuditedServer, num_timings: int, show_progress: Callable[[int], None]
 ) -> Generator[Finding, None, None]:
-    """Yields the findings. Two temporary tenants exist until the iterator is exhausted or closed.
+    """Runs all probes and yields their findings. Two temporary tenants exist until the iterator is exhausted or closed.
 
     num_timings: samples in each arm of the timing test; 0 leaves it out.
     """
@@ -30,7 +30,7 @@ def audit_isolation(
             for model in check(server.send("GET", "/v1/models", owner.key))["data"]
             if not model["parent"]
         )
-        # Fresh weights in each run, because the store may still have the blobs of an earlier run.
+        # Each run uses fresh weights, because the store may still have the blobs of an earlier run.
         seed = random.randrange(1 << 30)
         shared, second, fresh = (make_adapter(modules, seed + at) for at in range(3))
         owner.upload("audit-owned", shared)

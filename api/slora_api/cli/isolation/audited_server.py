@@ -17,7 +17,7 @@ __all__ = ["AuditedServer", "AuditedTenant", "audited_tenants"]
 
 @dataclass(frozen=True, slots=True)
 class AuditedServer:
-    """The server under audit. client: an HTTP client that sends no key unless a call names one."""
+    """The server under audit. client: an HTTP client without a default key."""
 
     client: httpx.Client
     admin_key: str = field(repr=False)
@@ -34,7 +34,7 @@ class AuditedServer:
         return self.client.request(method, path, headers={**own, **(headers or {})}, **sent)
 
     def manage(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Sends a request with the admin key, and returns the JSON of the answer. Raises CommandFailed."""
+        """Sends a request with the admin key and returns the JSON of the answer. Raises CommandFailed."""
         return check(self.send(method, path, self.admin_key, json=body))
 
     def complete(self, key: str, model: str, prompt: str, max_tokens: int = 1) -> httpx.Response:
@@ -44,7 +44,9 @@ class AuditedServer:
 
 @dataclass(frozen=True, slots=True)
 class AuditedTenant:
-    """A temporary tenant. key: has all scopes of a tenant. revoked_key: was valid once."""
+    """A temporary tenant. key: a key with all scopes of a tenant. revoked_key: a key that was valid before it was
+    revoked.
+    """
 
     server: AuditedServer
     name: str
@@ -57,7 +59,7 @@ class AuditedTenant:
         return key
 
     def upload(self, name: str, adapter: RandomAdapter) -> Any:
-        """Returns the JSON of the answer. Raises CommandFailed."""
+        """Uploads an adapter and returns the JSON of the answer. Raises CommandFailed."""
         return check(
             self.server.send("POST", "/v1/adapters", self.key, data={"name": name}, files=adapter.files())
         )
@@ -65,13 +67,13 @@ class AuditedTenant:
 
 @contextmanager
 def audited_tenants(server: AuditedServer) -> Iterator[tuple[AuditedTenant, AuditedTenant]]:
-    """Creates two tenants, and removes them at the end, also after a failure or an interrupt."""
+    """Creates two tenants and removes them at the end, even after a failure or an interrupt."""
     run = secrets.token_hex(4)
     with ExitStack() as stack:
         tenants = []
         for letter in "ab":
             name = f"audit-{run}-{letter}"
-            # Registered first, so that an interrupt after the creation removes the tenant.
+            # Register the removal first, so that an interrupt right after the creation still removes the tenant.
             stack.callback(_remove, server, name)
             tenants.append(_create(server, name))
         yield tenants[0], tenants[1]
@@ -85,7 +87,7 @@ def _create(server: AuditedServer, name: str) -> AuditedTenant:
 
 
 def _remove(server: AuditedServer, name: str) -> None:
-    """Purges the tenant if it exists. Raises CommandFailed, which names the tenant."""
+    """Purges the tenant if it exists. On failure, raises a CommandFailed that names the tenant."""
     if server.send("GET", f"/admin/tenants/{name}", server.admin_key).status_code == HTTPStatus.NOT_FOUND:
         return
     try:

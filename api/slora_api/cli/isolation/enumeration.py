@@ -13,7 +13,7 @@ from slora_api.cli.isolation.random_adapter import RandomAdapter
 __all__ = ["compare_lookups", "compare_uploads"]
 
 _PROBE = "enumeration"
-# Requests for an adapter. The adapter's name replaces NAME.
+# Requests that name an adapter. NAME is replaced by the adapter's name.
 _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/v1/models/NAME", None),
     ("GET", "/v1/adapters/NAME", None),
@@ -37,11 +37,11 @@ _OWN_FIELDS = ("name", "digest", "created", "updated", "certificate")
 
 
 def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[Finding]:
-    """Compares the answers about another tenant's adapter with those about a missing one.
+    """Compares the answers about another tenant's adapter with the answers about a missing adapter.
 
     foreign: the name of an adapter that only another tenant has.
     """
-    # A name of the same length, so that the sizes of the answers can be compared, too.
+    # The missing name has the same length, so that the sizes of the answers can also be compared.
     nothing = foreign[:-1] + ("0" if foreign[-1] != "0" else "1")
     for method, path, body in _LOOKUPS:
         known, unknown = (_look_up(prober, method, path, body, name) for name in (foreign, nothing))
@@ -57,9 +57,9 @@ def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[Finding]:
 
 
 def compare_uploads(prober: AuditedTenant, known: RandomAdapter, fresh: RandomAdapter) -> Iterator[Finding]:
-    """Compares the answers to uploads of known and of new weights.
+    """Compares the answer to an upload of known weights with the answer to an upload of new weights.
 
-    known: an adapter that another tenant has uploaded. fresh: one of the same size that no tenant has.
+    known: an adapter that another tenant has uploaded. fresh: an adapter of the same size that no tenant has.
     """
     answers = [
         prober.server.send(
@@ -82,11 +82,11 @@ def compare_uploads(prober: AuditedTenant, known: RandomAdapter, fresh: RandomAd
 def _look_up(
     prober: AuditedTenant, method: str, path: str, body: dict[str, Any] | None, name: str
 ) -> tuple[int, str, tuple[str, ...]]:
-    """Returns the status, the body with a placeholder for the name, and the names of the headers. In a fan-out, the
-    status is that of the only answer.
+    """Returns the status, the body with a placeholder for the name, and the header names. For a fan-out, the status is
+    that of its only answer.
     """
     sent = None if body is None else json.loads(json.dumps(body).replace("NAME", name))
-    # The same id for all, because a fan-out repeats it.
+    # All requests have the same id, because a fan-out repeats the id in its answer.
     headers = {"x-request-id": _PROBE}
     answer = prober.server.send(method, path.replace("NAME", name), prober.key, headers, json=sent)
     status = answer.json()["answers"][0]["status_code"] if path == "/v1/fanout" else answer.status_code
@@ -98,7 +98,7 @@ def _show(answer: tuple[int, str, tuple[str, ...]]) -> str:
 
 
 def _visible(answer: httpx.Response) -> dict[str, Any]:
-    """Returns what an answer to an upload shows, without the fields that always differ."""
+    """Returns the fields of an answer to an upload, without those that differ between any two uploads."""
     if answer.status_code != 201:
         return {"status": answer.status_code, "body": answer.text[:200]}
     body = answer.json()

@@ -1,4 +1,4 @@
-"""Sends a valid key in places where clients put keys by mistake, and searches the answers for it."""
+"""Sends a valid key in places where clients put keys by mistake, and searches the answers for the key."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +11,14 @@ from slora_api.cli.isolation.finding import Finding
 __all__ = ["send_keys_in_odd_places"]
 
 _PROBE = "key echo"
-# An answer that contains this many consecutive characters of the secret quotes it; chance does not explain that.
+# An answer with this many consecutive characters of the secret counts as quoting the secret. So many do not match by
+# chance.
 _PART_CHARS = 8
 
 
 def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
-    """Yields the findings. The key is valid, so an answer that quotes it would carry a secret into a log, a browser's
-    history or an error report.
+    """Yields one finding for each place. An answer that quotes the valid key would carry a secret into a log, a
+    browser's history or an error report.
     """
     key, server = tenant.key, tenant.server
 
@@ -79,6 +80,8 @@ def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
 
 
 def _quotes(text: str, key: str) -> bool:
-    """Whether the text has a part of the key's secret. A message may quote only the beginning of a long value."""
+    """Returns whether the text contains a part of the key's secret. A part is enough, because a message may quote only
+    the beginning of a long value.
+    """
     secret = key.split("_")[2]
     return any(secret[at : at + _PART_CHARS] in text for at in range(len(secret) - _PART_CHARS + 1))

@@ -1,6 +1,6 @@
-"""Whether a request reuses the computed prefix of an earlier request, for each pair of tenants and adapters.
+"""Checks for pairs of tenants and adapters whether a request reuses the computed prefix of an earlier request.
 
-A prefix of the same tenant and adapter must be reused, or the other cells would prove nothing.
+With the same tenant and adapter, the prefix must be reused. Otherwise, the other cells would prove nothing.
 """
 
 import random
@@ -15,7 +15,7 @@ from slora_api.cli.remote import CommandFailed, check
 __all__ = ["Prompts", "compare_prefixes"]
 
 _PROBE = "prefix cache"
-# On a busy server, a prefix may be evicted between two requests, which hides a hit.
+# Attempts per cell. On a busy server, the prefix may be evicted between the two requests, which hides a hit.
 _TRIES = 3
 _MAX_PROMPT_CHARS = 1024
 
@@ -43,8 +43,8 @@ def compare_prefixes(
 ) -> Iterator[Finding]:
     """Yields one finding for each pair of tenants and adapters.
 
-    shared: names of the same adapter at the owner and at the other tenant. own: another adapter, which both tenants
-        have under this name. base: the name of the base model.
+    shared: the names that the owner and the other tenant gave to the same adapter. own: the name that both gave to a
+        second adapter. base: the name of the base model.
     """
     prompts = Prompts(owner.server, owner.key)
     adapted = _Sender(owner, shared[0])
@@ -71,7 +71,7 @@ def compare_prefixes(
 
 
 def _count_reused(prompts: Prompts, first: _Sender, second: _Sender) -> int:
-    """Returns how many prompt tokens the second request found in the cache. Tries fresh prompts until one is a hit."""
+    """Returns how many prompt tokens the second request found in the cache. Tries fresh prompts until one is found."""
     cached = 0
     for _ in range(_TRIES):
         prompt = prompts.draw()

@@ -10,8 +10,8 @@ from safetensors.numpy import save
 
 __all__ = ["RandomAdapter", "make_adapter"]
 
-# With alpha 16, the adapter adds about 0.8 to the outputs of the modules. That is enough to change the answers of a
-# model in bfloat16, and far from overflow.
+# With alpha 16, the adapter adds about 0.8 to the outputs of the modules. This changes the answers of a model in
+# bfloat16, and is far from overflow.
 _ALPHA, _B_SCALE = 16, 0.05
 
 
@@ -21,7 +21,7 @@ class RandomAdapter:
     weights: bytes
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
-        """The multipart files of an upload."""
+        """Returns the multipart files of an upload."""
         return {
             "config": ("adapter_config.json", self.config),
             "weights": ("adapter_model.safetensors", self.weights),
@@ -29,7 +29,7 @@ class RandomAdapter:
 
 
 def make_adapter(modules: list[Mapping[str, Any]], seed: int) -> RandomAdapter:
-    """Makes an adapter of rank 1 of the first kind of module, such as all q_proj.
+    """Makes an adapter of rank 1 for all modules of the first kind, such as all q_proj.
 
     modules: the answer of GET /v1/adapter-modules.
     """

@@ -1,7 +1,7 @@
-"""Calls every route of the OpenAPI document with every kind of key that must not open it.
+"""Calls every route of the OpenAPI document with every kind of key that the route must refuse.
 
-Only calls that must be refused are sent, so nothing is changed on an isolated server. On others, the paths name objects
-that do not exist.
+An isolated server refuses all these calls, so they change nothing. If a server accepts one, its path names an object
+that does not exist.
 """
 
 import re
@@ -20,12 +20,12 @@ __all__ = ["walk_routes", "walk_suspended"]
 _PROBE = "routes"
 _ADMIN, _METRICS = "admin", "metrics:read"
 _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
-# Rules of this program's own, in case the server's are wrong: routes without a key, routes for every valid key, and
-# routes for operators only.
+# The audit has its own rules, because those of the server may be wrong: routes without a key, routes for every valid
+# key, and routes for operators only.
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
 _ANY_KEY = ("/v1/me",)
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
-# Paths that servers of language models have left open, and spellings that have got past their checks.
+# Paths that other servers of language models left open, and spellings of paths that bypassed their checks.
 _HIDDEN = (
     "/redoc", "/pause", "/invocations", "/server_info", "/v1",
     "/load_lora_adapter_from_tensors", "/v1/models/", "//v1/models", "/V1/models", "/v1/models;x", "/v1%2fmodels",
@@ -44,7 +44,7 @@ class _Operation(NamedTuple):
         return self.path in _PUBLIC
 
     def url(self) -> str:
-        """The path, with each parameter replaced by a name that does not exist."""
+        """Returns the path, with each parameter replaced by a name that does not exist."""
         return re.sub(r"\{.*?\}", "audit-nothing", self.path)
 
 
@@ -114,7 +114,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[_Operation]:
 
 
 def _undeclared(operations: list[_Operation]) -> Finding:
-    """Compares the declared scopes with what this program knows about the routes."""
+    """Compares the scopes that the document declares with this program's own rules."""
     wrong = [
         f"{one.method} {one.path}"
         for one in operations
@@ -152,7 +152,7 @@ def _hidden_paths(server: AuditedServer) -> Finding:
 
 
 def _send_raw(server: AuditedServer, method: str, path: str) -> httpx.Response:
-    """Sends the path as it is written."""
+    """Sends a request with exactly this path, without normalizing it."""
     url = server.client.base_url.copy_with(raw_path=path.encode())
     return server.client.send(server.client.build_request(method, url))
 

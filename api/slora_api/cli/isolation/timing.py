@@ -1,11 +1,12 @@
-"""Whether a tenant can tell from the time to the first token that another tenant has sent a prompt before.
+"""Checks whether the time to the first token shows a tenant that another tenant has already sent the same prompt.
 
 Two samples of times are compared by the Kolmogorov-Smirnov test, as in "Auditing Prompt Caching in Language Model APIs"
-(Gu et al., ICML 2025). All arms are measured in turns, so that they see the same load:
+(Gu et al., ICML 2025). Each sample belongs to an arm. The arms are measured in turns, so that they see the same load:
 
-- leak: prompts that the other tenant has sent, against fresh prompts. They must not differ.
-- null: fresh prompts against fresh prompts. They must not differ, or the machine is too noisy for a verdict.
-- power: prompts that the same tenant has sent, against fresh ones. They must differ, or the test cannot see a leak.
+- leak: prompts that the other tenant has sent, against fresh prompts. The times must not differ.
+- null: fresh prompts against fresh prompts. If the times differ, the machine is too noisy for a verdict.
+- power: prompts that the same tenant has sent, against fresh ones. Unless the times differ, the test cannot detect a
+leak.
 """
 
 import math
@@ -22,7 +23,7 @@ from slora_api.cli.remote import check
 __all__ = ["ALPHA", "compare_samples", "compare_times"]
 
 _PROBE = "timing"
-# Probability of a false alarm of each comparison.
+# The probability that a comparison gives a false alarm.
 ALPHA = 0.001
 
 
@@ -60,12 +61,12 @@ def compare_times(
 def compare_samples(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Returns the statistic D of the two-sample Kolmogorov-Smirnov test, and its p-value.
 
-    The p-value is the asymptotic one (Kolmogorov's distribution), which is accurate for 250 values in each sample.
+    The p-value is asymptotic (Kolmogorov's distribution), which is accurate for samples of 250 values.
     """
     one, two = sorted(first), sorted(second)
     d = max(abs(bisect_right(one, x) / len(one) - bisect_right(two, x) / len(two)) for x in (*one, *two))
     scaled = math.sqrt(len(one) * len(two) / (len(one) + len(two))) * d
-    if scaled < 0.2:  # The series converges slowly here, and the p-value is 1 in double precision.
+    if scaled < 0.2:  # Here the series converges slowly, and the p-value rounds to 1.
         return d, 1.0
     series = sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
     return d, min(1.0, max(0.0, 2 * series))
@@ -79,7 +80,7 @@ def _judge(cell: str, sample: Sequence[float], fresh: Sequence[float], *, differ
 
 
 def _time(tenant: AuditedTenant, model: str, prompt: str) -> float:
-    """Returns the seconds until the whole answer has arrived. It has one token."""
+    """Returns the seconds until an answer of one token has arrived."""
     began = time.perf_counter()
     check(tenant.server.complete(tenant.key, model, prompt))
     return time.perf_counter() - began

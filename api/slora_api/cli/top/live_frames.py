@@ -15,7 +15,7 @@ Frame = dict[str, Any]
 
 # The server sends a frame at least every nine seconds.
 _TIMEOUT = httpx.Timeout(20.0, connect=5.0)
-# The server ends the stream after this many frames, and `follow_frames` asks again.
+# The server ends the stream after this many frames. `follow_frames` then requests a new stream.
 _NUM_FRAMES = 100_000
 _PAUSE_S = 1.0
 
@@ -27,8 +27,8 @@ class Interruption(str):
 def read_frames(client: httpx.Client, path: str, num_frames: int) -> Generator[Frame | None, None, None]:
     """Yields frames until the server ends the stream; None while no engine answers.
 
-    Raises CommandFailed with the server's message, httpx.HTTPStatusError for an answer that a proxy or a server that
-    stops may give, and httpx.TransportError if the connection breaks.
+    Raises CommandFailed with the server's message, httpx.HTTPStatusError for a 5xx, which a proxy or a stopping server
+    may send, and httpx.TransportError if the connection breaks.
     """
     with client.stream("GET", path, params={"frames": num_frames}, timeout=_TIMEOUT) as answer:
         if answer.is_server_error:
@@ -48,8 +48,8 @@ def read_frames(client: httpx.Client, path: str, num_frames: int) -> Generator[F
 def follow_frames(
     client: httpx.Client, path: str, sleep: Callable[[float], None] = time.sleep
 ) -> Generator[Frame | Interruption | None, None, None]:
-    """Yields frames for ever. Once a first one has come, a server that does not answer is an Interruption about once a
-    second, and no error.
+    """Yields frames for ever. Once the first frame has arrived, yields an Interruption about every second while the
+    server does not answer, instead of raising an error.
     """
     has_begun = False
     while True:

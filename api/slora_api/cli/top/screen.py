@@ -10,7 +10,7 @@ from slora_api.cli.top.live_frames import Frame
 
 __all__ = ["Line", "LiveHistory", "draw_screen"]
 
-# Content of pages -> its name, its mark in the bar, and its colour in a terminal.
+# Content of pages -> name, mark in the bar, and colour.
 _CONTENTS = {
     "kv": ("KV", "#", "36"),
     "prefixes": ("prefixes", "+", "34"),
@@ -52,7 +52,7 @@ class LiveHistory:
             return
         numbers = [event["number"] for event in frame["events"]]
         if not numbers or numbers[-1] < self._last_number:
-            # A new engine, or one that was not observed for a while, counts from 1 again.
+            # The event numbers of a new engine, or of one that was not observed for a while, start at 1 again.
             self._last_number = 0
         new = [event for event in frame["events"] if event["number"] > self._last_number]
         self.events.extendleft(new)
@@ -60,7 +60,7 @@ class LiveHistory:
             self._last_number = numbers[-1]
 
     def count_recent(self) -> Counter[str]:
-        """Events of the last minute by kind."""
+        """Returns the number of events of the last minute by kind."""
         assert self.frame is not None
         since = self.frame["time"] - _RECENT_S
         counts: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class LiveHistory:
 def draw_screen(
     history: LiveHistory, title: str, width: int, height: int | None = None, message: str = ""
 ) -> list[Line]:
-    """height: the most lines; None for all rows. message: shown below the title."""
+    """Returns the lines of the screen. height: the most lines; None for all rows. message: a text below the title."""
     clock = datetime.fromtimestamp(history.frame["time"]).strftime("%H:%M:%S") if history.frame else ""
     room = max(0, width - len(clock) - 1)
     lines = [_bold(f"{_clean(title)[:room].ljust(room)} {clock}")]
@@ -114,14 +114,14 @@ def _draw_figures(traffic: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _draw_pool(pool: Mapping[str, Any], width: int) -> Iterator[Line]:
-    """A bar with one mark for each part of the pool, and a legend."""
+    """Yields a bar that shows the contents of the page pool, and a legend."""
     counts, num_pages = pool["counts"], max(1, pool["num_pages"])
     tail = f" {num_pages} pages"
     size = max(10, width - len("pool       []") - len(tail))
     text, styles = "pool       [", []
     stop = len(text) + size
     for content, (_, mark, color) in _CONTENTS.items():
-        # Few pages of a large pool are one mark. Free pages, which are the last, take what is left.
+        # Even a few pages of a large pool get one mark. Free pages come last and take the rest of the bar.
         marks = max(1, round(size * counts[content] / num_pages)) if counts[content] else 0
         end = stop if content == "free" and marks else min(stop, len(text) + marks)
         styles.append((len(text), end, color))
@@ -177,7 +177,9 @@ def _tabulate(
     columns: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]],
     num_names: int,
 ) -> list[Line]:
-    """The first `num_names` columns are texts, which are cut; the others are numbers."""
+    """Returns the lines of a table. The first `num_names` columns are texts, which are shortened; the others are
+    numbers.
+    """
     cells = [[heading for heading, _ in columns]]
     cells += [[_clean(write(row)) for _, write in columns] for row in rows]
     widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
@@ -193,7 +195,7 @@ def _tabulate(
 
 
 def _share_room(tables: Sequence[list[Line]], room: int) -> list[Line]:
-    """Lays tables out one below the other. A long one leaves rows to the others."""
+    """Returns the tables one below the other, in at most `room` lines. A long table leaves rows to the others."""
     lines: list[Line] = []
     for at, table in enumerate(tables):
         left = tables[at + 1 :]
@@ -233,7 +235,9 @@ def _seconds(value: float) -> str:
 
 
 def _clean(text: str) -> str:
-    """Tenants choose names. A terminal would obey the control characters in one."""
+    """Replaces control characters and non-ASCII characters by `?`. Tenants choose names, and a terminal would obey
+    control characters in a name.
+    """
     return "".join(one if one.isascii() and one.isprintable() else "?" for one in text)
 
 

@@ -1,4 +1,4 @@
-"""The terminal's second screen, which leaves what was there before untouched."""
+"""Uses the terminal's alternate screen, so that its previous content reappears at the end."""
 
 import os
 import signal
@@ -15,17 +15,17 @@ from slora_api.cli.top.screen import Line
 
 __all__ = ["full_screen", "paint", "show"]
 
-# Second screen, hidden cursor, no wrapping of lines; and the reverse.
+# _ENTER selects the alternate screen, hides the cursor and turns line wrapping off. _LEAVE reverses this.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-# A shell starts background jobs with SIGINT ignored, and q needs it.
+# Signals that end the view. A shell starts background jobs with SIGINT ignored, but the key q sends SIGINT.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @contextmanager
 def full_screen() -> Iterator[None]:
-    """Ends with KeyboardInterrupt when the user presses Ctrl-C or q, and at SIGTERM and SIGHUP. Restores the terminal
-    in every case.
+    """Shows the alternate screen for the duration of the context, and always restores the terminal. Raises
+    KeyboardInterrupt when the user presses Ctrl-C or q, and on SIGTERM and SIGHUP.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -53,7 +53,9 @@ def full_screen() -> Iterator[None]:
 
 
 def _wait_for_q(keyboard: IO[str]) -> None:
-    """Reads the descriptor itself, because a lock of the text stream would delay the end of the process."""
+    """Waits until the user presses q. It reads the file descriptor, because the lock of the text stream would delay the
+    end of the process.
+    """
     with suppress(OSError):
         while key := os.read(keyboard.fileno(), 1):
             if key == b"q":
@@ -72,8 +74,9 @@ def paint(line: Line) -> str:
 
 
 def show(lines: Sequence[Line], *, has_color: bool) -> None:
-    """Replaces what the screen shows, in one write, so that it does not flicker."""
-    # Cleared first: behind the last column, the cursor is still on it.
+    """Replaces the content of the screen. There is only one write, so that the screen does not flicker."""
+    # Each line is cleared before it is painted. Clearing afterwards could erase the last column, where the cursor
+    # stays.
     painted = [_CLEAR_LINE + (paint(line) if has_color else line.text) for line in lines]
     sys.stdout.write(_HOME + "\r\n".join(painted) + _CLEAR_BELOW)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`slora top`: what a running server does at present, in a terminal: traffic, page pool, tenants, adapters, events."""
+"""`slora top`: shows in a terminal what a running server does: traffic, page pool, tenants, adapters and events."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from slora_api.cli.top.terminal import full_screen, show
 
 __all__ = ["watch"]
 
-# The engine measures rates and times only while it is observed, so the first frames have none.
+# The engine measures rates and times only while it is observed, so the first frames lack them.
 NUM_FIRST_FRAMES = 6
 
 
@@ -34,14 +34,15 @@ def watch(arguments: argparse.Namespace) -> None:
             else:
                 _show_screen(client, path, title)
         except BrokenPipeError:
-            # The reader, such as `head`, has enough. Python would complain when it closes standard output.
+            # The reader, such as `head`, has closed the pipe. Without this, Python would report an error when it closes
+            # standard output.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             return
 
 
 def _public_url() -> str:
-    """The URL of the server without credentials."""
+    """Returns the URL of the server without credentials."""
     return str(httpx.URL(server_url()).copy_with(userinfo=b""))
 
 
@@ -78,7 +79,7 @@ def _print_json(frame: Frame | None) -> None:
 def _show_screen(client: httpx.Client, path: str, title: str) -> None:
     history, has_color = LiveHistory(), not os.environ.get("NO_COLOR")
     with closing(follow_frames(client, path)) as frames:
-        # An error before the first frame is shown on the usual screen.
+        # Get the first frame before the alternate screen opens, so that an error stays visible.
         frame = next(frames)
         with full_screen():
             while True:
