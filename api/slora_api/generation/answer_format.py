@@ -30,7 +30,8 @@ __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "
 
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
-# Makes a list from a function that yields the items: at once, or only while the JSON is written (`LongList`).
+# Makes a list from a function that yields its items. The items are made at once, or (`LongList`) only while the JSON is
+# written.
 _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
 
@@ -38,7 +39,7 @@ _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 class Usage:
     """The token counts to charge.
 
-    reasoning: counts the tokens of reasoning; None if the answers have none.
+    reasoning: counts the tokens of reasoning; None if the answers have no reasoning.
     completion_tokens, reasoning_tokens: grow with each delta.
     cached_tokens: tokens of the prompt that were found in the prefix cache.
     timing: the timing of the answer, set at its end.
@@ -77,32 +78,32 @@ class Usage:
 
 
 class AnswerFormat(Protocol):
-    """The JSON form of one API, for one request. The methods for streams return server-sent events, in parts that may
-    be made when they are taken.
+    """Formats the answers to one request in the JSON of one API. The methods for streams return the parts of
+    server-sent events. Parts may be made lazily, when the caller takes them.
 
-    reads_text: whether `whole` searches the texts for tool calls and reasoning, which takes long for a long text.
+    reads_text: whether `whole` searches the texts for tool calls and reasoning. This is slow for a long text.
     """
 
     @property
     def reads_text(self) -> bool: ...
 
     def opening(self, usage: Usage) -> Iterable[bytes]:
-        """Events that are sent before any text."""
+        """Returns the events that come before any text."""
 
     def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
-        """Events that contain the delta. Empty if the delta has nothing to show.
+        """Returns the events that contain the delta; none if the delta has nothing to show.
 
         usage: the usage so far, which includes the delta.
         """
 
     def closing(self, usage: Usage) -> Iterable[bytes]:
-        """Events that end a complete stream."""
+        """Returns the events that end a complete stream."""
 
     def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
-        """Events that end a stream with an error."""
+        """Returns the events that end a stream with an error."""
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
-        """The body of an answer that is not streamed. Lists that may be long are `LongList`s."""
+        """Returns the body of an answer that is not streamed. Lists that may be long are `LongList`s."""
 
 
 class _Envelope:
@@ -129,16 +130,16 @@ class _Envelope:
             "created": int(time.time()),
             "model": model,
         }
-        # OpenAI's API names the tier that served the request, if the request has the field.
+        # As in OpenAI's API, the answer names the tier that served the request if the request has the field.
         if fields.service_tier is not None:
             self._shared["service_tier"] = "default"
-        # Encoded once, because an encoder takes 8 microseconds for a whole chunk.
+        # The fields are encoded once, because encoding them for each chunk takes 8 microseconds.
         self._chunk_start = f"data: {encode_ascii(self.whole(chunk_kind, []))[:-2]}"
-        # With include_usage every chunk has the field; it is null in all but the last.
+        # With include_usage, every chunk has the field. In all chunks but the last, the value is null.
         self._usage_field = ',"usage":null' if fields.include_usage else ""
 
     def event(self, choice: str, usage: Usage, prompt_token_ids: Sequence[int] | None = None) -> bytes:
-        """The event of one chunk. choice: its only choice, as JSON."""
+        """Returns the event of one chunk. choice: the only choice of the chunk, as JSON."""
         usage_field = _encode_usage(usage) if self._is_usage_continuous else self._usage_field
         prompt = "" if prompt_token_ids is None else f',"prompt_token_ids":{encode_ascii(prompt_token_ids)}'
         return f"{self._chunk_start}{choice}]{usage_field}{prompt}}}\n\n".encode("ascii")
@@ -175,7 +176,7 @@ class LogprobsFormat:
         *,
         shows_ids: bool = False,
     ) -> None:
-        # A look-up takes 3 microseconds, and the same tokens are probable again and again.
+        # Cached, because looking up a text takes 3 microseconds, and the same tokens are listed again and again.
         self._text = cache("token_id:{}".format if shows_ids else tokenizer.token_text)
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
@@ -183,7 +184,9 @@ class LogprobsFormat:
     def columns(
         self, tokens: Sequence[AlignedToken], make_list: _Lister, first_offset: int = 0
     ) -> Json | None:
-        """The field `logprobs` of /v1/completions. first_offset: character position at which the first token starts."""
+        """Returns the field `logprobs` of /v1/completions. first_offset: character position at which the first token
+        starts.
+        """
         if self._num_top is None:
             return None
         widths = [token.width for token in tokens]
@@ -197,14 +200,14 @@ class LogprobsFormat:
         }
 
     def content(self, tokens: Sequence[AlignedToken], make_list: _Lister) -> Json | None:
-        """The field `logprobs` of /v1/chat/completions."""
+        """Returns the field `logprobs` of /v1/chat/completions."""
         if self._num_top is None:
             return None
         return {"content": make_list(lambda: map(self.content_token, tokens)), "refusal": None}
 
     def prompt(self, completion: Completion) -> Json:
-        """The field `prompt_logprobs`: for each token of the prompt an object that maps token ids to logprobs. As in
-        vLLM, it is null if the client did not ask for it.
+        """Returns the field `prompt_logprobs`. It has an object for each token of the prompt, which maps token ids to
+        log-probabilities. As in vLLM, the field is null if the client did not ask for it.
         """
         if self._num_prompt_top is None or completion.prompt_logprobs is None:
             return {"prompt_logprobs": None}
@@ -212,7 +215,9 @@ class LogprobsFormat:
         return {"prompt_logprobs": LongList(lambda: map(self._prompt_token, *tokens))}
 
     def _top(self, token: AlignedToken) -> dict[str, float] | None:
-        """The token itself, and the most probable ones. As in vLLM, the token comes first."""
+        """Returns the log-probabilities of the token and of the most probable tokens. As in vLLM, the token itself
+        comes first.
+        """
         if token.logprobs is None:
             return None
         chosen = {self._text(token.token_id): token.logprobs.logprob}
@@ -227,7 +232,9 @@ class LogprobsFormat:
         return _token_json(self._text(token.token_id), token.logprobs.logprob) | {"top_logprobs": top}
 
     def _prompt_token(self, token_id: int, logprobs: TokenLogprobs | None) -> Json | None:
-        """The rank is null if the token is not among the most probable tokens that the engine listed."""
+        """Returns the entry of one token of the prompt. A rank is null if the token is not among the most probable
+        tokens that the engine listed.
+        """
         if logprobs is None:
             return None
         ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, 1)}
@@ -307,7 +314,7 @@ class ChatFormat:
     """/v1/chat/completions.
 
     model: the name in the request. prompt: its token ids. num_choices: choices of a stream.
-    parts: divides answers with tool calls or reasoning; None if an answer is content only.
+    parts: splits answers that have tool calls or reasoning; None if an answer has only content.
     """
 
     def __init__(
@@ -350,7 +357,9 @@ class ChatFormat:
     def _part_events(
         self, parts: ChatParts, delta: CompletionDelta, token_ids: Sequence[int], usage: Usage
     ) -> Iterator[bytes]:
-        """The first event has the tokens. It has no text if the text of these tokens is held back."""
+        """Yields the events of a delta with tool calls or reasoning. The first event has all tokens of the delta, even
+        if their text is held back for later events.
+        """
         choice, reason = delta.choice, delta.finish_reason
         fields = parts.deltas(choice, delta.text, is_last=reason is not None)
         if not fields and (delta.tokens or token_ids):
@@ -401,7 +410,7 @@ class ChatFormat:
         token_ids: Sequence[int] = (),
         prompt_token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """The event of one delta, which is given as JSON."""
+        """Returns the event of one delta. delta: the field of this name, as JSON."""
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
         rest = _encode_rest(logprobs, reason, token_ids or None)
         return self._envelope.event(f'{{"index":{index},"delta":{delta},{rest}}}', usage, prompt_token_ids)
@@ -412,7 +421,7 @@ def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishRea
 
 
 def _encode_rest(logprobs: Json | None, reason: str | None, token_ids: Sequence[int] | None) -> str:
-    """The fields of a choice in a stream that follow its text, as JSON. token_ids: None leaves the field out."""
+    """Returns, as JSON, the fields of a streamed choice that follow the text. token_ids: None leaves the field out."""
     if logprobs is None and reason is None and token_ids is None:  # This is nearly always the case.
         return '"logprobs":null,"finish_reason":null'
     ids = {} if token_ids is None else {"token_ids": token_ids}

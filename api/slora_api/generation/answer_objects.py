@@ -1,6 +1,6 @@
-"""The types of the JSON of completions, for the OpenAPI document. `answer_format.py` makes the JSON.
+"""The JSON types of completions, for the OpenAPI document. `answer_format.py` makes the JSON.
 
-Lists of log-probabilities may be long, so answers are written in slices and not checked against these types.
+Answers are not checked against these types, because they are written in slices.
 """
 
 from typing import Literal, NotRequired
@@ -20,8 +20,8 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """Details of the answers' tokens. reasoning_tokens: tokens of the answers up to the end of their reasoning. The
-    token that marks the end counts.
+    """Details of the answers' tokens. reasoning_tokens: tokens of the answers up to the end of their reasoning,
+    including the token that marks the end.
     """
 
     reasoning_tokens: int
@@ -51,7 +51,7 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
-# For each token of the prompt, the log-probabilities by token id. The first token has none.
+# The log-probabilities by token id, for each token of the prompt. The first token has no log-probabilities.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -85,7 +85,9 @@ class Completion(TypedDict):
 
 
 class CompletionChunkChoice(TypedDict):
-    """finish_reason: null except in the last chunk of a choice. prompt_token_ids: only in the first."""
+    """finish_reason: null except in the last chunk of a choice. prompt_token_ids: only in the first chunk of a
+    choice.
+    """
 
     index: int
     text: str
@@ -124,7 +126,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """arguments: JSON, as the model wrote it. It may be invalid, or cut off if the answer is."""
+    """arguments: JSON, as the model wrote it. The JSON may be invalid, or incomplete if the answer was cut off."""
 
     name: str
     arguments: str

@@ -12,13 +12,14 @@ __all__ = ["AnswerSize"]
 class AnswerSize:
     """What a request asks the answer to contain.
 
-    num_choices: answers that are computed for each prompt.
-    logprobs: most probable tokens listed for each token of the answer and of an echoed prompt; None lists none.
-    prompt_logprobs: the field of this name; None if it was not sent.
+    num_choices: number of answers to each prompt.
+    logprobs: number of most probable tokens to list for each token of the answer and of an echoed prompt; None if no
+    log-probabilities are listed.
+    prompt_logprobs: the value of the field of this name; None if the field was not sent.
     echoes: whether each choice repeats the text of its prompt.
     lists_prompts: whether each choice lists the token ids of its prompt.
     param: the field that asks for log-probabilities.
-    length_param: the field that asks for tokens.
+    length_param: the field that sets the number of tokens.
 
     Worked example: a prompt of 1,000 tokens and max_tokens 16, with n 128, echo, logprobs 20 and prompt_logprobs 20.
     The answer lists 128 x (1,016 x 21 + 1,000 x 21) = 5,419,008 log-probabilities.

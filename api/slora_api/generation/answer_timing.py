@@ -14,16 +14,16 @@ _HEADER = "x-slora-timing"
 
 
 class TimingObject(TypedDict):
-    """Times in milliseconds, with vLLM's names. A stage that the request did not reach is null. Of several prompts, the
-    times are those of the one that ended last.
+    """Times in milliseconds, with vLLM's names. A stage that the request did not reach is null. If a request has
+    several prompts, the times are those of the prompt that ended last.
 
-    queue_time_ms: from arrival in the engine to the first computed token, waits for adapters included.
-    adapter_fetch_ms, adapter_load_ms: the parts of it until the adapters were on the host, and from the place in the
-        batch until they were in the pool.
-    time_to_first_token_ms, generation_time_ms: from the first computed token to the first token, and from there to the
-        last one.
-    tokens_per_second: generated tokens over the sum of both, for one prompt. mean_itl_ms: mean time between two tokens,
-        for one prompt and one choice.
+    queue_time_ms: from arrival in the engine to the first computed token, including waits for adapters.
+    adapter_fetch_ms: the part of the queue time until the adapters were on the host. adapter_load_ms: the part from the
+        admission to the batch until the adapters were in the page pool.
+    time_to_first_token_ms: from the first computed token to the first generated token. generation_time_ms: from the
+        first generated token to the end.
+    tokens_per_second: generated tokens, divided by the time since the first computed token; only with one prompt.
+        mean_itl_ms: mean time between two tokens; only with one prompt and one choice.
     """
 
     queue_time_ms: float | None
@@ -36,7 +36,9 @@ class TimingObject(TypedDict):
 
 
 def timing_headers(answers: Sequence[Answer]) -> dict[str, str]:
-    """The stages in the form of the header Server-Timing, in milliseconds. Empty if the engine did not report them."""
+    """Returns the header Server-Timing with the stages in milliseconds; empty if the engine did not report the
+    timing.
+    """
     timing = _find_timing(answers)
     if timing is None:
         return {}
@@ -48,7 +50,7 @@ def timing_headers(answers: Sequence[Answer]) -> dict[str, str]:
 
 
 def timing_object(answers: Sequence[Answer]) -> TimingObject | None:
-    """None if the engine did not report the timing."""
+    """Returns the timing as JSON; None if the engine did not report it."""
     timing = _find_timing(answers)
     if timing is None:
         return None
@@ -73,7 +75,7 @@ def timing_object(answers: Sequence[Answer]) -> TimingObject | None:
 
 
 def _find_timing(answers: Sequence[Answer]) -> RequestTiming | None:
-    """The timing of the prompt whose answer ended last."""
+    """Returns the timing of the prompt whose answer ended last."""
     timings = [answer.timing for answer in answers if answer.timing is not None]
     return max(timings, key=lambda timing: timing.ended_at, default=None)
 

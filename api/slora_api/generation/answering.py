@@ -1,6 +1,7 @@
 """Sends the answers to a request to the client, either as one JSON body or as server-sent events.
 
-The first delta is awaited before anything is sent. Until then, a failure can still be sent with its own HTTP status.
+The HTTP status is sent when the first delta has arrived. So a failure before the first delta gets an HTTP status of its
+own.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ __all__ = ["AnswerResponse", "answer_request", "take_first"]
 
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
-# Bytes of events that are written at once. The last event may exceed it.
+# Bytes of events after which they are written. A write can be larger by its last event.
 _EVENT_BYTES = 1 << 16
 
 # An answer as one body, or as a stream of events.
@@ -53,7 +54,7 @@ async def answer_request(
 
     usage: grows with the answers.
     echoes: the texts of the prompts, if the answers repeat them.
-    writing: slots for writing long answers. Raises TenantBusy if too many answers of the tenant wait for one.
+    writing: slots for writing long answers. Raises TenantBusy if too many answers of the tenant wait for a slot.
     """
     deltas = generator.run(answers, meter)
     if not fields.stream:
@@ -72,7 +73,9 @@ async def answer_request(
 async def _write_answer(
     shape: AnswerFormat, completions: Sequence[Completion], usage: Usage, tenant: str, writing: FairSlots
 ) -> list[bytes]:
-    """Reads long texts on a thread, in a slot of the tenant: 530 KB of short tool calls take 0.7 s."""
+    """Returns the body of the answer in parts. A long text is searched for tool calls on a thread, in a slot of the
+    tenant: 530 KB of short calls take 0.7 s.
+    """
     num_chars = sum(len(choice.text) for completion in completions for choice in completion.choices)
     if not shape.reads_text or num_chars <= _INLINE_CHARS:
         body = shape.whole(completions, usage)
@@ -85,7 +88,7 @@ async def _write_answer(
 async def _complete(
     deltas: _Deltas, answers: Sequence[Answer], echoes: Sequence[str], usage: Usage, generator: Generator
 ) -> list[Completion]:
-    """Returns the completions in the order of the prompts. All computed tokens count as usage."""
+    """Returns the completions in the order of the prompts. All computed tokens are added to `usage`."""
     async with aclosing(deltas):
         async for arrived in deltas:
             for delta in arrived:
@@ -98,7 +101,7 @@ async def _complete(
 
 
 async def take_first(events: _Events) -> bytes:
-    """Returns the first events, and closes the stream if that fails."""
+    """Returns the first events. If computing them fails, closes the stream."""
     try:
         return await anext(events)
     except BaseException:
@@ -109,8 +112,8 @@ async def take_first(events: _Events) -> bytes:
 async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> _Events:
     """Yields the events of a stream in writes of a bounded size.
 
-    The events of the last deltas leave with those that end the stream, when `deltas` has given back what the request
-    held.
+    The events of the last deltas are sent together with the end of the stream. By then, `deltas` has released the
+    permits of the request.
     """
     opened, last = False, list[CompletionDelta]()
     num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)

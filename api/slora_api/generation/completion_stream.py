@@ -20,8 +20,8 @@ __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
 
 _T = TypeVar("_T")
 
-# The most lists of deltas of one stream that wait for a slow reader. While so many wait, no further list is taken from
-# the engine.
+# The most lists of deltas per stream that wait for a slow reader. If this many wait, no further list is taken from the
+# engine.
 _QUEUE_LISTS = 16
 # The most tokens with log-probabilities in one delta. For 64 tokens with the 20 most probable tokens of each, writing
 # the JSON takes 3 ms, and looking up the texts takes 4 ms.
@@ -31,22 +31,22 @@ TOKENS_AT_ONCE = 32
 async def stream_completion(
     client: EngineClient, answer: Answer
 ) -> AsyncGenerator[list[CompletionDelta], None]:
-    """Streams the answers to one prompt. The last delta of each answer has a finish_reason. No list is empty. A delta
-    with log-probabilities is the only one in its list.
+    """Streams the answers to one prompt in lists of deltas, which are never empty. The last delta of each answer has a
+    finish_reason. A delta with log-probabilities is alone in its list.
 
-    Raises what `EngineClient.generate` raises.
+    Raises the errors of `EngineClient.generate`.
     """
     tokens = client.generate(answer.request)
     if answer.request.sampling.logprobs is not None:
         tokens = _split_long(tokens)
     async with aclosing(stream_answer(tokens, answer, client.end_choice)) as deltas:
         async for arrived in deltas:
-            # `answer` has collected the log-probabilities of the prompt.
+            # Deltas with log-probabilities of the prompt are not passed on, because `answer` has collected them.
             if shown := [delta for delta in arrived if not delta.prompt_logprobs]:
                 yield shown
             if shown and shown[-1].tokens:
-                # The next deltas may be ready already, and the reader writes each of them without yielding to the
-                # event loop.
+                # Let other tasks run. The next deltas may already be ready, and the reader would write them without
+                # yielding to the event loop.
                 await asyncio.sleep(0)
 
 
@@ -90,7 +90,7 @@ async def _pump(stream: AsyncGenerator[list[_T], None], queue: asyncio.Queue[lis
         async with aclosing(stream):
             async for some in stream:
                 await queue.put(some)
-    except Exception as error:  # The reader of the queue raises this error.
+    except Exception as error:  # `merge_streams` raises this error.
         await queue.put(_Ended(error))
     else:
         await queue.put(_Ended())
@@ -99,7 +99,7 @@ async def _pump(stream: AsyncGenerator[list[_T], None], queue: asyncio.Queue[lis
 async def merge_streams(
     streams: Sequence[AsyncGenerator[list[_T], None]],
 ) -> AsyncGenerator[list[_T], None]:
-    """Merges several streams in order of arrival. If one stream fails, all end with its error."""
+    """Merges several streams in order of arrival. If a stream fails, closes the other streams and raises the error."""
     queue: asyncio.Queue[list[_T] | _Ended] = asyncio.Queue(maxsize=_QUEUE_LISTS * len(streams))
     pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(pumps)
@@ -108,7 +108,7 @@ async def merge_streams(
             item = await queue.get()
             if isinstance(item, list):
                 yield item
-                # The next lists may be ready already, and other requests can run between them.
+                # Let other requests run, because the next lists may already be ready.
                 await asyncio.sleep(0)
             elif item.error is not None:
                 raise item.error

@@ -19,8 +19,8 @@ class EmbeddingUsage(TypedDict):
 
 
 class EmbeddingObject(TypedDict):
-    """One embedding. embedding: the components, or with `encoding_format: base64` the base64 of little-endian float32
-    numbers.
+    """One embedding. embedding: the components as numbers; with `encoding_format: base64`, as little-endian float32 in
+    base64.
     """
 
     object: Literal["embedding"]
@@ -38,7 +38,7 @@ class EmbeddingList(TypedDict):
 
 
 def encode_embedding(embedding: bytes, *, is_base64: bool) -> str | LongList:
-    """Encodes one embedding. embedding: float32 in the byte order of the machine."""
+    """Returns the JSON value of one embedding. embedding: float32 in the byte order of the machine."""
     if not is_base64:
         return LongList(lambda: memoryview(embedding).cast("f"))
     if sys.byteorder == "big":
@@ -51,7 +51,7 @@ def encode_embedding(embedding: bytes, *, is_base64: bool) -> str | LongList:
 def format_embeddings(
     model: str, embeddings: Sequence[str | LongList | None], num_tokens: int
 ) -> dict[str, object]:
-    """Makes the JSON of an answer. embeddings: as `encode_embedding` makes them. num_tokens: tokens of all inputs."""
+    """Returns the JSON of an answer. embeddings: values from `encode_embedding`. num_tokens: tokens of all inputs."""
     return {
         "object": "list",
         "data": [

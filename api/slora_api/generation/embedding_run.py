@@ -1,7 +1,7 @@
 """Computes the embeddings of one request, a few inputs at a time.
 
-A request may have thousands of inputs. Each lane sends one input to the engine and waits for its embedding before it
-sends the next one. So a large request holds no more permits, and has no more sequences in the engine, than lanes.
+A request may have thousands of inputs. Each lane sends one input to the engine and waits for the embedding before
+sending the next input. So the number of lanes bounds the permits and the sequences of a large request.
 """
 
 import asyncio
@@ -13,16 +13,17 @@ from slora_api.generation.json_slices import LongList
 
 __all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]
 
-# With this many short texts a step fills the token budget. It is a quarter of the answers that one tenant may have in
-# progress.
+# This many short texts fill the token budget of a step. By default, the number is a quarter of the answers that one
+# tenant may have in progress.
 _MAX_LANES = 64
 
 
 @dataclass(slots=True)
 class EmbeddedInput:
-    """One input of a request. embedding: as JSON shows it; None until the engine has returned it.
+    """One input of a request. embedding: the embedding as its JSON value; None until the engine has returned it.
 
-    num_cached, num_generated: what `UsageRecorder` counts of an answer in progress. An embedding arrives whole.
+    num_cached, num_generated: token counts that `UsageRecorder` reads. They stay 0, because an embedding arrives as a
+    whole.
     """
 
     request: EngineRequest
@@ -34,7 +35,8 @@ class EmbeddedInput:
 def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) -> int:
     """Returns how many inputs of one request are computed at a time.
 
-    most_permits: the most permits that a tenant may hold. most_answers: its quota of answers in progress, if any.
+    most_permits: the most permits that a tenant may hold. most_answers: the tenant's quota of answers in progress, if
+    any.
     """
     most = most_permits if most_answers is None else min(most_permits, most_answers)
     return max(1, min(num_inputs, _MAX_LANES, most))
@@ -43,9 +45,9 @@ def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) ->
 async def run_lanes(
     requests: Iterator[EngineRequest], num_lanes: int, compute: Callable[[EmbeddedInput], Awaitable[None]]
 ) -> list[EmbeddedInput]:
-    """Computes one input for each request. Returns them in the order of the requests.
+    """Computes one input for each request. Returns the inputs in the order of the requests.
 
-    If an input fails, or if the caller is cancelled, the others are cancelled. Raises the first error.
+    If an input fails, cancels the others and raises the first error. If the caller is cancelled, cancels all inputs.
     """
     inputs: list[EmbeddedInput] = []
 

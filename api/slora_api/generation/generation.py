@@ -31,7 +31,7 @@ __all__ = ["Generator", "embedding_requests"]
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """The parts that are needed to answer prompts."""
+    """Answers prompts and computes embeddings."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class Generator:
     def open_answers(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> list[Answer]:
-        """Returns an empty answer for each prompt, with the engine request that fills it."""
+        """Returns an empty answer for each prompt. The answer has the engine request that will fill it."""
         return [
             Answer(
                 _engine_request(terms, model, index, prompt.token_ids, prompt.sampling),
@@ -74,12 +74,13 @@ class Generator:
     async def run(
         self, answers: Sequence[Answer], meter: RequestMeter
     ) -> AsyncGenerator[list[CompletionDelta], None]:
-        """Fills the answers of one tenant and streams their deltas as they arrive. No list is empty. Closing the stream
-        early aborts all of their requests.
+        """Fills the answers of one tenant and streams the deltas as they arrive, in lists that are never empty. Closing
+        the stream early aborts the requests of all answers.
 
-        The last list leaves when the usage of all requests is durable and the answers have their timing.
+        The last list is yielded when the usage of all requests is durable and the answers have their timing.
 
-        Raises what the meter, the limiter, the engine and the usage journal raise. No request is left running then.
+        Raises the errors of the meter, the limiter, the engine and the usage journal. After an error, no request is
+        left running.
         """
         self.usage.check()
         started_at = time.perf_counter()
@@ -127,12 +128,12 @@ class Generator:
         meter: RequestMeter,
         encode: Callable[[bytes], str | LongList],
     ) -> list[EmbeddedInput]:
-        """Computes the embeddings of `requests`, `num_lanes` at a time. Returns them in order when the usage of all is
-        durable.
+        """Computes the embeddings of `requests`, `num_lanes` at a time. Returns them in order when the usage of all
+        requests is durable.
 
         num_tokens: tokens of all prompts. encode: called with each embedding as it arrives.
 
-        Raises as `run` does. No request is left running then.
+        Raises the same errors as `run`. After an error, no request is left running.
         """
         self.usage.check()
         started_at = time.perf_counter()
@@ -158,8 +159,8 @@ class Generator:
     def _permits(
         self, tenant: str, num_prompts: int, answers_each: int, param: str, *, is_background: bool
     ) -> AbstractContextManager[None]:
-        """A permit for each answer. The runner of batches bounds its lines itself, and they leave all permits to
-        interactive requests.
+        """Returns a context that holds a permit for each answer. Lines of batches need no permits, because their runner
+        bounds them. So all permits are left to interactive requests.
         """
         if is_background:
             return nullcontext()
@@ -168,7 +169,7 @@ class Generator:
     async def _stream(
         self, answer: Answer, sent: list[OpenRequest], spending: Spending
     ) -> AsyncGenerator[list[CompletionDelta], None]:
-        """Streams one answer. The request is added to `sent` and `spending` when it is sent to the engine."""
+        """Streams one answer. Adds its request to `sent` and `spending` when the request is sent to the engine."""
         sent.append(self.usage.open(answer, spending.open()))
         async with aclosing(stream_completion(self.client, answer)) as deltas:
             async for arrived in deltas:
@@ -176,10 +177,10 @@ class Generator:
 
 
 def _request_id(terms: ServiceTerms, index: int) -> str:
-    """The id of the engine request for one prompt.
+    """Returns the id of the engine request for one prompt.
 
-    The server makes its own ids, because another client could send the same id. A line of a batch that is computed
-    again has the same ids, so that the usage ledger counts it once.
+    The id of the client is not used, because two clients could send the same id. A line of a batch has the same id each
+    time it is computed, so that the usage ledger counts the line once.
     """
     return uuid.uuid4().hex if terms.background_id is None else f"{terms.background_id}-{index}"
 
@@ -187,7 +188,7 @@ def _request_id(terms: ServiceTerms, index: int) -> str:
 def embedding_requests(
     terms: ServiceTerms, model: ServedModel, inputs: Sequence[list[int]], pooling: Pooling
 ) -> Iterator[EngineRequest]:
-    """Makes the engine request of each input, given as token ids."""
+    """Yields the engine request of each input. inputs: the token ids of each."""
     return (
         _engine_request(terms, model, index, token_ids, NOT_SAMPLED, pooling)
         for index, token_ids in enumerate(inputs)

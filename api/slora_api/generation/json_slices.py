@@ -1,5 +1,4 @@
-"""Writes JSON: a long answer in slices, so that several megabytes do not block the event loop, and the short JSON of
-events.
+"""Writes JSON. A long answer is written in slices, so that several megabytes do not block the event loop.
 
 This module does not depend on HTTP.
 """
@@ -20,16 +19,17 @@ __all__ = ["LongList", "Once", "Written", "encode_ascii", "slice_ascii", "write_
 encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 _dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
-# Characters written without yielding to the event loop: 0.2 to 1 ms.
+# Characters that are written without yielding to the event loop. Writing them takes 0.2 to 1 ms.
 _SLICE_CHARS = 1 << 14
-# Items of a long list made and written at once. A token with its 20 most probable alternatives takes 50 microseconds.
+# Items of a long list that are made and written at once. A token with its 20 most probable alternatives takes 50
+# microseconds.
 _ITEMS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongList:
-    """A list whose items are made only when they are written. A list that occurs several times in a value is written
-    once and its text is reused.
+    """A list whose items are made only when they are written. If the list occurs several times in a value, it is
+    written once and its text is reused.
     """
 
     items: Callable[[], Iterable[Any]]
@@ -57,22 +57,19 @@ class Once:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """JSON that is written already, in parts: a text without its quotes, or a list or an object without its brackets.
-
-    marks: the quotes or the brackets.
-    """
+    """A value whose JSON is already written, in parts without the outer marks. marks: the outer quotes or brackets."""
 
     parts: Sequence[str]
     marks: str
 
 
 def slice_ascii(value: Any) -> Iterator[bytes]:
-    """Yields the JSON of `value` in parts that are made when they are taken, in pure ASCII."""
+    """Yields the JSON of `value` in parts, in pure ASCII. Each part is made only when the caller takes it."""
     return _slices(_write(value, {}, encode_ascii))
 
 
 async def write_json(value: Any, tenant: str, slots: FairSlots) -> list[bytes]:
-    """Returns the JSON of `value` in parts. Only a long answer takes one of the slots. Raises TenantBusy."""
+    """Returns the JSON of `value` in parts. Takes a slot only if the JSON is long. Raises TenantBusy."""
     parts: list[bytes] = []
     async with AsyncExitStack() as stack:
         for part in _slices(_write(value, {}, _dump)):
@@ -98,7 +95,7 @@ def _slices(texts: Iterable[str]) -> Iterator[bytes]:
 
 
 def _write(value: Any, written: dict[LongList, list[str]], dump: Callable[[Any], str]) -> Iterator[str]:
-    """Walks dicts and lists down to the long lists and to texts, which may be long, too."""
+    """Yields the JSON of a value in pieces. Splits dicts, lists and texts, because each of them may be long."""
     if isinstance(value, LongList):
         if value not in written:
             written[value] = []

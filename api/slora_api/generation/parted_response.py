@@ -1,4 +1,6 @@
-"""A JSON answer of known length that is sent in parts. The parts are not joined, and back-pressure applies to each."""
+"""A JSON answer of known length that is sent in parts. The parts are not joined, so back-pressure applies to
+each part.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +11,9 @@ __all__ = ["PartedResponse"]
 
 
 class PartedResponse(Response):
-    """Subclasses Response because FastAPI requires that; it shares only the headers."""
+    """A response with a JSON body in parts. It subclasses Response because FastAPI requires it, but uses only the
+    header handling of Response.
+    """
 
     media_type = "application/json"
 

@@ -1,18 +1,18 @@
-"""Permits that tenants take and give back: for answers, for uploads, and for bytes of request bodies.
+"""Permits that tenants take and return: for answers, for uploads, and for bytes of request bodies.
 
 A reserve of a quarter of all permits, and at least two, is kept for tenants that hold none. A tenant that holds permits
-gets more only while the reserve stays free. A tenant that holds none may take half of the free permits with one
-request, or all but the reserve if that is more. So two tenants never hold all permits, and each further tenant leaves
+gets more only while the reserve stays free. With one request, a tenant that holds none may take half of the free
+permits, or all but the reserve if that is more. So two tenants never hold all permits, and each further tenant leaves
 some for the next.
 
-The wait for a free permit is estimated from the average time that permits are held. Each permit that is given back
-moves the average by a sixteenth. N taken permits are expected back evenly over that time. Example: permits are held for
-20 s on average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too
-short. The client then retries too soon and is refused again.
+The wait for a free permit is estimated from the average time that permits are held. The average is exponential: the
+holding time of each returned permit has the weight 1/16. The estimate assumes that the taken permits return evenly over
+the average time. Example: 40 permits are taken, for 20 s on average, so the next one is free in 20 / 40 s. If answers
+take longer than before, the estimate is too short. The client then retries too soon and is refused again.
 
 All API processes of a host share the permits through a tally. Two of them may take the last permit at the same moment,
-so a process that has taken a permit checks the limits again and gives it back if they are exceeded. The reserve is
-checked only before.
+so a process that has taken a permit checks the limits again. If a limit is exceeded, the process returns the permit.
+The reserve is checked only once, before the permit is taken.
 
 This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
@@ -30,7 +30,7 @@ __all__ = ["PermitPool"]
 
 # Weight of one returned permit in the average of the holding times.
 _AVERAGE_STEP = 1 / 16
-# The openai client does not retry at all if it is told to wait longer than this.
+# The openai client does not retry at all if the server asks for a longer wait.
 _LONGEST_WAIT_S = 120
 
 
@@ -39,10 +39,10 @@ class PermitPool:
 
     num_permits: the number of permits.
     max_per_tenant: the most that one tenant may hold.
-    what: the use of the permits, as error messages call it.
-    tenant_limit: the setting that gives max_per_tenant, as error messages call it.
+    what: what the permits are for, in the words of error messages.
+    tenant_limit: the name of the setting for max_per_tenant, for error messages.
     clock: monotonic seconds.
-    tally: what tenants hold in all API processes of the host. None: this process is the only one.
+    tally: counts the permits of each tenant in all API processes of the host; None if this is the only process.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class PermitPool:
     ) -> None:
         self.num_permits = num_permits
         self.max_per_tenant = max_per_tenant
-        # At least two: one that the second tenant may take, and one that it must leave free for a third.
+        # The reserve has at least two permits: the second tenant may take one, and the other stays free for a third
+        # tenant.
         self.num_reserved = max(2, reserved_slots(num_permits)) if num_permits > 2 else 0
         self._what = what
         self._tenant_limit = tenant_limit
@@ -124,7 +125,7 @@ class PermitPool:
             self._update_average(self._clock() - taken_at, count)
 
     def wait_s(self, count: int, num_taken: int) -> int:
-        """Estimates the seconds until `count` of `num_taken` permits are given back: a whole number from 1 to 120."""
+        """Estimates the seconds until `count` of `num_taken` permits are returned, as a whole number from 1 to 120."""
         if self._average_s is None or not num_taken:
             return SOON_S
         return min(_LONGEST_WAIT_S, max(1, math.ceil(self._average_s * count / num_taken)))

@@ -25,12 +25,12 @@ class PromptEcho:
 
     @staticmethod
     async def read(text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
-        """Decodes the prompt. answer: the answer to it, which must have the prompt's log-probabilities if they were
-        requested.
+        """Returns the echo of the prompt `text`. answer: the answer to the prompt. If log-probabilities were requested,
+        the answer must already have those of the prompt.
         """
         if not answer.lists_logprobs:
             return PromptEcho(text)
-        # This runs on a thread, because a long prompt is processed token by token.
+        # Run on a thread, because a long prompt is processed token by token.
         return PromptEcho(text, await asyncio.to_thread(_align_prompt, answer, tokenizer))
 
     def prepend_to(self, completion: Completion) -> Completion:
@@ -57,7 +57,7 @@ async def stream_with_echoes(
     answers: Sequence[Answer],
     tokenizer: Tokenizer,
 ) -> AsyncGenerator[list[CompletionDelta], None]:
-    """Precedes the text of each choice with the text of the prompt that the choice answers. `texts` and `answers` have
+    """Streams the deltas, and puts the text of the prompt before the text of each choice. `texts` and `answers` have
     one entry for each prompt.
     """
     echoes: dict[int, PromptEcho] = {}

@@ -1,8 +1,8 @@
-"""Tokenizes prompts: short ones on the event loop, long ones on a thread, in slots that tenants share.
+"""Tokenizes prompts. Short prompts run on the event loop, long ones on a thread, in slots that tenants share.
 
-The tokenizer releases the interpreter lock while it works, so a thread does not block the event loop. A call cannot be
-interrupted, so the tokens of a long text are first counted slice by slice. Counting ends when the text exceeds the
-context or the request is cancelled. Only a text that may fit is tokenized as a whole.
+The tokenizer releases the interpreter lock while it works, so a thread does not block the event loop. A call of the
+tokenizer cannot be interrupted. So the tokens of a long text are first counted slice by slice, until the text exceeds
+the context or the request is cancelled. Only a text that may fit is tokenized as a whole.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ _INLINE_CHARS = 8_000
 _INLINE_TEXTS = 64
 # Decoding this many ids also takes one to three milliseconds.
 _INLINE_TOKENS = 2_000
-# Characters of one call of the tokenizer: 10 to 30 ms.
+# Characters for one call of the tokenizer, which then takes 10 to 30 ms.
 _SLICE_CHARS = 1 << 16
 # A slice may cut a word, which adds tokens. This many are subtracted per slice, so that no text that fits is refused.
 _CUT_TOKENS = 256
-# One is reserved for tenants that hold none.
+# One slot is reserved for tenants that hold none.
 _NUM_SLOTS, _NUM_RESERVED = 3, 1
 
 
 class PromptEncoder:
     """Tokenizes and decodes prompts.
 
-    max_waiting: long prompts of one tenant that may wait for a slot. num_processes: API processes of the host, which
-    divide the slots.
+    max_waiting: how many long prompts of one tenant may wait for a slot. num_processes: number of API processes of the
+    host, which share the slots.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_waiting: int, num_processes: int = 1) -> None:
@@ -43,11 +43,11 @@ class PromptEncoder:
 
     @staticmethod
     def is_long(texts: Sequence[str]) -> bool:
-        """Whether `encode` takes a slot for these texts."""
+        """Returns whether `encode` takes a slot for these texts."""
         return len(texts) > _INLINE_TEXTS or sum(map(len, texts)) > _INLINE_CHARS
 
     def count_least_tokens(self, texts: Sequence[str]) -> int:
-        """Returns the fewest tokens that the texts can have."""
+        """Returns the minimum number of tokens that the texts can have."""
         return sum(-(-len(text) // self.tokenizer.longest_token_chars) for text in texts)
 
     async def encode(
@@ -99,7 +99,9 @@ def _encode_all(encode: Callable[[str], list[int]], texts: Sequence[str]) -> lis
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Groups texts for one call each: several short texts together, a long text alone."""
+    """Yields the texts in groups, one for each call on a thread. Short texts share a group, and a long text has its
+    own.
+    """
     group: list[str] = []
     num_chars = 0
     for text in texts:

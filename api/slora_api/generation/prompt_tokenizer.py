@@ -29,7 +29,9 @@ __all__ = ["PromptTokenizer", "TokenizedChat"]
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChat:
-    """A conversation as a prompt. ends_in_thought: the answer continues the reasoning that the prompt begins."""
+    """A conversation as a prompt. ends_in_thought: whether the prompt ends within reasoning, which the answer
+    continues.
+    """
 
     token_ids: list[int]
     traits: TemplateTraits
@@ -38,10 +40,10 @@ class TokenizedChat:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenizer:
-    """Tokenizes for one request. A long text is charged to the tenant first, unless the request has been counted, as
-    /tokenize does.
+    """Tokenizes the texts of one request. A long text is charged to the tenant before it is tokenized, unless the
+    request was already counted, as in /tokenize.
 
-    The methods raise what the encoder, the chat templates and the meter raise.
+    The methods raise the errors of the encoder, the chat templates and the meter.
     """
 
     tenant: str
@@ -68,7 +70,8 @@ class PromptTokenizer:
         return await self._encode(texts, encode, param)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences that spell the words: each at the beginning of a text, and after a space.
+        """Returns the token sequences that spell the words. Each word is tokenized at the beginning of a text and after
+        a space.
 
         Raises TenantBusy.
         """
@@ -90,7 +93,7 @@ class PromptTokenizer:
         fields: TemplateFields,
         param: str = "messages",
     ) -> TokenizedChat:
-        """Also raises BadRequest and RequestRefused.
+        """Renders and tokenizes a conversation. Also raises BadRequest and RequestRefused.
 
         shown_tools: the tools that the model sees. param: the field of the request that holds the messages.
         """
@@ -115,7 +118,7 @@ class PromptTokenizer:
         return TokenizedChat(token_ids, traits, ends_in_thought=text.rstrip().endswith(THINK_START))
 
     def _traits(self, *, has_tools: bool) -> TemplateTraits:
-        """Returns the traits of the model's template, as the settings correct them."""
+        """Returns the traits of the model's template, with the settings applied."""
         own = self.model.chat_template
         traits = read_traits(self.templates.find_template(own, has_tools=has_tools) or "")
         chosen, thinks = CALL_FORMATS.get(self.settings.tool_call_parser), self.settings.reasoning_parser
@@ -130,7 +133,9 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]],
         param: str,
     ) -> None:
-        """Raises BadRequest for tools that the model would not see, and for calls that could not be read."""
+        """Raises BadRequest if the template would not show all tools and calls to the model, or if the model's calls
+        could not be read.
+        """
         name = self.model.asked_for
         remedy = "Choose a model with tools, or upload an adapter with a chat template that has them."
         if tools:
@@ -188,7 +193,7 @@ class PromptTokenizer:
         return cut
 
     def _variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """Returns the variables of a chat template after checking them. Raises BadRequest."""
+        """Checks the client's variables for the chat template and returns them. Raises BadRequest."""
         param, most = "chat_template_kwargs", self.bounds.template_kwargs_chars
         reserved = sorted(variables.keys() & {*RESERVED_NAMES, *SPECIAL_NAMES})
         if reserved:
@@ -202,7 +207,7 @@ class PromptTokenizer:
         return variables
 
     def _set_effort(self, fields: TemplateFields, traits: TemplateTraits) -> dict[str, Any]:
-        """Returns the variables that set the effort of reasoning. Raises BadRequest if it would be ignored."""
+        """Returns the variables that set the effort of reasoning. Raises BadRequest if the effort would be ignored."""
         effort, param = fields.effort
         if effort is None:
             return {}

@@ -70,7 +70,7 @@ ConversationRequest = ChatRequest | ResponsesRequest
 
 _ANY_OBJECT = '{"type": "object"}'
 _JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.JSON_OBJECT)
-# Sampling defaults of a generation_config.json that beam search ignores, because it does not sample.
+# Sampling defaults of a generation_config.json. Beam search ignores them, because it does not sample.
 _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -80,7 +80,7 @@ class Prompt:
 
     echo: the text to repeat before each answer; None if the prompt is not repeated.
     is_alone: whether the prompt is only scored and repeated (max_tokens 0).
-    syntax: how the answer's tool calls and reasoning are written; None if it has neither.
+    syntax: how the answer's tool calls and reasoning are written; None if the answer has neither.
     """
 
     token_ids: list[int]
@@ -102,7 +102,7 @@ def _sampling(
 ) -> SamplingParams:
     """Makes the sampling parameters of a request from its fields and the model's defaults.
 
-    max_tokens: None while it is not known yet.
+    max_tokens: None if it is not known yet.
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
     form: the form of the answers.
     bad_words: the tokens of the field `bad_words`.
@@ -151,7 +151,9 @@ def _answer_syntax(body: ConversationRequest, chat: TokenizedChat) -> AnswerSynt
 
 
 def _thinks_before(form: StructuredOutput | None) -> bool:
-    """Whether reasoning may precede the form. A form that is not JSON begins with the first token of the answer."""
+    """Returns whether reasoning may precede the form. A form that is not JSON begins with the first token of the
+    answer.
+    """
     return form is None or form.kind in _JSON_KINDS
 
 
@@ -166,8 +168,8 @@ class PromptMaker:
     info: EngineInfo
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what meter and limiter
-        raise.
+        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, and the errors of the meter and
+        the limiter.
         """
         given = body.prompts
         form = body.structured_output
@@ -206,7 +208,7 @@ class PromptMaker:
         return prompts
 
     async def embedding_inputs(self, body: EmbeddingRequest, pooling: Pooling) -> list[list[int]]:
-        """Returns the token ids of each input. Raises as `completion_prompts` does."""
+        """Returns the token ids of each input. Raises the same errors as `completion_prompts`."""
         check_terms(self.terms.priority, None, self.info)
         check_pooling(pooling, self.info)
         given, bounds = body.inputs, self.tokenizer.bounds
@@ -223,7 +225,9 @@ class PromptMaker:
         return inputs
 
     async def conversation_prompt(self, body: ConversationRequest) -> Prompt:
-        """Makes the prompt of a conversation. Raises BadRequest, RequestRefused, or what meter and limiter raise."""
+        """Makes the prompt of a conversation. Raises BadRequest, RequestRefused, and the errors of the meter and the
+        limiter.
+        """
         logprobs, field = body.num_top_logprobs, body.messages_field
         draft = self._draft(body, body.structured_output, logprobs, body.prompt_logprobs, 1)
         chat = await self.tokenizer.encode_chat(body.chat_messages, body.shown_tools, body, field)
@@ -255,9 +259,11 @@ class PromptMaker:
     def _conversation_form(
         self, body: ConversationRequest, syntax: AnswerSyntax | None
     ) -> StructuredOutput | None:
-        """The form of a whole answer: what the request asks for, with tool calls and reasoning in their format."""
+        """Returns the form of a whole answer. It covers the form that the request asks for, the tool calls and the
+        reasoning.
+        """
         forced = body.forced_tools
-        form = None if forced else body.structured_output  # an answer of calls has no content of that form
+        form = None if forced else body.structured_output  # Answers that must be calls have no content.
         are_strict = any(tool.function.strict for tool in body.shown_tools)
         if syntax is None or (form is None and not forced and not are_strict):
             return form
@@ -285,7 +291,7 @@ class PromptMaker:
         prompt_logprobs: int | None,
         num_prompts: int,
     ) -> SamplingParams:
-        """Makes all checks that need no token ids. Returns the sampling parameters, without max_tokens."""
+        """Does all checks that need no token ids. Returns the sampling parameters, without max_tokens."""
         check_terms(self.terms.priority, self.terms.deadline_s, self.info)
         check_adapters(self.tokenizer.model.adapters, self.info)
         draft = self._sampling(body, None, logprobs, prompt_logprobs, form)
@@ -313,7 +319,9 @@ class PromptMaker:
         )
 
     def _answer_room(self, size: AnswerSize, draft: SamplingParams, num_prompts: int, num_tokens: int) -> int:
-        """Returns the most tokens of an answer without max_tokens. num_tokens: tokens of all prompts."""
+        """Returns the most tokens that an answer may have if the request has no max_tokens. num_tokens: tokens of all
+        prompts.
+        """
         room = size.answer_room(self.tokenizer.bounds, num_prompts, num_tokens)
         quota = self.tokenizer.meter.default_answer_tokens(num_tokens, num_prompts * draft.width)
         return room if quota is None else min(room, quota)
@@ -325,8 +333,8 @@ class PromptMaker:
         room: int,
         param: str,
     ) -> list[list[int]]:
-        """Returns checked token ids of each prompt, truncated if the request asks for it. A request has either texts or
-        token ids.
+        """Returns the checked token ids of each prompt, truncated if the request asks for this. given: either only
+        texts or only token ids.
 
         room: the most tokens that a prompt may have. param: the field that holds the prompts.
         """
@@ -376,7 +384,7 @@ class PromptMaker:
         )
         is_alone = body.max_tokens == 0
         asked = [count for count in (body.logprobs, body.prompt_logprobs) if count is not None]
-        # The engine scores a prompt only if it computes a token after it.
+        # The engine scores a prompt only if it computes at least one token of an answer.
         sampling = self._sampling(
             body,
             max_tokens or 1,

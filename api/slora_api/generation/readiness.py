@@ -1,5 +1,5 @@
-"""The reasons why this server cannot answer. The supervisor and the start report them; /readyz and new requests read
-them.
+"""The reasons why this server cannot answer. The supervisor and the startup code report them; /readyz and new requests
+read them.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ __all__ = ["Readiness"]
 class Readiness:
     """The current reasons, by name.
 
-    stalls: child process -> a sentence for the client, for each child that makes no progress. New requests are refused
-    meanwhile.
-    unfinished: part of the start -> a sentence, for each part that is not finished, such as the demo's adapters.
-    Requests are accepted meanwhile.
+    stalls: child process -> a sentence for the client, for each child that makes no progress. While there is one, new
+    requests are refused.
+    unfinished: part of the startup -> a sentence, for each part that is not finished, such as the demo's adapters.
+    Requests are still accepted.
     """
 
     stalls: dict[str, str] = field(default_factory=dict)

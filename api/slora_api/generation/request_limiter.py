@@ -1,6 +1,6 @@
 """Limits how many answers and uploads are in progress, for the whole server. Quotas limit the answers of each tenant.
 
-A request beyond a limit is refused at once, with the time after which a permit should be free. The limits hold for all
+A request beyond a limit is refused at once. The refusal states when a permit should be free. The limits apply to all
 API processes of the host together. The module runs on one event loop and needs no lock.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["RequestLimiter"]
 
 
 class RequestLimiter:
-    """Counts generations and uploads in progress. After `stop()`, no new ones are admitted.
+    """Counts answers and uploads in progress. After `stop()`, no further ones are admitted.
 
     One tenant has at most half of the permits for uploads.
 
@@ -73,7 +73,9 @@ class RequestLimiter:
     def check_generation(
         self, tenant: str, num_prompts: int, answers_each: int = 1, param: str = "n"
     ) -> None:
-        """Checks that a permit is free now for each answer, without taking it. Raises as `admit_generation` does."""
+        """Checks that a permit is free for each answer, without taking permits. Raises the same errors as
+        `admit_generation`.
+        """
         self._refuse_when_stopping()
         num_answers, permits = num_prompts * answers_each, self._generation_permits
         if num_answers > permits.max_at_once:

@@ -1,7 +1,7 @@
 """Formats an answer as the JSON of /v1/responses, whole or event by event.
 
-The answer is a list of items in the order in which the model wrote them: reasoning, messages and function calls. A text
-of any length ends with events that repeat it several times, so it is encoded once, and these events are written in
+The answer is a list of items in the order in which the model wrote them: reasoning, messages and function calls. The
+last events of a text repeat the whole text several times. So each text is encoded once, and these events are written in
 slices.
 """
 
@@ -40,7 +40,7 @@ class _Item:
     """One item of an answer.
 
     index: the position in the list of items.
-    texts, logprobs: what has arrived: the values of a whole answer, or the JSON of a stream.
+    texts, logprobs: the parts that have arrived. For a stream, they are already JSON.
     name, call_id: the tool's name and the id of a function call.
     """
 
@@ -58,13 +58,13 @@ class _Item:
         self.call_id = make_call_id() if self.kind is PieceKind.CALL else ""
 
     def part(self, text: Any, logprobs: Any) -> Json:
-        """The only part of a message or of reasoning."""
+        """Returns the only part of a message or of reasoning."""
         if self.kind is PieceKind.REASONING:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
 
     def to_json(self, text: Any, logprobs: Any, *, is_empty: bool = False) -> Json:
-        """The item as JSON. is_empty: whether the item is new and has no part yet."""
+        """Returns the item as JSON. is_empty: whether the item is new and has no part yet."""
         about = {"id": self.item_id, "status": self.status}
         if self.kind is PieceKind.CALL:
             call = {"call_id": self.call_id, "name": self.name, "arguments": text}
@@ -76,9 +76,9 @@ class _Item:
 
 
 class ResponsesFormat:
-    """The answer to one request.
+    """Formats the answer to one request.
 
-    model: the name in the request. sampling: the parameters that are used.
+    model: the name in the request. sampling: the sampling parameters of the answer.
     syntax: how the answer's tool calls and reasoning are written; None if an answer is one text.
     """
 
@@ -125,7 +125,7 @@ class ResponsesFormat:
         yield from self._event(f"response.{status}", {"response": self._response(status, usage)})
 
     def failure(self, error: ErrorAnswer) -> Iterator[bytes]:
-        """An event with the exact error, which clients raise, and one that ends the response."""
+        """Yields an event with the error, which clients raise, and an event that ends the response as failed."""
         about = error.body["error"]
         yield from self._event("error", {name: about[name] for name in ("code", "message", "param")})
         for item in self._items[-1:]:
@@ -158,7 +158,9 @@ class ResponsesFormat:
     def _read(
         self, text: str, tokens: Sequence[AlignedToken], *, is_last: bool
     ) -> Iterator[tuple[Piece, Sequence[AlignedToken]]]:
-        """Divides the next part of the answer into pieces, each with its tokens if they have log-probabilities."""
+        """Divides the next part of the answer into pieces. Yields each piece with its tokens, if they have
+        log-probabilities.
+        """
         if self._reader is None:
             if text or tokens:
                 yield Piece(PieceKind.CONTENT, text), tokens
@@ -176,7 +178,9 @@ class ResponsesFormat:
         return [] if logprobs is None else LongList(lambda: map(logprobs.content_token, item.logprobs))
 
     def _begin_item(self, piece: Piece) -> Iterator[bytes]:
-        """Begins a new item. piece: its first piece; the text of a call is the tool's name."""
+        """Yields the events that begin a new item. piece: the first piece of the item; for a call, its text is the
+        tool's name.
+        """
         item = _Item(piece.kind, len(self._items), piece.text)
         self._items.append(item)
         made = item.to_json("", [], is_empty=True)
@@ -186,7 +190,7 @@ class ResponsesFormat:
             yield from self._event("response.content_part.added", part)
 
     def _delta(self, item: _Item, text: str, tokens: Sequence[AlignedToken]) -> bytes:
-        """The event of one delta. It is built from strings, because there is one for each token."""
+        """Returns the event of one delta. It is built from strings for speed, because each token has an event."""
         written = encode_ascii(text)
         item.texts.append(written[1:-1])
         place = f'"item_id":"{item.item_id}","output_index":{item.index}'
@@ -238,7 +242,7 @@ class ResponsesFormat:
         yield from self._event("response.output_item.done", made)
 
     def _response(self, status: str, usage: Usage | None = None) -> Json:
-        """The answer so far, with the items of a stream."""
+        """Returns the answer so far, with the items of a stream."""
         is_over = status in ("completed", "incomplete")
         return self._about | {
             "status": status,
@@ -264,7 +268,7 @@ def _place(item: _Item) -> Json:
 
 
 def _written(item: _Item) -> tuple[Written, Written]:
-    """The text and the log-probabilities of an item of a stream."""
+    """Returns the text and the log-probabilities of an item of a stream."""
     return Written(item.texts, '""'), Written(item.logprobs, "[]")
 
 
@@ -280,7 +284,7 @@ def _usage_json(usage: Usage) -> Json:
 
 
 def _describe_request(model: str, fields: ResponsesRequest, sampling: SamplingParams) -> Json:
-    """The fields of an answer that are known before it."""
+    """Returns the fields of an answer that are known before it is computed."""
     return {
         "id": _make_id("resp", fields.request_id),
         "object": "response",
@@ -299,7 +303,7 @@ def _describe_request(model: str, fields: ResponsesRequest, sampling: SamplingPa
         "service_tier": "default",
         "store": False,
         "temperature": sampling.temperature,
-        # A schema has many small values, which take ten times as long one by one.
+        # Encoded as a whole, because writing the many small values of a schema one by one takes ten times as long.
         "text": Written([encode_ascii({"format": fields.sent_format, "verbosity": "medium"})[1:-1]], "{}"),
         "tool_choice": fields.sent_choice,
         "tools": Once(LongList(lambda: fields.sent_tools)),

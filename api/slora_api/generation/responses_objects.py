@@ -1,4 +1,4 @@
-"""The types of the JSON of /v1/responses, for the OpenAPI document. `responses_format.py` makes the JSON."""
+"""The JSON types of /v1/responses, for the OpenAPI document. `responses_format.py` makes the JSON."""
 
 from typing import Any, Literal
 
@@ -47,7 +47,9 @@ class OutputReasoning(TypedDict):
 
 
 class OutputCall(TypedDict):
-    """A call of a function. arguments: JSON, as the model wrote it. It may be invalid, or cut off if the answer is."""
+    """A call of a function. arguments: JSON, as the model wrote it. The JSON may be invalid, or incomplete if the
+    answer was cut off.
+    """
 
     type: Literal["function_call"]
     id: str
@@ -84,7 +86,7 @@ class ResponseUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """Why the answer was cut off. `max_output_tokens` includes the end of the context."""
+    """Why the answer was cut off. `max_output_tokens` is also the reason when the context is full."""
 
     reason: Literal["max_output_tokens"]
 
@@ -100,9 +102,9 @@ class ReasoningSettings(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """An answer. Its fields repeat those of the request, and have the values that were used.
+    """An answer. Fields that it shares with the request have the values that were used.
 
-    output: what the model wrote, in its order: reasoning, messages and function calls.
+    output: reasoning, messages and function calls, in the order in which the model wrote them.
     error: set if the stream failed. incomplete_details: set if the answer was cut off.
     usage: null in the events before the last one.
     """
@@ -140,7 +142,7 @@ class ResponseObject(TypedDict):
 
 
 class ResponseStateEvent(TypedDict):
-    """Begins or ends a stream."""
+    """An event that begins or ends a stream."""
 
     type: Literal[
         "response.created",

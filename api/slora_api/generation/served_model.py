@@ -14,10 +14,10 @@ __all__ = ["ServedModel", "add_up_models"]
 class ServedModel:
     """The result of looking up a request's model for an API key.
 
-    asked_for: the model name in the request, repeated in the answer.
+    asked_for: the model name in the request, which the answer repeats.
     adapters: as `compose_adapters` returns them; empty for the base model alone.
     labels: `name@version` of each of the adapters.
-    chat_templates: the own templates of the adapters; None for an adapter that uses the base model's.
+    chat_templates: the distinct chat templates of the adapters; None stands for the base model's template.
     """
 
     asked_for: str
@@ -52,7 +52,7 @@ def add_up_models(
 ) -> ServedModel:
     """Returns the weighted sum of models with one adapter each. base: the base model's defaults.
 
-    The defaults are those of the parts if all parts have the same, and otherwise the base model's.
+    If all parts have the same defaults, the sum has these defaults, and otherwise those of the base model.
     """
     named = {part.adapters[0].version: part.labels[0] for part in parts}
     adapters = compose_adapters(

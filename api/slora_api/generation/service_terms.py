@@ -10,12 +10,12 @@ from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["BACKGROUND_ID", "ServiceTerms", "background_id"]
 
-# The name in the state of a request under which a runner of batches passes the id of a line. Clients can't set it.
+# The key under which the runner of batches passes the id of a line in the state of a request. Clients cannot set it.
 BACKGROUND_ID = "background_id"
 
 
 def background_id(request: Request) -> str | None:
-    """The id of the line of a batch; None for a request of a client."""
+    """Returns the id of the batch line that the request computes; None for a request of a client."""
     found: str | None = getattr(request.state, BACKGROUND_ID, None)
     return found
 
@@ -27,7 +27,7 @@ class ServiceTerms:
     share: the tenant's share when the key was read.
     priority: order among the tenant's own requests; lower is served sooner.
     deadline_s: limit for each first token, from the request's arrival at the engine; None for no limit.
-    background_id: the id of the line of a batch, which runs in the background; None for a request of a client.
+    background_id: the id of the batch line, which runs in the background; None for a request of a client.
     """
 
     tenant: str

@@ -1,6 +1,6 @@
 """Streams of server-sent events, and the detection of clients that hang up or do not read.
 
-After the first byte the status line has been sent, so an error is sent as an event. uvicorn does not cancel a handler
+The status line is sent before the first event, so a later error is sent as an event. uvicorn does not cancel a handler
 when its client disconnects. Code that waits for tokens therefore also waits for the disconnect.
 
 A client that does not read its stream is treated like one that hung up. While the connection holds more than 64 KiB of
@@ -38,11 +38,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`. If the client hangs up first, cancels it and raises ClientGone. The body must have been read
-    before.
+    """Returns the result of `work`. If the client hangs up first, cancels the work and raises ClientGone. Call this
+    only after the request body was read.
 
-    It works like `asyncio.timeout`: the work runs in the task of the caller, and only the disconnect has its own. That
-    task starts when the work first waits.
+    As with `asyncio.timeout`, the work runs in the task of the caller. A second task, which starts when the work first
+    waits, watches for the disconnect.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -64,7 +64,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
     try:
         return await work
     except asyncio.CancelledError:
-        # If the task was also cancelled from elsewhere, that cancellation takes precedence.
+        # A cancellation from elsewhere takes precedence over the disconnect.
         if is_gone and task.cancelling() == num_cancels + 1:
             raise ClientGone("the client closed the connection") from None
         raise
@@ -77,12 +77,12 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
 
 
 class EventStream(Response):
-    """Sends `events`. Each item is written at once.
+    """Sends `events`. Each item is one write.
 
-    It subclasses Response because FastAPI requires that, and shares only the headers.
+    It subclasses Response because FastAPI requires it, but uses only the header handling of Response.
 
-    first: the events that are ready already. The status is 200 because they exist.
-    failure: makes the events that end a stream with an error.
+    first: the events that were computed before the response starts. Computing them did not fail, so the status is 200.
+    failure: returns the events that end a stream with an error.
     """
 
     media_type = "text/event-stream"
@@ -94,7 +94,7 @@ class EventStream(Response):
         failure: Callable[[ErrorAnswer], Iterable[bytes]],
         headers: dict[str, str],
     ) -> None:
-        # X-Accel-Buffering keeps nginx from collecting the whole answer before it passes it on.
+        # X-Accel-Buffering keeps nginx from buffering the answer.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first = first
@@ -102,13 +102,13 @@ class EventStream(Response):
         self._failure = failure
 
     async def parts(self, request_id: str) -> AsyncGenerator[bytes, None]:
-        """Yields the events. If computing them fails, the last event is the error. request_id: named in the log."""
+        """Yields the events. If computing them fails, the last event is the error. request_id: the id for the log."""
         yield self._first
         try:
             async for events in self._events:
                 yield events
         except Exception as error:
-            # The response has started, so no exception handler could still report the error to the client.
+            # The response has started, so an exception handler can no longer report the error to the client.
             if not isinstance(error, SloraError):
                 logger.error("request %s failed while streaming", request_id, exc_info=error)
             for part in self._failure(describe_error(error)):

@@ -1,13 +1,13 @@
 """Records what each engine request has used in the usage journal of this process.
 
-The engine reports the usage of every request after its end, also if the client has disconnected in the meantime. The
-recorder therefore keeps each request until its report arrives, independently of the coroutine that streams the answer.
-If the engine dies first, the recorder counts the tokens that have arrived.
+The engine reports the usage of every request after the request ends, even if the client has disconnected. The recorder
+therefore keeps each request until its report arrives, independently of the coroutine that streams the answer. If the
+engine dies first, the recorder counts the tokens that have arrived.
 
 A request for which nothing was computed has no record.
 
 While the journal writes one batch of records, the recorder collects the next one. So the event loop and the journal's
-thread wake each other once for each sync of the disk instead of once for each request.
+thread wake each other once per disk sync instead of once per request.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ __all__ = ["OpenRequest", "UsageRecorder"]
 
 Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 
-# Records that the event loop hands to the journal at once, in a few milliseconds.
+# The most records that the event loop hands to the journal at once, which takes a few milliseconds.
 _MAX_BATCH = 256
 
 
 class Recorded(Protocol):
-    """What has arrived of an engine request. num_cached: prompt tokens that the prefix cache had. num_generated: tokens
-    of the answer.
+    """The part of an answer that has arrived. num_cached: prompt tokens found in the prefix cache. num_generated:
+    tokens of the answer so far.
     """
 
     @property
@@ -48,14 +48,14 @@ class Recorded(Protocol):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request whose usage may be unknown yet.
+    """A request whose usage may not be known yet.
 
     on_report: called with the usage.
     ended: set when the usage is durable or cannot be recorded.
-    failure: why it cannot be recorded.
-    timing: when the request passed the stages of the engine, once its usage is known; None if it was refused or the
-        engine died.
-    span: that of the HTTP request, if it is traced.
+    failure: why the usage cannot be recorded.
+    timing: when the request passed the stages of the engine; None until its usage is known, and if the request was
+        refused or the engine died.
+    span: the span of the HTTP request, if it is traced.
     """
 
     answer: Recorded
@@ -72,9 +72,9 @@ class _Waiting(NamedTuple):
 
 
 class UsageRecorder:
-    """Listens to the usage that `client` reports. It must be used on one event loop.
+    """Records the usage that `client` reports. Runs on one event loop.
 
-    clock: Unix time. observe: called with each request that was opened, when it has ended in the engine.
+    clock: Unix time. observe: called with each opened request when the request has ended in the engine.
     """
 
     def __init__(
@@ -97,19 +97,20 @@ class UsageRecorder:
 
     @property
     def num_open(self) -> int:
-        """Requests whose usage is not durable yet."""
+        """Number of requests whose usage is not durable yet."""
         return len(self._open) + self._num_waiting
 
     def check(self) -> None:
-        """Raises UsageJournalFull while a new request could not be recorded."""
+        """Raises UsageJournalFull if new requests cannot be recorded at present."""
         self._journal.check()
 
     def open(
         self, answer: Recorded, on_report: Callable[[RequestUsage], None] = lambda usage: None
     ) -> OpenRequest:
-        """Call it immediately before the request is sent to the engine. Pass the result to `wait`.
+        """Registers a request. Call this immediately before the request is sent to the engine, and pass the result to
+        `wait`.
 
-        on_report: called once with what the request has used, possibly after its stream was closed.
+        on_report: called once with the usage of the request, possibly after its stream was closed.
         """
         opened = self._open[answer.request.request_id] = OpenRequest(answer, on_report, span=current_span())
         return opened
@@ -163,7 +164,7 @@ class UsageRecorder:
         self._batch.append(_Waiting(opened, record))
         self._num_waiting += 1
         if self._num_waiting == 1:
-            # The engine reports all requests that ended in one step at once.
+            # Write later, because the engine reports all requests that ended in one step together.
             asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
@@ -174,11 +175,11 @@ class UsageRecorder:
         written = [self._journal.append(record) for _, record in batch]
 
         def end_batch(_last: "Future[None]") -> None:
-            # Called on the thread of the journal. The loop may be closed at the end of the process.
+            # This runs on the thread of the journal. The loop may be closed when the process ends.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._end_batch, batch, written)
 
-        # The journal writes records in their order.
+        # The journal writes records in order, so the last one ends the batch.
         written[-1].add_done_callback(end_batch)
 
     def _end_batch(self, batch: "Sequence[_Waiting]", written: "Sequence[Future[None]]") -> None:
@@ -193,7 +194,9 @@ class UsageRecorder:
 
 
 def _seen(answer: Recorded) -> RequestUsage:
-    """The engine has computed the whole prompt before the first token arrives."""
+    """Returns the usage that is known from the tokens that have arrived. Before the first token, the engine has
+    computed the whole prompt.
+    """
     if not answer.num_generated:
         return RequestUsage()
     return RequestUsage(len(answer.request.prompt_token_ids), answer.num_cached, answer.num_generated)

@@ -55,7 +55,10 @@ def test_a_registry_is_copied_into_the_file_of_a_data_directory(old_registry: st
     ), done.stderr
     assert names(tmp_path / "data" / "slora.db") == ["a.b-c", "a_b", "voice"]
     again = run_command("migrate", *flags)
-    assert (again.returncode, again.stdout) == (0, "the registry in Redis was already copied to the database\n")
+    assert (again.returncode, again.stdout) == (
+        0,
+        "the registry in Redis was already copied to the database\n",
+    )
 
 
 def test_a_host_of_release_0_1_is_copied_into_postgresql_by_the_variables_of_the_server(
