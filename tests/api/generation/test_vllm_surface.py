@@ -269,7 +269,7 @@ def test_log_probabilities_of_chosen_tokens_are_all_listed(
         ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", "129 ids; at most 128"),
         ({"bad_words": ["a"] * 33}, "bad_words", "33 words"),
         ({"bad_words": ["a" * 65]}, "bad_words", "65 characters, and at most 64"),
-        ({"bad_words": [" "]}, "bad_words", "not white space"),
+        ({"bad_words": [" "]}, "bad_words", "only white space"),
         ({"bad_words": [1]}, "bad_words.0", "valid string"),
         ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids", "1025 ids; at most 1024"),
         ({"allowed_token_ids": [257]}, "allowed_token_ids", "ids are 0 to 256"),
