@@ -1,8 +1,8 @@
 """Renders conversations to text with the chat template of an adapter or of the base model.
 
 The base model's template renders short conversations in this process: the operator trusts it, and the round trip to
-another process would take longer. All other rendering, such as that with variables of a client, happens in sandboxes
-(`sandbox_pool`). The budget of CPU time is kept per tenant, not per template.
+another process would take longer. All other conversations, such as those with template variables from a client, are
+rendered in sandboxes (`sandbox_pool`). The budget of CPU time is kept per tenant, not per template.
 """
 
 import time
@@ -20,12 +20,12 @@ from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSetti
 
 __all__ = ["RENDER_CPU_S", "ChatTemplates"]
 
-# CPU seconds of one request. Common templates take well below a millisecond, and the longest known one takes a few.
-# Thousands of messages take some tens of milliseconds.
+# Limit of the CPU seconds of one request. Common templates take well below a millisecond, and the longest known one
+# takes a few. Thousands of messages take some tens of milliseconds.
 RENDER_CPU_S = 2.0
 # A tenant whose templates take one millisecond can render 250 conversations per second indefinitely.
 _BURST_CPU_S, _REFILL = 10.0, 0.25
-# Two are reserved for tenants that hold none, so that two tenants never hold all renderers.
+# Two renderers are reserved for tenants that hold none, so that two tenants never hold all of them.
 _NUM_RENDERERS, _NUM_RESERVED = 4, 2
 # The base model's template renders a conversation of this size in less than a millisecond.
 _SHORT_CHARS, _SHORT_MESSAGES = 8_000, 32
@@ -68,7 +68,9 @@ class ChatTemplates:
         )
 
     def find_template(self, own_template: str | None, *, has_tools: bool) -> str | None:
-        """Returns the template that `render` uses. A model may have one for tools. None: the model has no template."""
+        """Returns the template that `render` uses, or None if the model has no template. A model may have a second
+        template for requests with tools.
+        """
         if own_template is not None:
             return own_template
         tool_template = self._tokenizer.tool_template if has_tools else None
@@ -109,7 +111,7 @@ class ChatTemplates:
         return answer.text
 
     async def check(self, tenant: str, template: str) -> list[Reason]:
-        """Returns a reason if the template cannot be compiled. The template is not tried on messages.
+        """Returns a reason to refuse the template if it cannot be compiled. The template is not tried on messages.
 
         Raises TenantBusy or ServerBusy.
         """
@@ -124,7 +126,9 @@ class ChatTemplates:
 
 
 def _is_short(messages: Messages) -> bool:
-    """Messages with tool calls, whose arguments have to be parsed, do not count as short."""
+    """Whether the messages are quick to render. Messages with tool calls are not, because the arguments have to be
+    parsed.
+    """
     if len(messages) > _SHORT_MESSAGES or any("tool_calls" in message for message in messages):
         return False
     return sum(len(text) for message in messages for text in message.values()) <= _SHORT_CHARS

@@ -1,7 +1,7 @@
 """Checks the forms of structured output before the engine compiles them.
 
-A form that compiles within the limits of a sandbox here also does so in the engine, where a compilation can't be
-stopped. The accepted forms of each tenant are remembered by their digest.
+The engine cannot stop a compilation. A form that compiles within the limits of a sandbox also compiles in the engine.
+The accepted forms of each tenant are cached by their digest.
 """
 
 import time
@@ -26,16 +26,17 @@ from slora_api.sandbox.sandbox_process import SandboxProcess
 
 __all__ = ["COMPILE_CPU_S", "GrammarChecks"]
 
-# CPU seconds of one form. Common forms take a few milliseconds, and 2,000 properties with patterns 0.4 s.
+# Limit of the CPU seconds of one form. Common forms take a few milliseconds. 2,000 properties with patterns take 0.4 s.
 COMPILE_CPU_S = 0.5
-# A tenant can use 20 new forms of 5 ms each second indefinitely.
+# A tenant can use 20 new forms per second indefinitely, if each takes 5 ms.
 _BURST_CPU_S, _REFILL = 5.0, 0.1
 _NUM_COMPILERS, _NUM_RESERVED = 2, 1
 _LIBRARY = "llguidance"
 
 
 class GrammarChecks:
-    """Call `close` at the end. The first check starts a process; an idle process is kept.
+    """Checks forms in sandboxes. Call `close` at the end. The first check starts a process, which is kept for later
+    checks.
 
     max_waiting: forms of one tenant that may wait for a process. num_processes: API processes of the host, which divide
     slots and CPU budgets. clock: monotonic seconds.
@@ -82,7 +83,7 @@ class GrammarChecks:
         request = pack_frame({"kind": output.kind, "text": output.text, "param": output.param})
         answer = await self._pool.ask(tenant, request)
         if answer.error is not None:
-            # An error without the field is that of a limit.
+            # Errors about a limit do not name the field.
             error = answer.error
             named = (
                 error

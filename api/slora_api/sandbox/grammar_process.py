@@ -1,7 +1,7 @@
 """A process that compiles the forms of structured output: `python -m slora_api.sandbox.grammar_process LIMIT`.
 
-The engine compiles each form again, for its own vocabulary. This process decides whether that is safe: on a hostile
-form the library may compute for minutes, take gigabytes or overflow the stack, and here that ends only this process.
+The engine compiles each form again, for its own vocabulary. This process finds out whether that is safe. On a hostile
+form, the library may compute for minutes, take gigabytes or overflow the stack. Such a form ends only this process.
 LIMIT is in CPU seconds.
 """
 
@@ -21,14 +21,16 @@ from slora_api.sandbox.sandbox import serve_requests
 
 __all__ = ["main"]
 
-# A vocabulary of single bytes, and an end token. Compiling for it costs at least as much as for a model's vocabulary.
+# The vocabulary has all single bytes and an end token. Compiling for it costs at least as much as for a model's
+# vocabulary.
 _EOS = 256
 _SPELLING = TokenSpelling([*(bytes([byte]) for byte in range(_EOS)), b""])
 
 
-# A form that fits this stack also fits the engine's threads, whose stack is four times as large.
+# The stack of the compiling thread. A form that fits it also fits the engine's threads, whose stack is four times as
+# large.
 _STACK_BYTES = 2 << 20
-# Tokens of the trial answer.
+# How many tokens `_try` writes.
 _TRIAL_TOKENS = 100
 
 
@@ -44,7 +46,9 @@ def _compile(library: GrammarLibrary, request: Mapping[str, str]) -> tuple[str |
 
 
 def _try(grammar: LarkGrammar) -> None:
-    """Writes the beginning of an answer at random, because later masks take other paths through the library."""
+    """Writes the beginning of a random answer with the compiled form. Later masks may fail in the library even if the
+    first one works.
+    """
     rng, matcher = random.Random(0), grammar.start({_EOS})
     words = np.empty(-(-len(_SPELLING.pieces) // 32), np.int32)
     for _ in range(_TRIAL_TOKENS):

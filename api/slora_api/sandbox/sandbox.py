@@ -1,8 +1,8 @@
-"""The child's side of a sandbox: a process that runs what tenants sent, and answers one request after the other.
+"""The child's side of a sandbox: a process that runs templates and forms of tenants, and answers one request at a time.
 
-What tenants send may compute endlessly or use too much memory. Each request therefore has a limit of CPU time, and the
-process has a limit of memory. The signal of the CPU limit ends the process even inside a long computation in C. CPU
-time, unlike wall-clock time, does not depend on the load of the machine.
+These may compute endlessly or use too much memory. Each request therefore has a limit of CPU time, and the process has
+a limit of memory. The signal of the CPU limit ends the process even inside a long computation in C. CPU time, unlike
+wall-clock time, does not depend on the load of the machine.
 
 Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends when its stdin
 is closed. It does not depend on tenants.
@@ -23,9 +23,9 @@ import msgpack
 
 __all__ = ["MEMORY_BYTES", "SandboxAnswer", "pack_frame", "read_length", "serve_requests"]
 
-# Limit of private memory. It does not count shared libraries.
+# Limit of the process's private memory, which excludes shared libraries.
 MEMORY_BYTES = 256 << 20
-# Niceness: the processes that serve requests go first.
+# Niceness. Processes that serve requests have a higher priority.
 _NICE = 10
 _LENGTH = struct.Struct(">I")
 
@@ -66,8 +66,8 @@ def read_length(header: bytes) -> int:
 def serve_requests(answer: Callable[[Any], tuple[str | None, str | None]], cpu_limit_s: float) -> None:
     """Answers requests until stdin is closed.
 
-    answer: gets a request, and returns the text, or None and the reason why there is no text.
-    cpu_limit_s: CPU seconds of one request.
+    answer: called with a request. Returns the text and None, or None and the reason why there is no text.
+    cpu_limit_s: limit of the CPU seconds of one request.
     """
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,6 +1,6 @@
 """The sandboxes for one kind of work, which tenants share in fair order.
 
-- One request may use a limited CPU time. A generous limit of wall-clock time ends a stalled process.
+- The CPU time of each request is limited. A generous limit of wall-clock time ends a stalled process.
 - Each tenant has a budget of CPU time. A tenant that has used it up is answered 429.
 - Cancelling a request removes it from the queue or kills the process that works on it.
 - A process that dies or stalls is replaced. If starts fail, the pause before the next one grows.
@@ -22,7 +22,7 @@ __all__ = ["SandboxPool", "SandboxWork"]
 
 _log = logging.getLogger(__name__)
 
-# Charged for each request that ends its process, because another one must be started.
+# Charged for each request that ends its process, because a new process must be started.
 _START_CPU_S = 0.2
 # On a machine with many busy programs, two seconds of CPU time can take a minute.
 _ANSWER_TIMEOUT_S = 60.0
@@ -38,9 +38,9 @@ _MAX_RESIDENT_BYTES = 96 << 20
 class SandboxWork:
     """One kind of work.
 
-    start: starts a process; the argument is the time limit in seconds.
-    cpu_limit_s: CPU seconds of one request.
-    verb, object: for messages, such as "rendered" and "chat template".
+    start: starts a process. Its argument is the limit of the start in seconds.
+    cpu_limit_s: limit of the CPU seconds of one request.
+    verb, object: words for messages, such as "rendered" and "chat template".
     """
 
     start: Callable[[float], Awaitable[SandboxProcess]]
@@ -50,7 +50,7 @@ class SandboxWork:
 
 
 class SandboxPool:
-    """Call `close` at the end. clock: monotonic seconds."""
+    """Passes requests to sandboxes. Call `close` at the end. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class SandboxPool:
         self._next_start_at = 0.0
 
     async def ask(self, tenant: str, request: bytes) -> SandboxAnswer:
-        """Returns the answer to a packed request. A request that ends its process is answered with an error.
+        """Returns the answer to a packed request. If the request ends its process, the answer contains an error.
 
         Raises TenantBusy, and ServerBusy if no process can be started or answers.
         """
         self._budget.check(tenant)
         async with self._slots.hold(tenant):
-            # Requests of the same tenant that were waiting before this one may have spent the budget.
+            # Check again: earlier requests of the same tenant may have spent the budget while this one was waiting.
             self._budget.check(tenant)
             failure: SandboxAnswer | ServerBusy
             for _ in range(_NUM_ATTEMPTS):
@@ -110,7 +110,9 @@ class SandboxPool:
             await self._idle.pop().close()
 
     async def _ask(self, sandbox: SandboxProcess, tenant: str, request: bytes) -> SandboxAnswer:
-        """Always charges the tenant. Keeps the process for the next request unless it failed or grew too large."""
+        """Sends the request to a sandbox, and charges the tenant even on an error. Keeps the process for the next
+        request unless it failed or grew too large.
+        """
         started_at = self._clock()
         used_s: float | None = None
         try:

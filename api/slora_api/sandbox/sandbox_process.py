@@ -33,7 +33,9 @@ class SandboxStalled(Exception):
 
 
 class SandboxProcess:
-    """Create it with `start`. After any error the process has ended, and the sandbox cannot be used again."""
+    """One running sandbox; create it with `start`. After any error, the process has ended, and the sandbox cannot be
+    used again.
+    """
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -45,7 +47,8 @@ class SandboxProcess:
     ) -> "SandboxProcess":
         """Starts a process and waits until it answers. Raises SandboxDied, SandboxStalled or OSError.
 
-        command: the module and its arguments. first: a packed request. limit: bytes of an answer that are read ahead.
+        command: the module and its arguments. first: the first packed request. limit: how many bytes of an answer may
+        be buffered.
         """
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         process = await asyncio.create_subprocess_exec(
@@ -90,7 +93,8 @@ class SandboxProcess:
         except (OSError, asyncio.IncompleteReadError):
             raise SandboxDied(await self._process.wait()) from None
         finally:
-            # The process also ends after a cancellation, because the next request must not read this answer.
+            # End the process after a cancellation as well. Otherwise, the next request would read the answer to this
+            # one.
             if not answered:
                 await self.close()
         return SandboxAnswer.unpack(content)

@@ -19,7 +19,7 @@ from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
 
 __all__ = ["MAX_RENDERED_BYTES", "RendererSettings", "main", "pack_request"]
 
-# This is far longer than any context. The reader decodes this many bytes in a few milliseconds.
+# Limit of a rendered text. It is far longer than any context. The server decodes this many bytes in a few milliseconds.
 MAX_RENDERED_BYTES = 8 << 20
 
 
@@ -28,7 +28,7 @@ class RendererSettings:
     """Settings of a rendering process.
 
     special_tokens: variables that every template may use.
-    cpu_limit_s: CPU seconds of one request.
+    cpu_limit_s: limit of the CPU seconds of one request.
     """
 
     special_tokens: Mapping[str, str]
@@ -53,7 +53,7 @@ def pack_request(template: str, messages: Any = None, variables: Mapping[str, An
 
 
 def _render(special_tokens: Mapping[str, str], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Returns the text, or None and the reason why there is no text."""
+    """Returns the text and None, or None and the reason why there is no text."""
     try:
         if request["messages"] is None:
             compile_chat_template(request["template"])

@@ -1,14 +1,15 @@
 """An API process: the objects that its routes use, and the entry point of an API worker.
 
-All objects of `open_services` belong to one process. What must hold for the host is in the database, in files of the
-data directory, or on the board. The main process opens the same objects: to serve with them, if it is the only API
-process, or to work for the host. It has number 0 on the board; see `api_workers.py`.
+All objects of `open_services` belong to one process. State that all processes of the host share is in the database, in
+files of the data directory, or on the board. The main process opens the same objects. It serves requests with them if
+it is the only API process. Otherwise, it uses them for the tasks of the host. The main process has number 0 on the
+board; see `api_workers.py`.
 """
 
 import gc
 
 if __name__ == "__main__":
-    # Garbage collection stays off until all modules are imported. It would take a tenth of the import time and find no
+    # Garbage collection is off until all modules are imported. It would take a tenth of the import time and find no
     # garbage.
     gc.disable()
 
@@ -106,10 +107,11 @@ __all__ = [
 
 logger = logging.getLogger("slora.api")
 
-# Threshold of the youngest generation. A collection blocks the event loop for up to 5 ms.
+# The number of new objects after which Python collects garbage. A collection blocks the event loop for up to 5 ms.
 _NEW_OBJECTS = 10_000
 
-# Exit codes for the supervisor: the settings can never work, and something outside this process is not ready.
+# Exit codes for the supervisor. Refused: the settings can never work. Try later: something outside this process is not
+# ready.
 _REFUSED_EXIT, _FAILED_EXIT, _TRY_LATER_EXIT = 2, 1, os.EX_TEMPFAIL
 
 
@@ -149,7 +151,7 @@ async def open_services(
     )
     tenant_store = TenantStore(database, key_store)
     pinning = Pinning(registry, tenant_store, client)
-    # Each process empties its own folder when it starts. The main process's folder contains those of the workers.
+    # Each process empties its own folder when it starts. The folders of the workers are in the main process's folder.
     quarantine = Quarantine(data.quarantine if is_main else data.quarantine / str(board.process), reserve)
     inspector = Inspector(model.shape, model.limits, InspectionBounds(), num_serving)
     counted = Metrics(model.name, metrics)
@@ -261,8 +263,8 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 def background_work(
     services: Services, client: RemoteEngine, on_hello: Callable[[], None] = lambda: None
 ) -> list[Coroutine[Any, Any, None]]:
-    """The tasks of each API process. `serve.py` adds what the main process does for the host. on_hello: see
-    `RemoteEngine.run`.
+    """Returns the background tasks of each API process. `serve.py` adds the tasks that the main process does for the
+    host. on_hello: see `RemoteEngine.run`.
     """
     return [
         client.run(on_hello),
@@ -276,9 +278,9 @@ def background_work(
 
 
 def limit_garbage_collection() -> None:
-    """Call it once everything is made that lives as long as the process.
+    """Makes garbage collection cheaper. Call this when all objects that live as long as the process are made.
 
-    Those objects are not collected any more. Otherwise, each full collection would block the event loop for 50 ms. New
+    These objects are not examined any more. Otherwise, each full collection would block the event loop for 50 ms. New
     objects are collected less often than by default, because the objects of requests in progress survive most
     collections. With many requests in progress, collections took a tenth of this process's CPU time.
     """
@@ -298,7 +300,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         pepper = Pepper.from_file(data.pepper)
         client = RemoteEngine(config.engine_socket)
         services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
-        # Only the main process generates a key, because it prints the key.
+        # A worker never generates a key, because the main process has to print it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=False)
         app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
         work = [

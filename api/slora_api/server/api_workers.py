@@ -1,11 +1,11 @@
-"""The API workers: child processes that answer HTTP requests, if there is more than one (`--api-workers`).
+"""The API workers: child processes that answer HTTP requests. They exist if `--api-workers` is more than one.
 
-The main process does what must be done once on a host: it holds the lock of the data directory and the listening
-socket, supervises the other processes, sends pins to the engine, deletes unreferenced adapters, watches the disk, and
+The main process does what must be done once on a host. It holds the lock of the data directory and the listening
+socket, and supervises the other processes. It also sends pins to the engine, deletes unreferenced adapters, and
 publishes the demo. Each worker has an event loop, an engine client, database connections and caches of its own.
 
-All workers accept connections from the inherited socket. If a worker dies, connections that it has not accepted wait
-for another one.
+All workers accept connections from the inherited socket. If a worker dies, connections that are not accepted yet wait
+for another worker.
 """
 
 import json
@@ -30,7 +30,7 @@ _SECRET_SETTINGS = ("admin_key", "database", "store", "redis", "quota_redis")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker needs to know beside its environment.
+    """The configuration that a worker receives in addition to its environment.
 
     number: from 1. flags: see `read_settings`. started_at: Unix time of the server's start. metrics: the folder of
     metrics files. engine_socket: the path at which the engine listens. listener, board: inherited descriptors.
@@ -88,7 +88,8 @@ class ApiWorkers:
         self._board = board
         self._on_restart = on_restart
         self._numbers = {_name(config.number): config.number for config in configs}
-        # A stalled worker is no reason for the others to refuse requests, so its stall is only logged.
+        # The dict of stalls is not used: while one worker is stalled, the others continue to answer, so the stall is
+        # only logged.
         self._supervisor = Supervisor(_children(configs, secrets), restart_after_s, {}, self._clear)
 
     async def run(self) -> None:
@@ -107,7 +108,7 @@ def _name(number: int) -> str:
 
 
 def _children(configs: Sequence[WorkerConfig], secrets: Mapping[str, str]) -> list[Child]:
-    # The whole environment, because a worker reads the settings as this process did.
+    # Workers get the whole environment, because they read the settings as this process did.
     return [
         Child(
             _name(config.number),

@@ -72,12 +72,13 @@ _MODULES = (
     *(health, openapi, docs, console),
 )
 ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
-# Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
+# Starlette selects a handler by the error's class. The handler of Exception answers bugs, which RequestScopeMiddleware
+# logs.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, StoreUnavailable):  # The answer to a tenant leaves out the details.
+    if isinstance(error, StoreUnavailable):  # The answer to a tenant does not have the details.
         logger.warning("request %s: %s", request.state.request_id, error)
     answer = error_response(error, for_operator=is_operator(request))
     if answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -86,7 +87,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> set[str]:
-    """Returns the methods of all routes of this path. Starlette names only those of the first route."""
+    """Returns the methods of all routes with this path. Starlette names only the methods of the first route."""
     return {
         method
         for route in ROUTES
@@ -96,8 +97,8 @@ def _allowed_methods(request: Request) -> set[str]:
 
 
 def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAPI:
-    """Makes the routes without the layers that guard them. FastAPI's documentation pages are off, because they load
-    scripts from other hosts.
+    """Makes the application with the routes, but without the layers that guard them. FastAPI's documentation pages are
+    off, because they load scripts from other hosts.
     """
     check_routes(ROUTES)
     # `include_router` would build each route a second time, at the first request.
@@ -117,11 +118,11 @@ def make_app(
     board: HostBoard | None = None,
     tracing: Tracing | None = None,
 ) -> ASGIApp:
-    """Makes the routes and the layers around them. The last layer added is the outermost, so it sees a request
-    first.
+    """Makes the application: the routes and the layers around them. The last layer added is the outermost, so it sees a
+    request first.
 
-    admin_key: the bootstrap key, if there is one. board: None if this process is the only API process. tracing: None
-    makes no spans.
+    admin_key: the bootstrap key, if there is one. board: None if this process is the only API process. tracing: if
+    None, no spans are made.
     """
     settings = services.settings
     app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)

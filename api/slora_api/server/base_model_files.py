@@ -1,4 +1,4 @@
-"""What the API knows about the base model, read from its directory without the engine."""
+"""The facts about the base model that the API reads from the model's directory, without the engine."""
 
 import time
 

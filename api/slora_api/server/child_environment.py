@@ -1,7 +1,8 @@
 """Selects the environment variables that child processes receive.
 
-The engine and the loader read files that tenants uploaded. They must not hold secrets that they do not need, such as
-the operator's key or URLs with passwords. An allow-list also excludes secrets that are unrelated to slora.
+The engine and the loader read files that tenants uploaded. These processes must not hold secrets that they do not need,
+such as the operator's key or URLs with passwords. An allow-list of variables also excludes secrets that are unrelated
+to slora.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ ENGINE_VARIABLES: tuple[str, ...] = (
     *("CUDA*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*"),
     *("HF_HOME", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_*"),
 )
-# The loader also opens the durable store. The store's client library reads credentials and network settings here.
+# The loader also opens the durable store. The store's client library reads credentials and network settings from these
+# variables.
 LOADER_VARIABLES: tuple[str, ...] = (
     *ENGINE_VARIABLES,
     *("AWS_*", "FSSPEC_*", "GOOGLE_*", "GCSFS_*", "CLOUDSDK_*", "AZURE_*", "HF_*"),

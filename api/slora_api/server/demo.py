@@ -1,4 +1,4 @@
-"""Demo mode: one tenant with an API key for each demo adapter, and one tenant for the base model.
+"""Demo mode: a tenant with an API key for each demo adapter, and a further tenant for the base model.
 
 The keys are random and are stored in the data directory (mode 0600), so a restart prints the same keys. Only the demo
 stores keys in clear text. The adapters are published like any upload.
@@ -34,7 +34,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DemoTenant:
-    """A tenant of the demo. adapter: None if this tenant calls the base model."""
+    """A tenant of the demo. adapter: its adapter; None if the tenant uses the base model."""
 
     name: str
     adapter: str | None
@@ -45,7 +45,8 @@ class DemoTenant:
 
 
 def find_demo_directory() -> Path:
-    """Returns the demo of the checkout that this code runs from, else the demo that the wheel installed.
+    """Returns the directory of the demo: in the checkout that this code runs from, or else where the wheel installed
+    it.
 
     Raises ConfigError if there is neither.
     """
@@ -60,7 +61,7 @@ def find_demo_directory() -> Path:
 
 
 def find_demo_adapters(directory: Path) -> list[Path]:
-    """Raises ConfigError if the directory holds no adapters."""
+    """Returns the directories of the demo's adapters. Raises ConfigError if there are none."""
     found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
     if not found:
         raise ConfigError(f"{directory} contains no adapters; --demo needs DIR/model and DIR/adapters/NAME")
@@ -81,10 +82,10 @@ def _make_tenants(
     wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
     keys = _read_keys(keys_path)
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
-    # Written before the keys become valid: a valid key that is stored nowhere could never be used.
+    # Write the keys before they become valid. Otherwise, a crash could leave a valid key that is stored nowhere.
     replace_durably(keys_path, json.dumps(keys, indent=2).encode())
     for tenant, adapter in wanted.items():
-        with suppress(Conflict):  # An earlier start has created it.
+        with suppress(Conflict):  # An earlier start has created the tenant.
             tenant_store.create_tenant(tenant)
         key_store.import_key(tenant, adapter, keys[tenant])
     return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]
@@ -97,8 +98,8 @@ async def set_up_demo(
     publisher: Publisher,
     keys_path: Path,
 ) -> list[DemoTenant]:
-    """Creates the demo's tenants, API keys and adapters if they do not exist yet. Needs a running engine, as all
-    uploads do.
+    """Creates the demo's tenants, API keys and adapters if they do not exist yet. This needs a running engine, because
+    all uploads do.
     """
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenant_store, key_store, keys_path, names)
@@ -123,8 +124,8 @@ async def _publish(path: Path, publisher: Publisher) -> None:
 
 
 def describe_demo(url: str, tenants: Sequence[DemoTenant]) -> str:
-    """Returns the text that a new user reads: the API keys, a command line to paste for each, and the address that
-    opens the console as the last tenant. A browser sends the fragment of an address, which has the key, to no server.
+    """Returns the text that a new user reads: a command line to paste for each API key, and the URL that opens the
+    console as the last tenant. The URL has the key in its fragment, which browsers never send to a server.
     """
     lines = ["", "The same prompt and the same base model with the adapter of each key:"]
     body = {"model": "default", "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}

@@ -1,4 +1,4 @@
-"""File descriptors: raises the limit of this process at the start and derives the number of connections from it."""
+"""Raises the limit of file descriptors at the start, and derives the number of connections from it."""
 
 import logging
 import resource
@@ -8,7 +8,7 @@ __all__ = ["explain_few_descriptors", "fit_connections", "raise_descriptor_limit
 _log = logging.getLogger(__name__)
 
 # Descriptors for everything but connections: the database, the store, sockets of the child processes, uploads, and
-# refused connections that are being closed. A busy server was measured to need about 60.
+# refused connections that are being closed. A busy server needs about 60 of them (measured).
 _OTHER_DESCRIPTORS = 128
 
 
@@ -28,7 +28,9 @@ def fit_connections(max_connections: int, num_descriptors: int) -> int:
 
 
 def explain_few_descriptors(max_connections: int, num_descriptors: int) -> str:
-    """Returns why the descriptors allow fewer connections, and what to do; empty if they do not."""
+    """If the descriptors allow fewer connections than `max_connections`, returns why, and what to do. Otherwise returns
+    an empty text.
+    """
     allowed = _allowed_connections(num_descriptors)
     if max_connections <= allowed:
         return ""

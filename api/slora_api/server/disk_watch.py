@@ -1,6 +1,6 @@
 """Watches the free space of the data directory's disk, and writes pending revocations when there is room again.
 
-This is one task of the API process. It checks the disk every few seconds, on a thread, because a disk may stall.
+Each API process runs this as one task. The disk is checked every few seconds, on a thread, because a disk may stall.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ _PERIOD_S = 2.0
 
 
 class DiskWatch:
-    """A read-only server becomes writable again only while `run` is running."""
+    """Watches the disk while `run` is running. Only then does a read-only server become writable again."""
 
     def __init__(self, reserve: DiskReserve, key_store: KeyStore) -> None:
         self._reserve = reserve
         self._key_store = key_store
-        # The last error, so that a lasting error is logged once.
+        # The last logged error, so that a lasting error is logged only once.
         self._trouble = ""
 
     async def run(self) -> None:
@@ -33,8 +33,8 @@ class DiskWatch:
             await asyncio.sleep(_PERIOD_S)
 
     def check(self) -> None:
-        """Checks the disk once. Pending revocations are tried even if it is full, because the disk reserve is meant for
-        them.
+        """Checks the disk once, and writes pending revocations even if the disk is full. The disk reserve makes room
+        for them.
         """
         trouble = ""
         try:

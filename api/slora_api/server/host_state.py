@@ -1,5 +1,6 @@
-"""Passes the state of the host from the main process to the API workers: stalled processes, unfinished parts of the
-start, and restarts.
+"""Passes the state of the host from the main process to the API workers.
+
+The state is: stalled processes, unfinished parts of the start, and the numbers of restarts.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ _PERIOD_S = 0.1
 
 
 class HostState:
-    """The state as the `Readiness` and the `Metrics` of `generator` have it."""
+    """Copies the state between the board and the `Readiness` and `Metrics` of `generator`."""
 
     def __init__(self, generator: Generator, board: HostBoard) -> None:
         self._readiness = generator.readiness
@@ -24,7 +25,7 @@ class HostState:
         self._board = board
 
     async def publish(self) -> None:
-        """Runs in the main process: writes each new state to the board, until cancelled."""
+        """Writes each new state to the board, until cancelled. This runs in the main process."""
         written: dict[str, Any] = {}
         while True:
             state: dict[str, Any] = {
@@ -38,7 +39,9 @@ class HostState:
             await asyncio.sleep(_PERIOD_S)
 
     async def follow(self) -> None:
-        """Runs in a worker: applies each new state, and reports whether this worker is ready, until cancelled."""
+        """Applies each new state, and reports whether this worker is ready, until cancelled. This runs in each
+        worker.
+        """
         while True:
             if (state := self._board.read_state()) is not None:
                 self._readiness.stalls = state["stalls"]

@@ -13,13 +13,13 @@ __all__ = ["Front", "HttpFront", "run_until_stopped"]
 
 
 class Front(Protocol):
-    """What answers HTTP requests: this process, or its API workers."""
+    """The part of the server that answers HTTP requests: this process, or its API workers."""
 
     async def run(self) -> None:
-        """Serves until `stop`, and then until requests in progress have ended."""
+        """Serves until `stop` is called and the requests in progress have ended."""
 
     def stop(self, *, at_once: bool) -> None:
-        """Makes `run` end. at_once: whether not to wait for requests in progress."""
+        """Makes `run` end. at_once: do not wait for requests in progress."""
 
 
 class HttpFront:
@@ -48,7 +48,7 @@ async def run_until_stopped(
     announce_stop: called at the first signal.
     """
     serving = asyncio.create_task(front.run())
-    # uvicorn installs its signal handlers when it starts. The handlers below replace them.
+    # Let uvicorn start and install its signal handlers first, because the handlers below replace them.
     await asyncio.sleep(0)
 
     def stop() -> None:

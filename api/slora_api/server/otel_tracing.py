@@ -1,7 +1,7 @@
 """Exports spans of requests by OpenTelemetry.
 
-The engine needs no OpenTelemetry: the stages of a request become spans in the API process when the engine has reported
-their times.
+The engine does not use OpenTelemetry. It reports the times of a request's stages, and the API process makes spans of
+them.
 
     POST /v1/chat/completions      from the request to the end of its answer
       generate                     one for each prompt, from arrival in the engine to the last token
@@ -12,7 +12,7 @@ their times.
         decode                     until the last token
 
 The SDK reads the variables OTEL_*: endpoint, headers, sampler, resource, sizes of batches. A thread sends the spans. If
-the collector is slow, spans are dropped. Spans have no prompts, answers, keys or paths.
+the collector is slow, spans are dropped. Spans contain no prompts, answers, keys or paths.
 """
 
 import time
@@ -33,7 +33,7 @@ from slora_api.request_context import RequestContext
 
 __all__ = ["OtelTracing", "open_otel_tracing"]
 
-# Probes and scrapes would be most of the spans.
+# Without this exclusion, most of the spans would be of probes and scrapes.
 _UNTRACED = frozenset({"/healthz", "/readyz", "/health", "/ping", "/load", "/version", "/metrics"})
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NS = 1_000_000_000
@@ -53,7 +53,7 @@ class OtelTracing:
         return _OtelSpan(self._tracer, method, parent)
 
     def close(self) -> None:
-        """Sends the remaining spans, within the timeout of the exporter."""
+        """Sends the remaining spans. Waits no longer than the timeout of the exporter."""
         self._provider.shutdown()
 
 
@@ -113,7 +113,7 @@ class _OtelSpan:
         offset_s: float,
         attributes: Mapping[str, Any],
     ) -> Span:
-        """begin, end: seconds of `time.monotonic()`."""
+        """Adds a span that has ended. begin, end: seconds of `time.monotonic()`."""
         start_ns = int((begin + offset_s) * _NS)
         span: Span = self._tracer.start_span(
             name, set_span_in_context(parent), attributes=attributes, start_time=start_ns
@@ -123,7 +123,7 @@ class _OtelSpan:
 
 
 def _stages(timing: RequestTiming) -> list[tuple[str, float, float]]:
-    """The stages that the request reached, each with its begin and its end."""
+    """Returns the stages that the request reached: name, begin and end."""
     fetched_at = min(timing.arrived_at + timing.fetch_s, timing.ended_at)
     admitted_at = timing.ended_at if timing.admitted_at is None else timing.admitted_at
     stages = [("queue", fetched_at, max(fetched_at, admitted_at))]
@@ -140,7 +140,7 @@ def _stages(timing: RequestTiming) -> list[tuple[str, float, float]]:
 
 
 def open_otel_tracing(environment: Mapping[str, str]) -> OtelTracing:
-    """Raises ValueError for a protocol that is not supported."""
+    """Returns the exporter that OTEL_* variables configure. Raises ValueError for a protocol that is not supported."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         protocol = environment.get(name, "http/protobuf")
         if protocol != "http/protobuf":
@@ -152,7 +152,7 @@ def open_otel_tracing(environment: Mapping[str, str]) -> OtelTracing:
         "OTEL_RESOURCE_ATTRIBUTES", ""
     )
     resource = Resource.create({} if named else {SERVICE_NAME: "slora"})
-    # The operator ends the process, and `close` is called then.
+    # The SDK need not react to the end of the process, because the server calls `close` when it stops.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return OtelTracing(provider)

@@ -1,7 +1,7 @@
 """`slora serve`: the composition root, which creates and closes all parts of a server.
 
-The order is: data directory and its lock, secrets, database, adapters, child processes, HTTP. The socket is open before
-the engine is ready (see /readyz), and is closed first at the end.
+The order is: data directory and its lock, secrets, database, adapters, child processes, HTTP. The server accepts
+connections before the engine is ready (see /readyz). At the end, HTTP stops first.
 """
 
 import argparse
@@ -80,7 +80,7 @@ async def _announce(
     print(f"slora: listening on {url}; the engine is starting", flush=True)
     if admin_key is not None and admin_key.shown_once is not None:
         print(f"slora: admin key, shown only once: {admin_key.shown_once}", flush=True)
-    # Checked first, so that a demo without adapters fails before the engine has started.
+    # Check the demo first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
     while not (client.ready and board.are_others_ready()):
         await asyncio.sleep(_POLL_S)
@@ -120,14 +120,14 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
         sockets = open_sockets(stack, data)
         pepper = Pepper.from_file(data.pepper)
         client = RemoteEngine(sockets.engine)
-        # The main process serves by itself, or starts workers that do.
+        # The main process answers requests itself, or starts workers that answer them.
         num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
         board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
         stack.callback(board.close)
         services = await open_services(stack, settings, model, data, pepper, client, board)
         if settings.demo:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
-        # Created after the steps that may refuse to start: a new key is shown only once, and a failed start would lose
+        # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose
         # it.
         is_needed = not services.key_store.has_operator_key()
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)

@@ -11,7 +11,7 @@ from slora_api.data_dir import DataDir
 
 __all__ = ["Sockets", "open_sockets"]
 
-# Linux's limit of the path of a Unix socket, without the terminating zero byte.
+# Linux's limit for the path of a Unix socket, in bytes, without the terminating zero byte.
 _SOCKET_PATH_BYTES = 107
 
 

@@ -31,18 +31,19 @@ __all__ = ["Child", "ChildRefused", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
-# The first restart is almost immediate, because requests must wait for the model to load in any case.
+# The first restart is almost immediate, because requests wait until the model is loaded again.
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
 # If a child has lived this long, its next death counts as the first of a new series.
 _HEALTHY_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 0.25
-# Exit code of a child whose configuration can never work. argparse uses it, too.
+# Exit code of a child whose configuration can never work. argparse uses the same code.
 _REFUSED_EXIT = 2
 # Exit code of a child that cannot start for an external reason, such as a store that does not answer yet.
 _TRY_LATER_EXIT = os.EX_TEMPFAIL
-# A model that crashes at the start usually crashes each time. Two more tries cover a temporary fault of the machine.
+# A child that crashes while it loads the model usually crashes each time. Two more tries cover a temporary fault of the
+# machine.
 _MAX_FAILED_STARTS = 3
 
 
@@ -83,7 +84,7 @@ class _Exit:
 class Supervisor:
     """Keeps the children running while `run` is running, or until `stop`.
 
-    stalls: child name -> a sentence, filled for each child that makes no progress.
+    stalls: child name -> a sentence about its stall. The supervisor adds an entry while a child makes no progress.
     on_restart: called with the name of a child that died.
     """
 
@@ -107,8 +108,8 @@ class Supervisor:
         return {name: process.pid for name, process in self._processes.items()}
 
     async def run(self) -> None:
-        """Returns when all children have ended after `stop`. Raises ChildRefused if a child can never work. The other
-        children are then stopped.
+        """Runs the children. Returns when all have ended after `stop`. If a child can never work, stops the other
+        children and raises ChildRefused.
         """
         tasks = [asyncio.create_task(self._keep_alive(child)) for child in self._children]
         try:
@@ -168,22 +169,23 @@ class Supervisor:
                 await asyncio.gather(watching, return_exceptions=True)
                 is_stalled = self._stalls.pop(child.name, None) is not None
                 del self._processes[child.name]
-                # A child that still starts has nothing to finish, and would notice the end of its input only later.
+                # A child that is still starting has nothing to finish. It would not notice the end of its input until
+                # it is ready.
                 can_finish = page.read().is_serving and not is_stalled
                 await _stop(process, _STOP_S if can_finish else 0)
         finally:
             page.close()
 
     async def _watch(self, child: Child, process: Process, page: HeartbeatPage) -> None:
-        """Reports a stall while it lasts, and kills the child if it lasts too long."""
+        """Reports each stall while it lasts, and kills the child if a stall lasts too long."""
         watchdog = Watchdog(self._restart_after_s, child.waits_for_others)
         run_queue = RunQueue(process.pid)
         looked_at = time.monotonic()
         while not watchdog.is_hopeless:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            # If this process itself was delayed, the elapsed time says nothing about the child. The same holds for time
-            # that the child's threads spent waiting for a CPU.
+            # Count only a part of the elapsed time if this process itself was delayed, and subtract the time for which
+            # the child's threads waited for a CPU. Both delays say nothing about the child.
             elapsed_s = min(now - looked_at, 2 * _POLL_S)
             watchdog.observe(page.read(), max(0.0, elapsed_s - run_queue.pop_wait_s()))
             looked_at = now

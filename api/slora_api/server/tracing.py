@@ -1,4 +1,6 @@
-"""Opens the export of spans if the environment configures it. OpenTelemetry's SDK is an extra, imported only then."""
+"""Opens the export of spans if the environment configures it. OpenTelemetry's SDK is an optional package, imported only
+then.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,8 +15,8 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 
 
 def open_tracing(stack: AsyncExitStack, environment: Mapping[str, str]) -> Tracing | None:
-    """Returns None unless an endpoint is set, or if OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none turns it off. The
-    stack closes it.
+    """Returns the export of spans, which the stack closes. Returns None if no endpoint is set, or if OTEL_SDK_DISABLED
+    or OTEL_TRACES_EXPORTER=none turns it off.
 
     Raises ValueError if the extra `otel` is not installed, or for a setting that is not supported.
     """

@@ -1,11 +1,13 @@
-"""Decides from the heartbeats of a child process whether it is stalled. This is pure arithmetic, without processes or
-clocks.
+"""Decides from the heartbeats of a child process whether the child is stalled.
+
+This module only computes. It starts no processes and reads no clocks.
 
 A child makes progress in three cases: it completes units of work (engine steps, pieces of adapters), it has no work, or
 its working threads use CPU time. CPU time distinguishes a slow step on a busy CPU from a hang: a hung device or a
-stopped process uses none. CPU time alone counts only for a limited time, because an endless loop uses it, too.
+stopped process uses none. CPU time alone counts as progress only for a limited time, because an endless loop also uses
+it.
 
-A child that is still starting is never judged: reading weights and compiling kernels may take any time.
+A child that is still starting never counts as stalled, because reading weights and compiling kernels may take any time.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ __all__ = ["STALLED_AFTER_S", "Watchdog"]
 
 # /readyz fails within 5 s of a stall: this time, one heartbeat, one poll, and a margin for a busy machine.
 STALLED_AFTER_S = 3.0
-# A process that computes uses more than this share, even with a tenth of a core. An idle process uses far less.
+# A process that computes uses a larger share of its time than this on a CPU, even if it gets only a tenth of a core. An
+# idle process uses far less.
 _LEAST_CPU_SHARE = 0.01
 # A child may use CPU time without completing any work for this many times `restart_after_s`.
 _COMPUTING_PATIENCE = 10
@@ -25,11 +28,11 @@ _NO_BEAT = Beat(0, is_serving=False, is_busy=False, num_completed=0, computing_u
 
 @dataclass(slots=True)
 class Watchdog:
-    """Judges one child.
+    """Decides whether one child is stalled.
 
     restart_after_s: how long a stall may last.
-    waits_for_others: whether the child's work may wait for a store. If so, the child counts as stalled after
-    STALLED_AFTER_S without a heartbeat, but without progress only after restart_after_s.
+    waits_for_others: whether the child's work may wait for a store. Such a child is stalled after STALLED_AFTER_S
+    without a heartbeat, or after restart_after_s without progress.
     silent_s: seconds since the last heartbeat.
     stuck_s: seconds since the child last made progress.
     incomplete_s: seconds since the child last completed a unit of work or had none.
@@ -56,7 +59,7 @@ class Watchdog:
         return self.stuck_s > self.restart_after_s or self.incomplete_s > patience_s
 
     def observe(self, beat: Beat, elapsed_s: float) -> None:
-        """Processes the content of the heartbeat page, `elapsed_s` seconds after the last call."""
+        """Takes the content of the heartbeat page into account. elapsed_s: seconds since the last call."""
         is_fresh, last, self._last = beat.number != self._last.number, self._last, beat
         self.silent_s = 0.0 if is_fresh else self.silent_s + elapsed_s
         self.stuck_s += elapsed_s
