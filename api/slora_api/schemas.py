@@ -791,7 +791,8 @@ class AliasMove(BaseModel):
     """PUT /v1/adapters/{name}/aliases/{alias}.
 
     versions: version number -> percentage of the requests, 100 in all.
-    expected: the targets that the alias must have now for the move to happen; {} means that it must not exist yet.
+    expected: the targets that the alias must have before the move, else the move is refused; {} means that the alias
+    must not exist yet.
     follows_pushes: whether each later push moves the alias to the new version.
     """
 
@@ -830,7 +831,8 @@ class FileForm(BaseModel):
 class UploadForm(BaseModel):
     """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
 
-    archive: replaces all files. It is a .zip, .tar or .tar.gz of them, each named as peft and transformers name it.
+    archive: a .zip, .tar or .tar.gz of the adapter's files, which replaces the other files. Each file in it has the
+    name that peft or transformers gives it.
     base_fingerprint: the fingerprint of the base model that the adapter was trained on.
     """
 

@@ -34,7 +34,7 @@ __all__ = [
     "unknown_variables",
 ]
 
-# The names of `slora_api.chat.call_format`.
+# `auto`, and the names of the formats in `slora_api.chat.call_format`.
 TOOL_CALL_PARSERS = ("auto", "mistral_args", "mistral", "deepseek", "hermes", "phi4", "llama3", "gemma")
 _PREFIX = "SLORA_"
 # Variables of the client commands, often set in the same shell.

@@ -1,4 +1,6 @@
-"""vLLM's fields for prompts that are too long: with them, the server shortens a prompt instead of refusing it."""
+"""vLLM's fields for prompts that are too long. With these fields, the server shortens a prompt instead of
+refusing it.
+"""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -148,7 +148,7 @@ def _add_migrate(commands: _Commands) -> None:
         "copy names that release 0.1 kept in Redis, or tenants, keys and names of a data directory, into the "
         "database; stop all servers first",
     )
-    migrate.epilog = "What is copied is only read. A copy that fails changes nothing, and may be repeated."
+    migrate.epilog = "The sources are only read. A copy that fails changes nothing and can be repeated."
     migrate.add_argument(
         "--registry", metavar="URL", help="redis://HOST:PORT/DB of the registry (SLORA_REGISTRY)"
     )
@@ -167,7 +167,7 @@ def _add_migrate(commands: _Commands) -> None:
 
 def _add_backup(commands: _Commands) -> None:
     backup = commands.add(
-        "backup", "copy database, adapters and pepper into a new directory, while servers go on"
+        "backup", "copy database, adapters and pepper into a new directory, while servers keep running"
     )
     backup.epilog = "The directory contains the pepper of all API keys. Keep it as safe as the servers."
     backup.add_argument("directory", metavar="DIR", help="the backup; it must not exist")
@@ -214,7 +214,7 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     purge.epilog = "Repeat a purge that was interrupted."
     purge.add_argument("name")
     purge.add_argument(
-        "--confirm", required=True, metavar="NAME", help="the name again, because nothing can bring it back"
+        "--confirm", required=True, metavar="NAME", help="the name again, because a purge cannot be undone"
     )
     purge.add_argument(
         "--ledger", required=True, choices=("keep", "erase"), help="keep or erase what the tenant has used"
@@ -462,7 +462,9 @@ def _add_rollouts(adapters: _Commands) -> None:
     alias.add_argument("--delete", action="store_true", help="delete the alias, but not its versions")
     rollback = adapters.add("rollback", "undo the last move of NAME@ALIAS", has_json=True)
     rollback.add_argument("name")
-    rollback.add_argument("alias", nargs="?", default="latest", help="default latest: the bare name")
+    rollback.add_argument(
+        "alias", nargs="?", default="latest", help="default latest, which the bare name serves"
+    )
 
 
 def _add_verify(adapters: _Commands) -> None:
@@ -521,7 +523,9 @@ def _add_usage(commands: _Commands) -> None:
         help="30m, 24h or 7d ago, a time in ISO 8601, or Unix seconds (default: the last 60 minutes, 24 hours or "
         "7 days)",
     )  # fmt: skip
-    usage.add_argument("--until", metavar="TIME", help="the same forms (default: now)")
+    usage.add_argument(
+        "--until", metavar="TIME", help="end of the time range, in the same forms (default: now)"
+    )
     usage.add_argument(
         "--group-by",
         metavar="NAMES",
@@ -619,7 +623,9 @@ def _add_plan(commands: _Commands) -> None:
         "device, or change one",
     )  # fmt: skip
     parser.add_argument("--device-memory", metavar="SIZE", help="memory of the device, such as 80GiB")
-    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes per second that it reads, such as 3350GB")
+    parser.add_argument(
+        "--bandwidth", metavar="SIZE", help="memory bandwidth in bytes per second, such as 3350GB"
+    )
     parser.add_argument(
         "--flops", type=float, metavar="X", help="FLOP/s of dense 16-bit products, such as 989e12"
     )
@@ -632,7 +638,7 @@ def _add_plan(commands: _Commands) -> None:
         help="one slice of the device: a MIG profile such as 1g.10gb, or an MPS share such as 50%%",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="set MIG profiles and MPS shares beside the whole device"
+        "--compare", action="store_true", help="compare MIG profiles and MPS shares with the whole device"
     )
     parser.add_argument(
         "--adapters", type=int, metavar="N", help="number of adapters (default 100, or those of the trace)"

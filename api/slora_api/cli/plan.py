@@ -1,4 +1,6 @@
-"""`slora plan`: says what a model, a device, adapters and a load need, and prints the flags of `slora serve`."""
+"""`slora plan`: predicts how a model with adapters serves a load on a device, and prints the flags for `slora
+serve`.
+"""
 
 import argparse
 import sys
@@ -34,7 +36,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Returns 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."""
+    """Prints the plan. Returns 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."""
     try:
         if not _LEAST_TOKENS <= arguments.simulated_tokens <= _MOST_TOKENS:
             raise ConfigError(
@@ -61,7 +63,7 @@ def _read_question(arguments: argparse.Namespace) -> Question:
     spec = read_model_spec(config.model, config.model_impl)
     device = _read_device(arguments)
     if arguments.slice is not None:
-        # One slice alone: its neighbours are planned by --compare.
+        # Plan one slice alone; --compare plans all slices of a device.
         device = replace(cut_device(device, arguments.slice), count=1)
     adapters = Adapters(
         _DEFAULT_ADAPTERS if arguments.adapters is None else arguments.adapters,
@@ -143,7 +145,7 @@ def _read_alpha(arguments: argparse.Namespace) -> float:
 
 @contextmanager
 def _showing_progress() -> Iterator[Progress]:
-    """Shows what is simulated on standard error, if that is a terminal."""
+    """Shows the progress of the simulation on standard error if it is a terminal."""
     is_shown, width = sys.stderr.isatty(), 0
 
     def show(what: str, done: float) -> None:
@@ -304,7 +306,7 @@ def _describe_traffic(found: Plan) -> str:
 
 
 def _command(found: Plan) -> str:
-    """The command that starts an engine with the planned settings."""
+    """Returns the command that starts a server with the planned settings."""
     config, memory = found.config, found.memory
     flags = []
     for spec in setting_specs(EngineConfig):
