@@ -49,7 +49,9 @@ class CpuBudget:
         self._balances: dict[str, _Balance] = {}
 
     def check(self, tenant: str) -> None:
-        """Raises TenantBusy while the tenant's balance is empty, with the time until it is positive again."""
+        """Raises TenantBusy while the tenant's balance is empty. The error states the seconds until the balance is
+        positive.
+        """
         left_s = self._left(tenant)
         if left_s <= 0:
             wait_s = math.floor(-left_s / self._refill) + 1

@@ -150,12 +150,12 @@ async def read_form(
     max_header_bytes: int,
     open_part: Callable[[str, str, Collection[str]], FormPart],
 ) -> Mapping[str, FormPart]:
-    """Returns the parts of a form by field when all of them have arrived.
+    """Reads a whole form and returns its parts by field.
 
-    max_header_bytes: limit of the headers of a part. open_part: makes the part for a field, from the field, the file
-    name (empty without one), and the fields before it.
+    max_header_bytes: limit of the headers of a part. open_part: returns the part for a field. Its arguments are the
+    field, the file name (empty if there is none), and the earlier fields.
 
-    Raises BadRequest, and what `stream`, `open_part` and the parts raise.
+    Raises BadRequest, and the errors of `stream`, `open_part` and the parts.
     """
     reader = _Reader(boundary, max_header_bytes, open_part)
     try:

@@ -109,7 +109,7 @@ def _check_names(tools: list[ResponsesTool]) -> list[ResponsesTool]:
 
 
 class FunctionChoice(BaseModel):
-    """The model must call this function."""
+    """A choice of one function, which the model must call."""
 
     model_config = STRICT
     type: Literal["function"]

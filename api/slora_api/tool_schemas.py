@@ -157,7 +157,7 @@ class NamedFunction(BaseModel):
 
 
 class NamedChoice(BaseModel):
-    """The model must call this function."""
+    """A choice of one function, which the model must call."""
 
     model_config = STRICT
     type: Literal["function"]

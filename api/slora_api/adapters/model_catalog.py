@@ -4,7 +4,7 @@ adapters.
 Each request looks its model up in the registry once. So a new version is used from the next request on, a deleted
 version is refused, and a request that has started keeps its version. A name of another tenant gives the same error as a
 name that does not exist. Lookups of some ten microseconds run on the event loop. Lookups over the network run on a
-thread, like everything that writes or reads weights.
+thread, as do writes and all reads of weights.
 
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
@@ -292,7 +292,7 @@ class ModelCatalog:
             self._pinning.refresh()
 
     async def prewarm(self, key: KeyRecord, reference: str) -> PrewarmObject:
-        """Starts to load all versions that the reference stands for, and returns where each of them is now.
+        """Starts to load all versions that the reference stands for, and returns the place of each version at present.
 
         A version is copied into the page pool only if that needs no eviction. Raises ModelNotFound, EngineUnavailable.
         """

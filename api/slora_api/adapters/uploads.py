@@ -75,7 +75,7 @@ class Uploads:
     async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[StagedUpload]:
         """Receives the upload in `stream`. The files exist for the duration of the context.
 
-        Raises BadRequest, AdapterInvalid, and what `stream` raises.
+        Raises BadRequest, AdapterInvalid, and the errors of `stream`.
         """
         boundary = read_boundary(
             content_type,

@@ -35,7 +35,7 @@ async def receive_file(
 ) -> AsyncIterator[ReceivedFile]:
     """Receives the file in `stream`. The copy on disk exists for the duration of the context.
 
-    Raises BadRequest, BodyTooLarge, DiskFull, and what `stream` raises.
+    Raises BadRequest, BodyTooLarge, DiskFull, and the errors of `stream`.
     """
     remedy = "Send the file as multipart/form-data with the fields file and purpose."
     boundary = read_boundary(content_type, remedy)

@@ -1,7 +1,7 @@
 """Calls every route of the OpenAPI document with every kind of key that the route must refuse.
 
-An isolated server refuses all these calls, so they change nothing. If a server accepts one, its path names an object
-that does not exist.
+An isolated server refuses all these calls, so they change nothing. Even if a server accepts a call with a name in its
+path, no object has this name.
 """
 
 import re
