@@ -1,5 +1,7 @@
-"""The bootstrap key: the operator's key that is given in the environment, or generated at the first start and stored
-only as a hash. It can create further operators' keys, which are in the database.
+"""The bootstrap key: the operator's key that is not in the database.
+
+The key is given in the environment, or generated at the first start and stored only as a hash. With it, an operator can
+create further operators' keys, which are in the database.
 
 A given key takes precedence and is never stored. A generated key is printed once. An operator who loses it deletes the
 file and restarts the server.
@@ -19,13 +21,15 @@ logger = logging.getLogger(__name__)
 
 _FILE_NAME = "admin-key.hmac"
 _WEAK_CHARS = 16
-# The caller of requests with the bootstrap key.
+# The record of the bootstrap key, which identifies its requests.
 BOOTSTRAP_KEY = OperatorKey(BOOTSTRAP_KEY_ID, BOOTSTRAP_KEY_ID, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class AdminKey:
-    """The bootstrap key of this run. shown_once: the text of a key generated just now; None for any other key."""
+    """The bootstrap key of this run. shown_once: the text of the key if it was generated in this run; otherwise
+    None.
+    """
 
     pepper: Pepper
     digest: bytes
@@ -39,7 +43,7 @@ class AdminKey:
 
 
 def explain_weak_key(given: str) -> str:
-    """Returns what is wrong with a given key; empty if nothing is."""
+    """Returns why a given key is weak, or an empty text if it is not."""
     if len(given) >= _WEAK_CHARS:
         return ""
     return f"the admin key has only {len(given)} characters; use at least {_WEAK_CHARS} random ones"
@@ -48,7 +52,7 @@ def explain_weak_key(given: str) -> str:
 def open_admin_key(given: str, directory: Path, pepper: Pepper, *, is_needed: bool = True) -> AdminKey | None:
     """Returns the key that is valid for this run: `given` if it is not empty, else the key from the first start.
 
-    is_needed: whether a key is generated if there is none; otherwise the result is None.
+    is_needed: whether to generate a key if there is none. If False, the result is then None.
     """
     if given:
         if weakness := explain_weak_key(given):

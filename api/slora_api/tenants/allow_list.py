@@ -1,8 +1,10 @@
 """The allow-list of an API key: the models that the key may use.
 
-An entry is the name of the base model, the name of an adapter, which permits all its versions and aliases, or
-`name@alias`, which permits that alias only. The reference that a request means is checked, after `default` has been
-replaced by the key's default adapter. A model that is not permitted answers like one that does not exist.
+There are three kinds of entries. The name of the base model permits the base model. The name of an adapter permits all
+its versions and aliases. `name@alias` permits only this alias.
+
+If a request names the model `default`, the key's default adapter is checked. The error for a model that is not
+permitted is the same as for an unknown model.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from slora_adapters.registry.reference import LATEST
 
 __all__ = ["MAX_MODELS", "AllowList"]
 
-# Listing the models of a key reads each of them.
+# The limit of entries, because listing the models of a key reads each model from the database.
 MAX_MODELS = 100
 
 

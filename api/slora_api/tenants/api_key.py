@@ -4,8 +4,8 @@ A key is `slora_<8 character id>_<43 base62 characters>_<checksum>`. The prefix 
 recognise a leaked key reliably. The id finds the key's database row. 43 base62 characters hold 256 random bits.
 
 A secret of this length needs no slow hash; argon2 would take 254 ms per request. The database stores the key's
-HMAC-SHA256 under a pepper. The pepper is a file outside the database, so a guess cannot be verified with a stolen
-database alone.
+HMAC-SHA256 under a pepper. The pepper is a file outside the database, so a stolen database alone is not enough to
+verify a guessed key.
 
 This module does not depend on tenants or the database.
 """
@@ -59,13 +59,13 @@ def make_key() -> NewKey:
 
 
 def read_key_id(text: str) -> str | None:
-    """Returns the id of a well-formed key, and None for any other text. It does not check whether the key is valid."""
+    """Returns the id of a well-formed key, or None for any other text. Does not check whether the key is valid."""
     match = _KEY.fullmatch(text)
     return match[2] if match and _checksum(match[1]) == match[3] else None
 
 
 class Pepper:
-    """The server's secret with which keys are hashed."""
+    """The server's secret for hashing keys."""
 
     __slots__ = ("_secret",)
 
@@ -77,7 +77,7 @@ class Pepper:
         """Reads the pepper, or creates it at the first start (mode 0600). Raises ValueError if the file is damaged."""
         if not path.exists():
             create_durably(path, secrets.token_bytes(PEPPER_BYTES))
-        # Read even after a creation: if two processes start together, either may have created the file.
+        # Read the file even after creating it: if two processes start together, either may have created the file.
         secret = path.read_bytes()
         if len(secret) != PEPPER_BYTES:
             raise ValueError(
@@ -91,5 +91,5 @@ class Pepper:
         return hmac.digest(self._secret, key.encode(), "sha256")
 
     def matches(self, key: str, stored: bytes) -> bool:
-        """Whether `stored` is the digest of `key`. The comparison takes constant time."""
+        """Returns whether `stored` is the digest of `key`. The comparison takes constant time."""
         return hmac.compare_digest(self.digest(key), stored)

@@ -1,12 +1,12 @@
-"""Identifies the caller of each request, and checks the scope that the route needs. Every path needs a key, except
-those that `is_public` names.
+"""Identifies the caller of each request, and checks the scope that the route needs. Every path needs a key, except the
+public ones (`is_public`).
 
-The middleware identifies the caller. A route's signature names the scope that it needs, with one of the parameter types
-below. The two checks are independent, so a route without a scope would still be closed to callers without a key. Such a
-route is a bug, and `check_routes` refuses to start a server that has one.
+The middleware identifies the caller. The signature of a route names the needed scope by one of the parameter types
+below. The two checks are independent, so even a route without a scope refuses callers without a key. Such a route is a
+bug: `check_routes` refuses to start a server that has one.
 
-/metrics needs a scope that only operators' keys have, because it names the adapters of all tenants and shows how much
-each is used. Prometheus sends a key with `authorization: {credentials_file: ...}`.
+/metrics needs a scope that only operators' keys have, because the metrics show the adapters of all tenants and their
+traffic. Prometheus sends a key with `authorization: {credentials_file: ...}`.
 """
 
 import asyncio
@@ -54,14 +54,16 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Load balancers and container engines call the first four without a key. They reveal only whether the server is up and
-# ready. The version, the document of the API and the files of the console are the same for every server of a release.
+# Load balancers and container engines call the paths of health checks without a key. These paths reveal only whether
+# the server is up and ready. The version, the document of the API and the files of the console are the same for every
+# server of a release.
 PUBLIC_PATHS = frozenset(
     {"/", "/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs", "/console"}
 )
 _PUBLIC_FOLDER = "/console/"
 
-# Keys that are looked up concurrently, and those of one client address that may wait. A lookup takes a millisecond.
+# How many keys are looked up concurrently, and how many lookups of one client address may wait. A lookup takes a
+# millisecond.
 _LOOK_UP_SLOTS = 4
 _MAX_LOOK_UPS = 128
 
@@ -112,8 +114,8 @@ class AuthenticationMiddleware:
             await self._app(scope, receive, send)
 
     def _track(self, caller: Caller, state: dict[str, Any]) -> AbstractContextManager[None]:
-        """Tracks a tenant's request, so that it ends if its key is revoked or its tenant is suspended. Requests of
-        operators are not tracked: they are short, and an operator may revoke the key of its own request.
+        """Tracks a tenant's request: the request is ended if its key is revoked or the tenant is suspended. Requests of
+        operators are not tracked. They are short, and an operator may revoke the key that sends the request.
         """
         return self._running.track(caller.key_id, state) if isinstance(caller, KeyRecord) else nullcontext()
 
@@ -128,8 +130,8 @@ class AuthenticationMiddleware:
         return caller if is_local else await self._look_up(match[1], address)
 
     async def _look_up(self, secret: str, address: str) -> Caller | None:
-        """Looks a key up in the database. Clients at other addresses get their turn, however many unknown keys one
-        address sends. Raises ServerBusy.
+        """Looks up a key in the database. Lookups are shared fairly among client addresses, so an address that sends
+        many unknown keys does not block others. Raises ServerBusy.
         """
         try:
             async with self._look_ups.hold(address):
@@ -152,8 +154,8 @@ def _actor(caller: Caller, scope: AsgiScope) -> Actor:
 
 
 class RequiredScope:
-    """The dependency of a route that returns the caller's key if it has `scope`, and raises Forbidden otherwise. With
-    None every valid key may call the route.
+    """The dependency of a route that needs `scope`. It returns the caller's key, or raises Forbidden if the key does
+    not have the scope. None permits every valid key.
     """
 
     def __init__(self, scope: Scope | None) -> None:
@@ -194,8 +196,8 @@ def is_public(path: str) -> bool:
 
 
 def required_scopes(route: APIRoute) -> set[Scope | None]:
-    """Returns the scopes that a caller of the route needs. None stands for the scope of a route that every valid key
-    may call.
+    """Returns the scopes that the route's signature names. The element None means that every valid key may call the
+    route.
     """
 
     def walk(dependant: Dependant) -> Iterable[Scope | None]:

@@ -16,8 +16,9 @@ __all__ = ["KeyCache"]
 
 # An entry takes about one kilobyte.
 _MAX_KEYS = 100_000
-# Unknown ids, and how long each stays. A client that repeats a wrong key causes one lookup in that time. A key that is
-# created on another host may be refused for as long, if it was sent before it was created.
+# The number of unknown ids in the cache, and how long each stays. A client that repeats a wrong key causes one lookup
+# in that time. A client may send a key before another host creates it. The key is then refused until the id has left
+# the cache.
 _MAX_ABSENT, _ABSENT_S = 10_000, 1.0
 
 
@@ -30,9 +31,10 @@ T = TypeVar("T", bound=_Owned)
 
 
 class KeyCache(Generic[T]):
-    """A thread-safe LRU cache of what is known of a key, by key id.
+    """A thread-safe LRU cache: key id -> a value about the key, such as its record or its quotas.
 
-    is_behind: whether entries may lack a change of another process. `get` finds nothing then. clock: monotonic seconds.
+    is_behind: whether entries may lack a change of another process. If so, `get` finds nothing. clock: monotonic
+    seconds.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class KeyCache(Generic[T]):
         self._is_behind = is_behind
         self._clock = clock
         self._keys: OrderedDict[str, T] = OrderedDict()
-        # Unknown id -> when it is forgotten.
+        # Unknown id -> when its entry expires.
         self._absent: OrderedDict[str, float] = OrderedDict()
         self._num_drops = 0
         self._lock = Lock()
 
     def get(self, key_id: str) -> T | None:
-        """Returns None if the key is not cached."""
+        """Returns the value of a key; None if it is not cached."""
         if self._is_behind():
             return None
         with self._lock:
@@ -61,14 +63,14 @@ class KeyCache(Generic[T]):
             return found
 
     def is_absent(self, key_id: str) -> bool:
-        """Whether a lookup a moment ago found no such key."""
+        """Whether a lookup has recently found no key with this id."""
         if self._is_behind():
             return False
         with self._lock:
             return self._absent.get(key_id, 0.0) > self._clock()
 
     def look_up(self, key_id: str, find: Callable[[], T | None]) -> T | None:
-        """Returns and caches the result of `find`. None is cached for a moment only."""
+        """Calls `find`, caches its result and returns it. The result None is cached only briefly."""
         num_drops = self._num_drops
         found = find()
         with self._lock:

@@ -1,4 +1,6 @@
-"""What the server knows about an API key: everything but the secret. A request carries the record of its key."""
+"""The record of an API key: everything that the server knows about the key, except the secret. Each request has the
+record of its key.
+"""
 
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ class KeyRecord:
     name: a label for people; may be empty.
     adapter: the default adapter, which `model="default"` selects; None selects the base model.
     models: None permits all models of the tenant.
-    last_used_at: the last use that the database knows of; it is written once a minute at most.
+    last_used_at: the last use, from the database, where it is updated at most once a minute.
     replaced_by: the key that a rotation has made.
     share, status: the tenant's share and status when the key was read.
     """
@@ -46,8 +48,8 @@ class KeyRecord:
             raise ModelNotFound(reference)
 
     def check_adapter(self, name: str) -> None:
-        """Raises ModelNotFound unless the key may use every version and alias of the adapter. Changing the adapter
-        requires this.
+        """Raises ModelNotFound unless the key may use every version and alias of the adapter. Only such a key may
+        change the adapter.
         """
         if self.models is not None and not self.models.permits_whole(name):
             raise ModelNotFound(name)
@@ -55,9 +57,9 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class OperatorKey:
-    """An operator's key without its secret. The fields are those of a KeyRecord.
+    """An operator's key without its secret. The fields have the meaning that they have in a KeyRecord.
 
-    scopes: of OPERATOR_SCOPES.
+    scopes: a subset of OPERATOR_SCOPES.
     """
 
     key_id: str

@@ -95,7 +95,7 @@ def make_row(record: Caller, digest: bytes) -> dict[str, Any]:
 
 
 def describe_grant(record: Caller) -> dict[str, Any]:
-    """Returns what the audit log says of a new key."""
+    """Returns the details of a new key for the audit log."""
     found: dict[str, Any] = {"name": record.name, "scopes": sorted(record.scopes)}
     found["expires_at"] = record.expires_at
     if isinstance(record, KeyRecord):

@@ -2,17 +2,17 @@
 
 A tenant's key may have a default adapter: a name, or `name@alias`, which is resolved at each request.
 
-Each process caches the keys that it has seen, with their tenant's share. A change applies to the next request on the
-host that makes it. Other hosts apply it when they read the feed of changes, within a second. While the database does
-not answer, cached keys stay valid for `max_stale_s`, because a revocation could not arrive. Whether a key has
-expired is checked at each request.
+Each process caches the keys that it has seen, with their tenant's share. On the host that makes a change, the change
+applies to the next request. Other hosts apply it within a second, when they read the feed of changes. While the
+database does not answer, revocations of other hosts cannot arrive, so cached keys stay valid only for `max_stale_s`.
+Whether a key has expired is checked at each request.
 
-A revocation also takes effect when the database cannot be written, for example on a full disk. It is first written to a
-journal that needs no free space and that every process of the host reads at each request. It stays there until the
-database has it.
+A revocation also takes effect when the database cannot be written, for example on a full disk. The revocation is first
+written to a journal, which needs no free space. Every process of the host reads the journal at each request. The entry
+stays in the journal until the revocation is in the database.
 
-Hosts that share a database need the same pepper. The first one leaves a check of its pepper in the database, and a host
-with another pepper is refused.
+Hosts that share a database need the same pepper. The first host stores a check value of its pepper in the database, and
+a host with another pepper is refused.
 
 Methods block on the database, so an event loop must call them on a thread; see also `is_lookup_local`. This module does
 not depend on HTTP.
@@ -67,7 +67,7 @@ _MAX_TIME = 253_402_300_799
 
 @dataclass(frozen=True, slots=True)
 class _StoredKey:
-    """A key that is not revoked, as it is cached. digest: see `Pepper`."""
+    """The cached form of a key that is not revoked. digest: see `Pepper`."""
 
     record: Caller
     digest: bytes = field(repr=False)
@@ -84,10 +84,10 @@ class KeyStore:
     """All keys in the shared database.
 
     journal: the revocation journal of this host.
-    max_stale_s: how long a cached key is valid after the last successful `apply_changes`; later, it is read from the
-    database again.
+    max_stale_s: how long cached keys are used after the last `apply_changes`. After this time, keys are read from the
+    database.
     clock: monotonic seconds. wall_clock: Unix time.
-    is_behind: whether the cache may lack a change of another process, so that lookups must not use it.
+    is_behind: whether the cache may lack a change of another process. Lookups then do not use the cache.
 
     The constructor raises StoreUnfit if the keys in the database were made with another pepper.
     """
@@ -112,7 +112,8 @@ class KeyStore:
         self._current_at = clock()
         # Key id -> the actor of a revocation that is not in the database yet.
         self._revokers: dict[str, Actor] = {}
-        # An unknown key id is compared with this digest, so that it takes as long as a wrong secret.
+        # A key with an unknown id is compared with this digest, so that its refusal takes as long as that of a wrong
+        # secret.
         self._no_digest = pepper.digest("")
         self._check_pepper()
 
@@ -126,7 +127,7 @@ class KeyStore:
         models: AllowList | None = None,
         expires_at: int | None = None,
     ) -> tuple[KeyRecord, NewKey]:
-        """Creates a key of a tenant. Only the second value contains the secret. Raises NotFound or BadRequest."""
+        """Creates a key of a tenant. Returns its record and its secret. Raises NotFound or BadRequest."""
         if adapter is not None:
             _check_reference(adapter)
         _check_name(name)
@@ -146,7 +147,7 @@ class KeyStore:
     def create_operator_key(
         self, name: str, expires_at: int | None = None, scopes: Set[Scope] = frozenset({Scope.ADMIN})
     ) -> tuple[OperatorKey, NewKey]:
-        """Creates a key of an operator. Only the second value contains the secret. Raises BadRequest."""
+        """Creates a key of an operator. Returns its record and its secret. Raises BadRequest."""
         if not name:
             raise BadRequest("`name` is empty; name the person or program that gets the key.", "name")
         _check_name(name)
@@ -157,12 +158,12 @@ class KeyStore:
         return record, key
 
     def has_operator_key(self) -> bool:
-        """Whether a key with the scope `admin` is valid, other than the bootstrap key."""
+        """Whether there is a valid key with the scope `admin`, besides the bootstrap key."""
         return bool(self._valid_operator_keys())
 
     def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
-        """Makes a key valid that was generated earlier. A key that the database has already stays as it is, even if it
-        is revoked.
+        """Adds a key that was generated earlier. If the database already has the key, it stays unchanged, even if it is
+        revoked.
 
         Raises NotFound for an unknown tenant, and BadRequest for a text that is not a key.
         """
@@ -174,10 +175,11 @@ class KeyStore:
         return record
 
     def rotate_key(self, key_id: str, overlap_s: int, expires_at: int | None = None) -> tuple[Caller, NewKey]:
-        """Creates a key with the same permissions and limits as `key_id`. What the old key has used is not counted for
-        the new one. `key_id` expires after `overlap_s`. The second value contains the new secret.
+        """Creates a key with the same permissions and limits as `key_id`, which expires after `overlap_s`. Returns the
+        record and the secret of the new key. The use of the old key does not count for the new one.
 
-        expires_at: when the new key expires. With None, it gets the lifetime that the old key had when it was created.
+        expires_at: when the new key expires. None: the new key gets the same lifetime as the old key had when it was
+        created.
 
         Raises NotFound, BadRequest, and KeyConflict for a key that is revoked, expired or rotated already.
         """
@@ -229,9 +231,9 @@ class KeyStore:
         keeps_operator: refuse to revoke the last valid key with the scope `admin`.
 
         Raises NotFound and KeyConflict. Raises TryAgain if neither the database nor the journal could be written. The
-        revocation then applies in this process only, which keeps trying to write it. A restart before that would lose
-        it. Also raises TryAgain if a database that several hosts share could not be written. The revocation then
-        applies on this host, and on others as soon as the database answers again.
+        revocation then applies only in this process, which retries to write it. A restart before that loses the
+        revocation. Also raises TryAgain if a database that several hosts share could not be written. The revocation
+        then applies on this host, and on the other hosts as soon as the database answers again.
         """
         _check_in_database(key_id)
         if not self._database.read(KEY_EXISTS, {"key_id": key_id}):
@@ -296,8 +298,8 @@ class KeyStore:
             self._cache.drop(key_id)
 
     def authenticate(self, secret: str) -> Caller | None:
-        """Returns the record of the key `secret` if it is well-formed, known, and neither revoked nor expired, else
-        None. Raises StoreUnavailable if the cache has no valid entry and the database does not answer.
+        """Returns the record of the key `secret` if the key is well-formed, known, and neither revoked nor expired,
+        else None. Raises StoreUnavailable if the cache has no valid entry and the database does not answer.
         """
         key_id = read_key_id(secret)
         found = None if key_id is None or self._is_in_journal(key_id) else self._find_key(key_id)
@@ -305,13 +307,13 @@ class KeyStore:
         return found.record if found is not None and matches and self._is_unexpired(found.record) else None
 
     def is_lookup_local(self, secret: str) -> bool:
-        """Returns whether `authenticate` answers within microseconds, so that an event loop may call it."""
+        """Whether `authenticate` needs no database for this key, so that an event loop may call it."""
         key_id = read_key_id(secret)
         return key_id is None or self.is_key_local(key_id)
 
     def find_refusal(self, key_id: str) -> ApiError | None:
-        """Returns why requests in progress with a key must end: KeyRevoked, TenantSuspended, or None if they may
-        continue. Raises StoreUnavailable like `authenticate`.
+        """Returns the error that must end the requests of a key: KeyRevoked or TenantSuspended. Returns None if they
+        may continue. Raises StoreUnavailable like `authenticate`.
         """
         found = None if self._is_in_journal(key_id) else self._find_key(key_id)
         if found is None:
@@ -321,8 +323,8 @@ class KeyStore:
         return None
 
     def find_key(self, key_id: str) -> KeyRecord | None:
-        """Returns the record of a tenant's key; None if it is unknown, revoked or expired. Raises StoreUnavailable like
-        `authenticate`.
+        """Returns the record of a tenant's key; None if the key is unknown, revoked or expired. Raises StoreUnavailable
+        like `authenticate`.
         """
         found = None if self._is_in_journal(key_id) else self._find_key(key_id)
         if found is None or not isinstance(found.record, KeyRecord):
@@ -333,23 +335,26 @@ class KeyStore:
         return record.expires_at is None or self._wall_clock() < record.expires_at
 
     def is_key_local(self, key_id: str) -> bool:
-        """Returns whether `find_refusal` answers within microseconds, so that an event loop may call it."""
+        """Whether `find_refusal` needs no database for this key, so that an event loop may call it."""
         if key_id in self._journal or self._cache.is_absent(key_id):
             return True
         return self._is_current() and self._cache.get(key_id) is not None
 
     def apply_changes(self, changes: Changes) -> None:
-        """Drops from the cache what has changed. changes: what was just read from the feed."""
+        """Drops changed keys from the cache. changes: the changes that were just read from the feed."""
         self._cache.apply_changes(changes)
         self._current_at = self._clock()
 
     def drop_tenant(self, tenant: str) -> None:
-        """Drops the cached keys of a tenant that has changed. Their next requests read them from the database."""
+        """Drops the cached keys of a tenant that has changed. The next request with each key reads it from the
+        database.
+        """
         self._cache.drop_tenant(tenant)
 
     def _is_in_journal(self, key_id: str) -> bool:
-        """Whether the journal revokes the key. If so, the key is also dropped from the cache: another process may write
-        the revocation to the database and remove the entry before this process reads the feed.
+        """Whether the journal revokes the key. If so, also drops the key from the cache. Otherwise, the cached key
+        could become valid again for a moment, when another process moves the revocation from the journal to the
+        database.
         """
         if key_id not in self._journal:
             return False
@@ -385,8 +390,8 @@ class KeyStore:
             )
 
     def _read_records(self, query: Select[Any], parameters: dict[str, Any] | None = None) -> list[Caller]:
-        """Marks keys as revoked if only the journal has their revocation. The journal has no times, so the current time
-        is used.
+        """Reads keys from the database, and marks as revoked those that the journal revokes. The journal has no times,
+        so the current time is used.
         """
         records = [make_record(row) for row in self._database.read(query, parameters)]
         pending = self._journal.pending()
@@ -441,7 +446,7 @@ class KeyStore:
         }
 
     def _check_rotatable(self, key: Caller) -> None:
-        """Raises KeyConflict."""
+        """Raises KeyConflict for a key that is revoked, expired or already rotated."""
         if key.revoked_at is not None or key.key_id in self._journal:
             raise KeyConflict(f"Key `{key.key_id}` is revoked, so it cannot be rotated; create a new key.")
         if key.replaced_by is not None:

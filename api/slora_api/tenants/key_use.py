@@ -1,7 +1,8 @@
-"""When each API key was last used. Operators see from it which keys can be revoked.
+"""Records when each API key was last used, so that operators can see which keys are unused.
 
 A request only notes the time in memory. A task writes the noted times every few seconds, each key at most once a
-minute. While the database cannot be written, the times wait. The last ones of a killed process are lost.
+minute. While the database cannot be written, the times stay in memory. A killed process loses the times of its last
+seconds.
 """
 
 import asyncio
@@ -19,11 +20,11 @@ from slora_api.tenants.key_record import Caller
 __all__ = ["KeyUse"]
 
 _PERIOD_S = 10.0
-# How exact the times are.
+# The resolution of the times.
 _GRAIN_S = 60
-# Times that may wait, as many as there are keys in the cache.
+# The number of times that may wait. The cache of keys has the same size.
 _MAX_WAITING = 100_000
-# Keys in one transaction, which takes some milliseconds.
+# The number of keys in one transaction, which takes some milliseconds.
 _KEYS_AT_ONCE = 500
 
 _k = schema.api_keys.c
@@ -38,7 +39,7 @@ _SET_LAST_USE = (
 
 
 class KeyUse:
-    """Call `note` on one event loop. clock: Unix time."""
+    """Notes and writes the last use of keys. Call `note` on one event loop. clock: Unix time."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -68,14 +69,14 @@ class KeyUse:
             try:
                 await asyncio.to_thread(self._write, noted)
             except StoreUnavailable:
-                return  # The tasks that depend on the database log this error.
+                return  # Other tasks that depend on the database log this error.
             self._written |= noted
             for key_id, at in noted.items():
                 if self._waiting.get(key_id) == at:
                     del self._waiting[key_id]
 
     def _write(self, noted: dict[str, int]) -> None:
-        # Sorted, so that two processes that write the same keys lock them in one order.
+        # Sort the keys, so that two processes that write the same keys lock them in the same order.
         rows = [{"of_key": key_id, "last_used_at": at} for key_id, at in sorted(noted.items())]
         with self._database.transaction() as connection:
             connection.execute(_SET_LAST_USE, rows)

@@ -5,9 +5,9 @@ process of the host maps the file, so an entry takes effect in all of them at on
 copy-on-write file system an entry may still need free space. An entry that cannot be written takes effect only in this
 process.
 
-The layout is a counter of changes and the number of entries, 8 bytes each, little-endian. Then follow the key ids, 8
-bytes each. Writers lock the file and write the counter last. Readers read the entries again when the counter differs
-from the last value that they saw.
+The file begins with a counter of changes and the number of entries, each as 8 bytes, little-endian. The key ids follow,
+each as 8 bytes. Writers lock the file and write the counter last. A reader reads the entries again if the counter has
+changed.
 """
 
 import fcntl
@@ -58,7 +58,9 @@ class RevocationJournal:
         return self._own | self._read()
 
     def add(self, key_id: str) -> bool:
-        """Revokes the key at once. Returns whether the entry survives a restart and is visible to other processes."""
+        """Revokes the key at once. Returns whether the entry is in the file, so that it survives a restart and other
+        processes see it.
+        """
         with self._lock:
             try:
                 with self._writing() as entries:
@@ -122,7 +124,9 @@ class RevocationJournal:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _write(self, entries: Iterable[str]) -> None:
-        """A concurrent reader sees the old entries or all new ones, and reads again when the counter changes."""
+        """Replaces the entries. A reader that sees the new entries half written reads them again, because the counter
+        changes last.
+        """
         assert self._descriptor is not None
         raw = b"".join(one.encode("ascii") for one in entries)
         counter, _ = _HEADER.unpack(os.pread(self._descriptor, _HEADER.size, 0))

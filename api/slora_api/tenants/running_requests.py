@@ -1,10 +1,10 @@
-"""The requests of tenants that are in progress in this process, by API key. They are ended when their key is revoked or
-their tenant is suspended.
+"""Tracks the tenants' requests in progress in this process. A request is ended when its key is revoked or its tenant is
+suspended.
 
-Each key is checked five times a second in the cache of the key store. A key or a tenant that has changed is not in the
-cache any more, so only then is the database read. Together with the feed of changes, which is read as often, a change
-made by any process ends the requests within a second. While the database does not answer, requests continue, except
-those of keys in the revocation journal.
+Each key is checked five times a second in the cache of the key store. The database is read only for a key that has left
+the cache, because the key or its tenant has changed. The feed of changes is also read five times a second, so a change
+by any process ends the requests within a second. While the database does not answer, requests continue, except those of
+keys in the revocation journal.
 
 A request whose key expires in the meantime continues to its end.
 """
@@ -22,7 +22,8 @@ from slora_api.tenants.key_store import KeyStore
 __all__ = ["ENDED_BY", "RunningRequests"]
 
 _POLL_S = 0.2
-# The name in a request's state of the error that has ended the request. A stream sends it as its last event.
+# The field of a request's state that holds the error which has ended the request. A stream sends this error as its last
+# event.
 ENDED_BY = "ended_by"
 
 
@@ -33,7 +34,7 @@ class _Request:
 
 
 class RunningRequests:
-    """Runs on one event loop. Requests are ended only while `run` is running."""
+    """The tracked requests by key id. Runs on one event loop. Requests are ended only while `run` is running."""
 
     def __init__(self, key_store: KeyStore) -> None:
         self._key_store = key_store
@@ -44,7 +45,8 @@ class RunningRequests:
     def track(self, key_id: str, state: dict[str, Any]) -> Iterator[None]:
         """Tracks the request that the current task answers. state: the state of the request.
 
-        A request that is ended is cancelled, and then this context raises the error instead of CancelledError.
+        To end a request, its task is cancelled. This context then raises the error that has ended the request instead
+        of CancelledError.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -74,7 +76,9 @@ class RunningRequests:
                 self._look_up.cancel()
 
     def _check(self) -> None:
-        """A separate task looks up what is not cached, so that a slow database delays no other revocation."""
+        """Checks each key once. A separate task looks up the keys that are not cached, so that a slow database delays
+        no other revocation.
+        """
         missing = []
         for key_id in list(self._by_key):
             if self._key_store.is_key_local(key_id):

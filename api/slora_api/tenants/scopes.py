@@ -17,8 +17,8 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
 
-# The scopes that an operator's key may have: ADMIN permits all that METRICS_READ does. The metrics show the traffic of
-# all tenants, so a tenant's key cannot have either.
+# The scopes that an operator's key may have. ADMIN includes METRICS_READ. A tenant's key can have neither, because the
+# metrics show the traffic of all tenants.
 OPERATOR_SCOPES = frozenset({Scope.ADMIN, Scope.METRICS_READ})
 TENANT_SCOPES = frozenset(Scope) - OPERATOR_SCOPES
 

@@ -6,8 +6,8 @@ __all__ = ["TenantStatus"]
 
 
 class TenantStatus(StrEnum):
-    """ACTIVE: the tenant is served. SUSPENDED: its keys are refused until the operator resumes it. PURGING: a part of
-    what it had may be deleted already, and its keys are refused.
+    """ACTIVE: the tenant is served. SUSPENDED: its keys are refused until the operator resumes it. PURGING: its keys
+    are refused, and a part of its data may already be deleted.
     """
 
     ACTIVE = "active"

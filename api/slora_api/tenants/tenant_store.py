@@ -1,7 +1,7 @@
 """Tenants. A tenant is a name with a share of the engine. While it is suspended, its keys are refused.
 
-A new share applies to the next request on the host that makes it. Other hosts apply it when they read the feed of
-changes, within a second.
+On the host that changes a share, the new share applies to the next request. Other hosts apply it within a second, when
+they read the feed of changes.
 
 Methods block on the database, so an event loop must call them on a thread. This module does not depend on HTTP.
 """
@@ -45,7 +45,8 @@ def check_name(name: str, param: str) -> str:
     return name
 
 
-# A tenant with a larger weight would in effect have the engine alone; one with a smaller weight would never be served.
+# With a larger weight, a tenant would use almost the whole engine. With a smaller weight, a tenant would never be
+# served.
 _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
 
 
@@ -68,7 +69,8 @@ class Tenant:
 class ShareChanges:
     """Changes of a tenant's share. A field that is None keeps its value. The fields are named as in the operator's API.
 
-    min_pool_share, max_pool_share: fractions of the pool's pages, `min_share` and `max_share` of a TenantShare.
+    min_pool_share, max_pool_share: fractions of the pool's pages; they change `min_share` and `max_share` of a
+    TenantShare.
     """
 
     weight: float | None = None
@@ -152,15 +154,15 @@ class TenantStore:
                 update(schema.tenants).where(_t.name == name).values(**_share_row(tenant.share))
             )
             _check_floors(connection, tenant.share)
-            # The engine's pins carry the share of their tenant.
+            # The pins that the engine has contain the share of their tenant, so they have to be sent again.
             publish(connection, Change(name, moved_pin=True))
             record_change(connection, "tenant.change", name, details=_differences(before.share, tenant.share))
         self._key_store.drop_tenant(name)
         return tenant
 
     def suspend(self, name: str) -> Tenant:
-        """Refuses the tenant's requests and pushes from now on, in every process within a second. Its pins have no
-        effect until it is resumed. Suspending it again is a no-op. Raises NotFound and PurgeBegun.
+        """Suspends the tenant: within a second, every process refuses its requests and uploads. Its pins have no effect
+        until the tenant is resumed. Suspending it again is a no-op. Raises NotFound and PurgeBegun.
         """
         return self._set_status("tenant.suspend", name, TenantStatus.SUSPENDED)
 
@@ -169,9 +171,10 @@ class TenantStore:
         return self._set_status("tenant.resume", name, TenantStatus.ACTIVE)
 
     def rename(self, name: str, new_name: str) -> Tenant:
-        """Gives the tenant a new name, with all that it has. Its old name is free afterwards. The audit log keeps it.
+        """Renames the tenant in all its rows. The old name is free afterwards. Earlier entries of the audit log keep
+        the old name.
 
-        Raises BadRequest for an invalid name, Conflict for one that is taken, NotFound and PurgeBegun.
+        Raises BadRequest for an invalid name, Conflict for a name that is taken, NotFound and PurgeBegun.
         """
         check_name(new_name, "name")
         with self._database.transaction(CHANGES) as connection:
@@ -191,7 +194,9 @@ class TenantStore:
         return replace(before, name=new_name)
 
     def begin_purge(self, name: str) -> None:
-        """Suspends the tenant until `finish_purge`. Repeating it is a no-op. Raises NotFound."""
+        """Marks the tenant as being purged, so that its keys are refused until `finish_purge`. Repeating the call is a
+        no-op. Raises NotFound.
+        """
         self._set_status("tenant.purge", name, TenantStatus.PURGING)
 
     def finish_purge(self, name: str, details: Mapping[str, Any]) -> Mapping[str, int]:
@@ -203,7 +208,7 @@ class TenantStore:
         with self._database.transaction(CHANGES, even_if_full=True) as connection:
             tenant = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
             if tenant.status is not TenantStatus.PURGING:
-                # Another purge has ended, and the name is taken again.
+                # Another process has finished the purge, and a new tenant already has this name.
                 raise NotFound(f"There is no purge of the tenant `{name}`.")
             counts = delete_tenant_rows(connection, name)
             publish(connection, Change(name, moved_pin=True, purged=True))
@@ -219,14 +224,14 @@ class TenantStore:
             if before.status is TenantStatus.PURGING:
                 raise PurgeBegun(name)
             connection.execute(update(schema.tenants).where(_t.name == name).values(status=status))
-            # The engine has no pins of a suspended tenant.
+            # The engine must not have pins of a suspended tenant, so the pins have to be sent again.
             publish(connection, Change(name, moved_pin=True))
             record_change(connection, action, name)
         self._key_store.drop_tenant(name)
         return replace(before, status=status)
 
     def find_tenant(self, name: str) -> Tenant:
-        """Raises NotFound."""
+        """Returns the tenant. Raises NotFound."""
         return _find_tenant(self._database.read(_ONE_TENANT, {"name": name}), name)
 
     def list_tenants(self) -> Sequence[Tenant]:
@@ -245,7 +250,7 @@ def _find_tenant(rows: Sequence[Sequence[Any]], name: str) -> Tenant:
 
 
 def _differences(before: TenantShare, after: TenantShare) -> dict[str, list[float]]:
-    """Returns the old and the new value of each part of a share that differs."""
+    """Returns the old and the new value of each changed field of a share."""
     old, new = _share_row(before), _share_row(after)
     return {name: [old[name], new[name]] for name in old if old[name] != new[name]}
 

@@ -1,8 +1,8 @@
 """The usage ledger in the database: what each request has used, and the sums by minute, hour and day.
 
-A record is added once, however often it is sent: its request id is the primary key, and the sums grow in the same
-transaction, by new records only. Nothing changes a record later. `delete_old` deletes records and the sums of minutes
-and hours after the retention. The sums of days stay.
+A record is added only once, however often it is sent. Its request id is the primary key, and the same transaction adds
+only new records to the sums. Nothing changes a record later. `delete_old` deletes records and the sums of minutes and
+hours after the retention. The sums of days stay.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -29,13 +29,14 @@ _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
 # The part of the sums that lines of batches used.
 _BATCH_SUMS = ("batch_requests", "batch_prompt_tokens", "batch_generated_tokens")
-# A lock: of several processes that delete old rows, one works and the others wait.
+# The name of a lock. Of several processes that delete old rows, one works and the others wait.
 _RETENTION = "usage retention"
 # Rows deleted in one transaction, so that other writers wait for milliseconds only.
 _DELETED_AT_ONCE = 2000
 
 _r, _b = schema.usage_records.c, schema.usage_buckets.c
-# The row locks make this query wait for a rename of a tenant, and a rename for the transaction of this query.
+# The row locks exclude a concurrent rename of a tenant: this query waits for the rename, or the rename waits for this
+# transaction.
 _OWNERS = (
     select(schema.api_keys.c.key_id, schema.api_keys.c.tenant)
     .where(
@@ -45,7 +46,7 @@ _OWNERS = (
     .order_by(schema.api_keys.c.key_id)
     .with_for_update(read=True)
 )
-# The dialects have classes of their own for INSERT ... ON CONFLICT.
+# Each dialect has its own class for INSERT ... ON CONFLICT.
 _INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,
     "postgresql": postgresql.insert,
@@ -84,7 +85,7 @@ _OLD_BUCKETS = delete(schema.usage_buckets).where(
 class UsageFilter:
     """Which sums to read: buckets of `width` seconds that start in [start, end), of one tenant or of all.
 
-    group_by: the columns that keep sums apart, of `tenant`, `key_id` and `adapter`, in this order.
+    group_by: the columns by which sums are grouped. Any of `tenant`, `key_id` and `adapter`, in this order.
     """
 
     width: int
@@ -105,8 +106,8 @@ class BatchUsage:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """The sum of one group in one bucket. tenant, key_id, adapter: None unless the rows are grouped by it. adapter: the
-    digest, or empty for the base model.
+    """The sum of one group in one bucket. tenant, key_id, adapter: None unless the rows are grouped by this column.
+    adapter: the digest; empty for the base model.
     """
 
     start: int
@@ -118,12 +119,14 @@ class UsageRow:
     batch: BatchUsage = BatchUsage()
 
     def key(self, group_by: Iterable[str]) -> tuple[int | str, ...]:
-        """The position of the row in the order of `UsageLedger.read`."""
+        """Returns the sort key of the row, for the order of `UsageLedger.read`."""
         return (self.start, *(getattr(self, name) for name in group_by))
 
 
 class UsageLedger:
-    """Methods may be called from several threads. They raise StoreUnavailable, or DiskFull."""
+    """Reads and writes the ledger. Methods may be called from several threads. They raise StoreUnavailable or
+    DiskFull.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -134,13 +137,13 @@ class UsageLedger:
             pass
 
     def add(self, records: Sequence[UsageRecord]) -> int:
-        """Adds the records that the ledger does not have yet, in one transaction. Returns their number. Records of keys
-        whose usage was erased are dropped.
+        """Adds the records that the ledger does not have yet, in one transaction. Returns their number. Drops records
+        of keys whose usage was erased.
 
-        The tenant of a record is the one that has the key now, because the tenant may have been renamed since. If the
-        key does not exist any more, it is the tenant of the record.
+        A record is added for the tenant that has the key now, because the tenant may have been renamed. If the key does
+        not exist any more, the record keeps its tenant.
         """
-        # Sorted, because concurrent transactions that lock rows in different orders could wait for each other.
+        # Sort the records, because concurrent transactions that lock rows in different orders could deadlock.
         rows = {record.request_id: record for record in sorted(records, key=lambda one: one.request_id)}
         if not rows:
             return 0
@@ -164,7 +167,7 @@ class UsageLedger:
 
     def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
         """Returns the prompt and generated tokens of a tenant, or of one of its keys, since the beginning of the minute
-        of `since`. The minutes and hours of the first day may be missing if it is older than the retention.
+        of `since`. If the first day is older than the retention, its tokens may be missing.
         """
         day = _round_up(since, DAY_S)
         hour = min(_round_up(since, HOUR_S), day)
@@ -174,7 +177,9 @@ class UsageLedger:
         return sum(int(tokens or 0) for (tokens,) in self._database.read(union_all(*parts)))
 
     def read(self, asked: UsageFilter, after: Sequence[int | str] | None, limit: int) -> Sequence[UsageRow]:
-        """Returns up to `limit` rows, sorted by start and group. after: the `UsageRow.key` of the last row before."""
+        """Returns up to `limit` rows, sorted by start and group. after: the `UsageRow.key` of the last row of the
+        previous page.
+        """
         groups = [_b[name] for name in asked.group_by]
         query = (
             select(
@@ -214,8 +219,8 @@ class UsageLedger:
             num_erased, after = num_erased + len(gone), max(gone)
 
     def delete_old(self, before: float) -> bool:
-        """Deletes a batch of records, and a batch of sums by minute and hour, from before that day (UTC). Returns
-        whether more may be left.
+        """Deletes old records and old sums by minute and hour: a limited number of those from before the day (UTC) of
+        `before`. Returns whether more may be left.
         """
         parameters = {"before": int(before // DAY_S) * DAY_S}
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:

@@ -27,7 +27,8 @@ BucketWidth = Literal["1m", "1h", "1d"]
 
 MAX_RESULTS = 2000
 _WIDTHS: Mapping[BucketWidth, int] = {"1m": MINUTE_S, "1h": HOUR_S, "1d": DAY_S}
-# Buckets on one page: the default and the limit, as in OpenAI's API. A page of sums without groups is never split.
+# The number of buckets on one page: the default and the limit, as in OpenAI's API. Without groups, a page never has
+# more than MAX_RESULTS results.
 _DEFAULT_BUCKETS: Mapping[int, int] = {MINUTE_S: 60, HOUR_S: 24, DAY_S: 7}
 _MAX_BUCKETS: Mapping[int, int] = {MINUTE_S: 1440, HOUR_S: 168, DAY_S: 31}
 # Name in `group_by` -> the ledger's column.
@@ -35,16 +36,19 @@ _GROUPS = {"tenant": "tenant", "api_key_id": "key_id", "model": "adapter"}
 # The last second of the year 9999, which is the last year that ISO 8601 can write.
 _MAX_TIME = 253_402_300_799
 
-# Returns the name, such as `voice@2`, of each of the given versions that its tenant still has.
+# Finds the names of adapter versions, such as `voice@2`. Versions that are deleted are not in the result.
 FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 
 
 class UsageSums(TypedDict):
-    """tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest.
-    Requests that add up adapters are a group of their own, with the names and digests joined by `+`.
+    """The sums of one group. Requests that add up several adapters are a group of their own, with the names and digests
+    joined by `+`.
+
+    tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest.
 
     num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that lines of batches used.
-    billed_input_tokens, billed_output_tokens: the tokens, with those of batches at their lower price.
+    billed_input_tokens, billed_output_tokens: the tokens to bill. A token of a batch counts as a fraction, because it
+    costs less.
     """
 
     tenant: str | None
@@ -69,7 +73,7 @@ class UsageResultObject(UsageSums):
 
 
 class UsageBucketObject(TypedDict):
-    """The usage from `start_time` to before `end_time`, which are Unix times in seconds."""
+    """The usage from `start_time` up to, but not including, `end_time`. Both are Unix times in seconds."""
 
     object: Literal["bucket"]
     start_time: int
@@ -78,7 +82,9 @@ class UsageBucketObject(TypedDict):
 
 
 class UsagePageObject(TypedDict):
-    """next_page: the `page` of the next request; null on the last page."""
+    """One page of a usage report. next_page: the value of the parameter `page` for the next request; null on the last
+    page.
+    """
 
     object: Literal["page"]
     data: list[UsageBucketObject]
@@ -88,7 +94,9 @@ class UsagePageObject(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """A query of `GET /v1/usage` or `GET /admin/usage`. limit: buckets on one page. after: where the page begins."""
+    """A query of `GET /v1/usage` or `GET /admin/usage`. limit: the number of buckets on one page. after: the position
+    after which the page begins.
+    """
 
     asked: UsageFilter
     limit: int
@@ -107,7 +115,7 @@ class UsageQuery:
         now: float,
         is_operator: bool,
     ) -> "UsageQuery":
-        """Raises BadRequest, which names the parameter."""
+        """Makes a query from the parameters of a request. Raises BadRequest naming the parameter."""
         seconds = _WIDTHS[width]
         most = _MAX_BUCKETS[seconds]
         if limit is not None and not 1 <= limit <= most:
@@ -130,13 +138,15 @@ class UsageQuery:
         return UsageQuery(asked, num_buckets, None if page is None else _read_cursor(page, asked))
 
     def for_csv(self) -> "UsageQuery":
-        """The same query with the largest pages."""
+        """Returns the same query with the largest pages."""
         return replace(self, limit=_MAX_BUCKETS[self.asked.width])
 
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """The buckets from `start` to `end`. next_after: where the next page begins; None if there is none."""
+    """The rows of the buckets from `start` to `end`. next_after: the `after` of the query for the next page; None if
+    this is the last page.
+    """
 
     start: int
     end: int
@@ -148,7 +158,7 @@ class UsageReport:
     """Makes the pages of all reports.
 
     base_model: the name of the base model, as the reports show it.
-    batch_price_percent: what a token of a batch costs, in percent of any other token.
+    batch_price_percent: the price of a token in a batch, in percent of the price of any other token.
     """
 
     def __init__(
@@ -160,7 +170,7 @@ class UsageReport:
         self._base_model = base_model
 
     def read_page(self, query: UsageQuery) -> UsagePage:
-        """Blocks, and raises StoreUnavailable."""
+        """Reads one page from the ledger. Blocks, and raises StoreUnavailable."""
         asked, after = query.asked, query.after
         start = asked.start if after is None else int(after[0])
         end = min(asked.end, start + query.limit * asked.width)
@@ -173,7 +183,7 @@ class UsageReport:
         return UsagePage(start, end, rows, (end,) if end < asked.end else None)
 
     def write_json(self, query: UsageQuery) -> bytes:
-        """Returns one page. Blocks like `read_page`."""
+        """Returns one page as JSON. Blocks like `read_page`."""
         page, asked = self.read_page(query), query.asked
         names = self._names(page.rows, asked)
         results: dict[int, list[UsageResultObject]] = {
@@ -199,14 +209,14 @@ class UsageReport:
         return json.dumps(body, separators=(",", ":")).encode()
 
     def write_csv(self, query: UsageQuery, *, with_header: bool) -> tuple[bytes, UsageQuery | None]:
-        """Returns the lines of one page, and the query of the next one. Blocks like `read_page`."""
+        """Returns the lines of one page, and the query of the next page or None. Blocks like `read_page`."""
         page, asked = self.read_page(query), query.asked
         names = self._names(page.rows, asked)
         text = io.StringIO()
         writer = csv.writer(text)
         if with_header:
             writer.writerow(_columns(asked))
-        # Tenants and adapters have names that begin with a letter or digit, so a spreadsheet takes none for a formula.
+        # Names of tenants and adapters begin with a letter or digit, so a spreadsheet does not take them for formulas.
         for row in page.rows:
             times = _show_time(row.start), _show_time(row.start + asked.width)
             writer.writerow([*times, *self._cells(row, asked, names)])
@@ -253,7 +263,7 @@ class UsageReport:
 
 
 def _columns(asked: UsageFilter) -> list[str]:
-    """The columns of the CSV: those of the groups, and the sums."""
+    """Returns the columns of the CSV: times, groups and sums."""
     shown = {
         "tenant": "tenant" in asked.group_by,
         "api_key_id": "key_id" in asked.group_by,
@@ -273,7 +283,7 @@ def _columns(asked: UsageFilter) -> list[str]:
 
 
 def _digests(row: UsageRow) -> list[str]:
-    """The digests of a row's adapters: several for requests that add up adapters, none for the base model."""
+    """Returns the digests of a row's adapters: several for requests that add up adapters, none for the base model."""
     return row.adapter.split("+") if row.adapter else []
 
 
@@ -281,13 +291,13 @@ def _versions(row: UsageRow, asked: UsageFilter) -> list[AdapterVersion]:
     if not row.adapter:
         return []
     tenant = row.tenant if asked.tenant is None else asked.tenant
-    assert tenant is not None, "sums by adapter are of one tenant, or also by tenant"
+    assert tenant is not None, "sums by adapter are filtered or grouped by tenant"
     return [AdapterVersion(tenant, digest) for digest in _digests(row)]
 
 
 def _read_groups(group_by: Sequence[str], *, is_operator: bool) -> tuple[str, ...]:
-    """Returns the ledger's columns for the names in `group_by`. For an operator, sums by model are also by tenant,
-    because a version of an adapter belongs to one tenant.
+    """Returns the ledger's columns for the names in `group_by`. For an operator, sums by model are also grouped by
+    tenant, because an adapter version belongs to one tenant.
     """
     known = {name: column for name, column in _GROUPS.items() if is_operator or name != "tenant"}
     columns = set()
@@ -320,7 +330,7 @@ def _read_time(text: str, param: str) -> float:
 
 
 def _show_time(seconds: int) -> str:
-    if seconds > _MAX_TIME:  # This is the end of the last bucket, which no date can show.
+    if seconds > _MAX_TIME:  # The end of the last bucket is in the year 10000, which ISO 8601 cannot show.
         seconds = _MAX_TIME
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -1,8 +1,8 @@
 """Moves the records of the usage journal into the ledger, about once a second.
 
-A segment is deleted after its records are committed, so a crash in between only sends them again, and the ledger counts
-each request once. Each API process also ships the segments of processes that have died, the engine included. While the
-database does not answer, the records stay in the journal.
+A segment is deleted after its records are committed. If the process crashes in between, the records are sent again, and
+the ledger still counts each request once. Each API process also ships the segments of processes that have died, the
+engine included. While the database does not answer, the records stay in the journal.
 
 The shipper also deletes records and sums that are older than the retention.
 """
@@ -23,7 +23,7 @@ __all__ = ["UsageShipper"]
 logger = logging.getLogger(__name__)
 
 _PERIOD_S, _RETRY_S = 1.0, 3.0
-# Records in one transaction. On SQLite, other writers wait for it.
+# The number of records in one transaction. On SQLite, other writers wait until the transaction ends.
 _RECORDS_AT_ONCE = 1000
 
 
@@ -31,7 +31,7 @@ class UsageShipper:
     """Ships the records of one journal directory.
 
     journal: the journal of this process, in `directory`.
-    retention_days: None if another process deletes what is too old.
+    retention_days: None if another process deletes old records and sums.
     clock: Unix time.
     """
 
@@ -59,7 +59,7 @@ class UsageShipper:
         return max(0.0, self._clock() - self._current_at)
 
     def measure_journal(self) -> int:
-        """The size of the journals of this host, in bytes."""
+        """Returns the size of this host's journals in bytes."""
         return measure_bytes(self._directory)
 
     async def run(self) -> None:
@@ -69,12 +69,14 @@ class UsageShipper:
             await asyncio.sleep(_RETRY_S if self._trouble else _PERIOD_S)
 
     def ship(self) -> None:
-        """Ships all records once, and then deletes what is too old. Errors are logged once."""
+        """Ships all records once, and then deletes some of the old records and sums. A lasting error is logged only
+        once.
+        """
         started_at = self._clock()
         try:
             self._ship_closed()
-            # The open segment is closed only while the database can be written. An outage would otherwise leave
-            # thousands of files, and a full disk has no room for another segment.
+            # Close the open segment only if the database can be written. Otherwise, an outage would leave thousands of
+            # files, and a full disk has no room for another segment.
             if self._journal.has_records:
                 self._ledger.check()
                 self._journal.rotate().result()
@@ -94,7 +96,7 @@ class UsageShipper:
             segment.delete()
 
     def _delete_old(self) -> None:
-        """Deletes a part in each pass, so that new records are not held up."""
+        """Deletes a limited number of rows in each call, so that new records are not delayed."""
         if self._retention_days is None or self._clock() < self._delete_at:
             return
         if not self._ledger.delete_old(self._clock() - self._retention_days * DAY_S):
