@@ -1,8 +1,8 @@
 """Tells an API process that another one on this host has committed a change to the database.
 
-A client that has changed an alias through one process may send its next request to another one. Until that process has
-read the change from the feed, some tens of milliseconds later, it looks keys and names up in the database instead of
-its caches. So the request sees the change.
+A client that has changed an alias through one process may send its next request to another one. The other process reads
+the change from the feed only some tens of milliseconds later. Until then, it looks up keys and names in the database
+instead of its caches. So the request sees the change.
 """
 
 import time

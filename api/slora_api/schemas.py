@@ -1,7 +1,7 @@
 """The JSON bodies and query numbers that this API accepts, and their conversion to the engine's types.
 
-No field is ignored silently. An unknown field is refused by name. A field of OpenAI's or vLLM's API that this server
-does not support is declared as `Unsupported`: it is refused unless its value has no effect, such as `functions: []`.
+No field is ignored silently. An unknown field is refused by name. Unsupported fields of OpenAI's or vLLM's API are
+declared as `Unsupported`. Such a field is refused unless its value has no effect, such as `functions: []`.
 `SamplingParams` and `slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as
 leaving the field out.
 

@@ -58,7 +58,7 @@ class LocalAdapters:
         """Copies the PEFT directory at `path`, which is absolute or relative to the root. The copy exists for the
         duration of the context.
 
-        Raises Forbidden if the server reads no local adapters, NotFound if there is no adapter at the path, and
+        Raises Forbidden if the server reads no local adapters. Raises NotFound if there is no adapter at the path, and
         BadRequest if a file is too large.
         """
         if self._root is None:

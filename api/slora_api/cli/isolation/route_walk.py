@@ -20,8 +20,8 @@ __all__ = ["walk_routes", "walk_suspended"]
 _PROBE = "routes"
 _ADMIN, _METRICS = "admin", "metrics:read"
 _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
-# The audit has its own rules, because those of the server may be wrong: routes without a key, routes for every valid
-# key, and routes for operators only.
+# The audit has its own lists of routes, because the server's rules may be wrong. They name the routes without a key,
+# for every valid key, and for operators only.
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
 _ANY_KEY = ("/v1/me",)
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
