@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """1536 is 1.5 KiB."""
+    """Formats a number of bytes with a unit: 1536 becomes 1.5 KiB."""
     unit = 0
     while abs(num_bytes) >= 1024 and unit < len(_UNITS) - 1:
         num_bytes /= 1024

@@ -1,4 +1,4 @@
-"""Runs all checks at once, each on a thread of its own and for a limited time."""
+"""Runs all checks at once. Each check has its own thread and a time limit."""
 
 import logging
 import threading
@@ -16,7 +16,9 @@ _ORDER = list(Status)
 
 
 class _Run:
-    """One check on its thread. A daemon, because a disk or a server that hangs may never end it."""
+    """One check on its thread. It is a daemon thread, because a hanging disk or server may keep the thread from
+    ending.
+    """
 
     def __init__(self, check: Check) -> None:
         self._check = check

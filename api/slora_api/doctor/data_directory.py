@@ -1,4 +1,4 @@
-"""Checks the data directory and the secrets in it. Nothing is created there except a temporary file."""
+"""Checks the data directory and its secrets. Creates nothing in it except a temporary file."""
 
 import os
 import shutil
@@ -100,7 +100,9 @@ def check_directory(path: Path, flag: str) -> Iterator[Finding]:
 
 
 def check_secrets(settings: Settings, flags: Mapping[str, str | None]) -> Iterator[Finding]:
-    """flags: those of the command line, which other users of the machine can see."""
+    """Checks that only the server's owner can read its secrets. flags: the flags of the command line, which other users
+    of the machine can see.
+    """
     data = DataDir(Path(settings.data_dir).resolve())
     if data.path.is_dir() and _is_open(data.path):
         yield warning(
@@ -136,7 +138,7 @@ def check_secrets(settings: Settings, flags: Mapping[str, str | None]) -> Iterat
 
 
 def _is_open(path: Path) -> bool:
-    """Whether group or others have any right."""
+    """Whether other users than the owner have any right to the file."""
     return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
 
 

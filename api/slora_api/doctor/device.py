@@ -22,7 +22,7 @@ DEVICE_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What `slora.runner.device_facts` prints."""
+    """The facts about the device that `slora.runner.device_facts` prints."""
 
     type: str
     device: str
@@ -37,7 +37,9 @@ class Device:
 
 
 def find_device(config: EngineConfig) -> Device:
-    """Asks a program that imports torch, with the environment that the engine would get. Raises ConfigError."""
+    """Returns the device that the engine would use. A child process with the engine's environment imports torch and
+    finds the device. Raises ConfigError.
+    """
     command = [sys.executable, "-P", "-m", "slora.runner.device_facts"]
     command += [
         "--device",

@@ -1,6 +1,7 @@
-"""`slora doctor`: checks the machine and the settings of a server, before its start or beside it.
+"""`slora doctor`: checks the machine and the settings of a server, before the server starts or while it runs.
 
-It starts no engine, migrates nothing, and takes no lock, so it may run beside a server. Exit code 1: a check fails.
+The command starts no engine, migrates nothing and takes no lock, so it may run beside a server. The exit code is 1 if a
+check fails.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
     mask = SecretMask(texts)
     has_model = bool(texts["model"] or texts["demo"])
     try:
-        # Without a model, everything else can be checked nevertheless.
+        # Without a model, all other settings can still be checked.
         settings = read_settings(flags if has_model else {**flags, "model": os.curdir}, os.environ)
     except (ConfigError, SettingRefused) as error:
         checks = [Check("settings", partial(_fail, str(error)))]
@@ -58,13 +59,15 @@ def diagnose(arguments: argparse.Namespace) -> int:
         print(_summarize(counts), flush=True)
     code = 1 if counts[Status.FAILS] else 0
     if has_hung:
-        # Threads of libraries that hang would keep the process from ending.
+        # Do not wait for threads that hang in libraries.
         os._exit(code)
     return code
 
 
 def make_checks(settings: Settings, flags: Mapping[str, str | None], *, has_model: bool) -> list[Check]:
-    """flags: those of the command line. has_model: whether a base model is configured."""
+    """Returns all checks, in the order of the output. flags: the flags of the command line. has_model: whether a base
+    model is configured.
+    """
     device = SharedFact(partial(find_device, settings.engine))
     model = SharedFact(partial(find_model, settings))
     server = SharedFact(partial(find_server, settings))
@@ -113,7 +116,7 @@ def _format_line(result: Result) -> str:
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         status = f"\x1b[{_COLORS[result.status]}m{status}\x1b[0m"
     remedy = f". Remedy: {result.remedy}" if result.remedy else ""
-    # A name of a file may contain anything.
+    # A file name may contain any characters, such as escape sequences.
     text = "".join(one if one.isprintable() else "?" for one in f"{result.detail}{remedy}")
     return f"{status}  {result.name.ljust(14)}  {text}"
 

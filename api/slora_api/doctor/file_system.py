@@ -1,4 +1,4 @@
-"""Which file system holds a directory."""
+"""Finds the file system of a directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ _MEMORY = frozenset({"tmpfs", "ramfs"})
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """kind: as mount(8) names it; empty if it is not known."""
+    """A file system. kind: its type as in mount(8), such as `ext4`; empty if the type is not known."""
 
     kind: str
 
@@ -50,16 +50,18 @@ class FileSystem:
 
 
 def find_file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> FileSystem:
-    """path: an absolute path without symbolic links. table: lists the mounts, as proc(5) says."""
+    """Returns the file system of a path. path: an absolute path without symbolic links. table: the list of mounts, in
+    the format of proc(5).
+    """
     best, kind = -1, ""
     for line in table.read_text().splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
         if len(fields) < 5:
             continue
-        # Spaces and other separators are written as octal numbers.
+        # The table contains spaces and other separators as octal escapes.
         point = Path(fields[4].encode().decode("unicode_escape"))
-        # The last of several mounts at one place hides the others.
+        # Of several mounts at the same path, the last one hides the others.
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), after.split()[0]
     return FileSystem(kind)

@@ -1,4 +1,4 @@
-"""What `slora doctor` finds out: findings, and the result of one check, which has several of them."""
+"""The findings of `slora doctor`. The result of one check has several findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["Check", "Finding", "Result", "Status", "failure", "fine", "warning"]
 
 
 class Status(StrEnum):
-    """FAILS: a server with these settings does not start, or does not work."""
+    """How bad a finding is. FAILS: a server with these settings does not start, or does not work."""
 
     FAILS = "fails"
     WARNING = "warning"
@@ -31,13 +31,15 @@ def warning(detail: str, remedy: str = "") -> Finding:
 
 
 def failure(detail: str, remedy: str = "") -> Finding:
-    """remedy: empty if `detail` names it already, as error messages do."""
+    """Returns a finding that fails. remedy: empty if `detail` already says what to do, as error messages do."""
     return Finding(Status.FAILS, detail, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """find: yields what it finds, and may raise the errors that a server would explain. limit_s: the longest wait."""
+    """One check. find: yields findings; may raise SloraError, OSError or ValueError, which become failures. limit_s:
+    the time limit in seconds.
+    """
 
     name: str
     find: Callable[[], Iterator[Finding]]
@@ -46,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """findings: the worst first."""
+    """The result of one check. findings: the worst finding first."""
 
     name: str
     findings: Sequence[Finding]

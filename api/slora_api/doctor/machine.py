@@ -37,7 +37,7 @@ def check_memory(
     found_device, found_model = device.get_if_known(), model.get_if_known()
     weights = found_model.num_bytes if found_model else 0
     if server.get().is_slora:
-        # Its memory is not free, so figures of free memory say nothing about these settings.
+        # The running server already uses its memory, so the free memory says nothing about these settings.
         yield fine(f"{format_bytes(free)} of host memory are free beside the running server{within}")
         return
     is_gpu = found_device is not None and found_device.type == "cuda"
@@ -85,7 +85,7 @@ def _check_gpu_memory(free: int, weights: int, pool: int | None) -> Iterator[Fin
 
 
 def check_shared_memory(settings: Settings) -> Iterator[Finding]:
-    """The host cache is a memfd, which counts as memory of the control group."""
+    """Checks that the host cache can be created. It is a memfd, which counts as memory of the control group."""
     try:
         cache = HostCache(settings.host_cache_bytes)
     except OSError as error:

@@ -15,14 +15,17 @@ from slora_api.settings import Settings
 
 __all__ = ["MODEL_LIMIT_S", "Model", "check_model", "find_model"]
 
-# A model of a family that slora's decoder does not know is built once, with torch, to find its structure.
+# If slora's decoder does not support the model's family, the model is built once with torch to find its structure. This
+# takes longer.
 MODEL_LIMIT_S = 120.0
 _UNQUANTIZED = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """num_tensors: in the checkpoint. num_bytes: what its weights take in memory, about."""
+    """The facts about the base model. num_tensors: the number of tensors in the checkpoint. num_bytes: roughly the
+    memory that its weights take.
+    """
 
     files: BaseModelFiles
     num_tensors: int
@@ -30,7 +33,7 @@ class Model:
 
 
 def find_model(settings: Settings) -> Model:
-    """Reads what a server reads before it starts its engine. Raises ConfigError."""
+    """Reads the files of the base model that a server reads before it starts its engine. Raises ConfigError."""
     if not settings.engine.model.is_dir():
         raise ConfigError(
             f"{settings.engine.model} is not a directory; name the base model's in --model (SLORA_MODEL)"

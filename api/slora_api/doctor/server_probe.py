@@ -20,9 +20,11 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """refusal: why a server could not listen; empty if it could. is_taken: a program listens there already.
+    """What answers on the port. refusal: why a server could not listen; empty if it could. is_taken: whether a program
+    already listens on the port.
 
-    version: of the slora that answers; None if none does. trouble: why it is not ready.
+    version: the version of slora that answers; None if no slora answers. trouble: why the answering server is not
+    ready; empty if it is.
     """
 
     refusal: str = ""
@@ -50,7 +52,7 @@ def _ask(settings: Settings, refusal: str) -> ServerProbe:
     host = _LOOPBACK.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     try:
-        # A proxy of the environment does not lead to this machine.
+        # Ignore a proxy that the environment sets, because it would not connect to this machine.
         with httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False) as client:
             version = client.get("/version").json()["version"]
             ready = client.get("/readyz")

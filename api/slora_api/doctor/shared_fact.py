@@ -33,7 +33,7 @@ class SharedFact(Generic[T]):
             return self._found
 
     def get_if_known(self) -> T | None:
-        """Returns None instead of raising an error, which another check shows."""
+        """Returns the fact, or None if `find` failed. Another check then shows the error."""
         try:
             return self.get()
         except (SloraError, OSError, ValueError):

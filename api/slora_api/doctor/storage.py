@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["check_clock", "check_database", "check_redis", "check_store"]
 
 _PROBE = "probe"
-# Hosts that share a database lease batches for half a minute, by their own clocks.
+# Clocks may differ by this much before a check warns or fails. Each host uses its own clock for leases of batches,
+# which last half a minute.
 _MOST_SKEW_S, _UNUSABLE_SKEW_S = 2.0, 30.0
 
 
@@ -55,8 +56,8 @@ def check_database(settings: Settings) -> Iterator[Finding]:
 
 
 def check_store(settings: Settings) -> Iterator[Finding]:
-    """Opens the store as a server does, and writes, reads and deletes a blob. A store of files that does not exist yet
-    is not created.
+    """Opens the store as a server does, and writes, reads and deletes a blob. If the store is a directory that does not
+    exist yet, it is not created.
     """
     url = store_url(settings, DataDir(Path(settings.data_dir).resolve()))
     directory = _directory_of(url)
@@ -79,7 +80,9 @@ def _directory_of(url: str) -> Path | None:
 
 
 def _try_blob(store: Store) -> None:
-    """Raises StoreUnavailable. Random content, so that the blob is that of no adapter and of no other check."""
+    """Writes, reads and deletes a blob. Its content is random, so the blob belongs to no adapter and no other check.
+    Raises StoreUnavailable.
+    """
     content = os.urandom(64)
     digest = hashlib.sha256(content).hexdigest()
     try:
@@ -139,7 +142,9 @@ def _read_facts(url: str, what: str) -> "RedisFacts":
 
 
 def check_clock(settings: Settings) -> Iterator[Finding]:
-    """Compares this machine's clock with those of PostgreSQL and Redis, which leases and windows depend on."""
+    """Compares this machine's clock with the clocks of PostgreSQL and Redis. Leases and quota windows depend on all of
+    them.
+    """
     compared = 0
     for name, offset in _measure_clocks(settings):
         compared += 1
@@ -158,7 +163,7 @@ def check_clock(settings: Settings) -> Iterator[Finding]:
 
 
 def _measure_clocks(settings: Settings) -> Iterator[tuple[str, ClockOffset]]:
-    """Servers that do not answer are reported by their own checks."""
+    """Yields name and clock of each server that answers. The checks of the servers report those that do not answer."""
     if settings.database:
         try:
             offset = measure_database_clock(settings.database)

@@ -175,8 +175,8 @@ class _BodyReader:
 
 
 class BodyLimitMiddleware:
-    """ASGI middleware that applies the limits to each body. It wraps all layers that may read one. board: None if this
-    process is the only one.
+    """ASGI middleware that applies the limits to each body. It wraps all layers that may read a body. board: None if
+    this process is the only one.
     """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, board: HostBoard | None = None) -> None:

@@ -21,8 +21,8 @@ class AdapterQuota:
     def check(self, tenant: str, usage: StorageUsage, name: str, adapter: CheckedAdapter) -> None:
         """Raises QuotaExceeded if a tenant with this usage may not have `adapter` as a new version of `name`.
 
-        The quota is read from the database. Call this inside the transaction that creates the version. It then takes
-        into account a quota that another request lowers at the same time.
+        The quota is read from the database. Call this inside the transaction that creates the version. The check then
+        takes into account a quota that another request lowers at the same time.
         """
         quota = self._quota_store.find_tenant_quota(tenant)
         if quota.adapter_versions is not None and usage.num_versions >= quota.adapter_versions:

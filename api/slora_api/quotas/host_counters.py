@@ -10,7 +10,7 @@ The layout, all numbers little-endian:
 
 A process changes the file under a file lock, which the kernel releases when the process dies. All writes of a change
 are first copied to the log, so the next holder of the lock can complete a change that a killed process left unfinished.
-Once a second, each process looks for reservations of processes that have died, and settles them as unused.
+Once a second, each process looks for reservations of dead processes, and settles these reservations as unused.
 
 The counters need not survive a crash of the machine. A file of an earlier boot is replaced. A restart of the server
 keeps the file, so that it does not reset any quota.
@@ -378,7 +378,7 @@ class HostCounters:
         _NUMBER.pack_into(shared, _LOG_LENGTH_AT, 0)
 
     def _complete_log(self) -> None:
-        """Repeats the logged writes of a process that was killed in the middle of them."""
+        """Completes the change of a killed process: makes the logged writes again."""
         (length,) = _NUMBER.unpack_from(self._map, _LOG_LENGTH_AT)
         at, writes = _LOG_AT, []
         for _ in range(length):

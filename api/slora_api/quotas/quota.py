@@ -1,6 +1,6 @@
-"""The quota of a tenant or of an API key: the limits of what it may use.
+"""The quota of a tenant or of an API key: the limits of its use.
 
-A request must fit into the quota of its tenant and into that of its key. A field that is None sets no limit. For a
+A request must fit into the quota of its tenant and into the quota of its key. A field that is None sets no limit. For a
 tenant, the default of the server's settings then applies, if there is one.
 """
 
@@ -102,7 +102,7 @@ NO_QUOTA = Quota()
 
 
 def default_quota(settings: Settings) -> Quota:
-    """Returns the limits of tenants whose quota does not set them."""
+    """Returns the server's default limits. They apply to tenants whose quota does not set them."""
     return Quota(
         concurrent_answers=settings.max_concurrent_per_tenant,
         adapter_versions=settings.max_versions_per_tenant,

@@ -11,8 +11,8 @@ __all__ = ["Account", "Moment"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time. ms: milliseconds on the clock of the windows. day, month: in UTC, counted without gaps across
-    months and years.
+    """A point in time. ms: milliseconds on the clock of the windows. day, month: numbers of the UTC day and the UTC
+    month, which grow by one.
     """
 
     ms: int

@@ -1,4 +1,4 @@
-"""The counters of what tenants and keys use of their quotas: their protocol and its types.
+"""The protocol of the quota counters, which hold what tenants and keys have used of their quotas.
 
 A request reserves its largest possible use before it is admitted, and settles the reservation when it ends. The unused
 part is refunded to the second, day and month of the reservation.
@@ -58,7 +58,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a subject uses, its open reservations included.
+    """What a subject uses, including its open reservations.
 
     requests, tokens: charged in the last minute. The fields with `_reset_ms` are the time until these charges have left
     the window. reserved_tokens: the part of all tokens that open reservations hold.

@@ -10,8 +10,8 @@ tokens:
 | failed after a part was computed | 1 | the same |
 | refused, or failed before anything was computed | 0 | 0 |
 
-A long prompt is charged as a request before it is tokenized, and that charge stays. Otherwise, a client could have
-any number of long prompts tokenized for requests that its quota then refuses.
+A long prompt is charged as a request before it is tokenized, and that charge stays. Otherwise, a client could make the
+server tokenize any number of long prompts, although its quota then refuses the requests.
 
 An account that is not seeded gets its use of the day and the month from the usage ledger. Every `_COMPARE_S`, accounts
 are compared with the ledger, because only the ledger has the usage of requests whose API process was killed.

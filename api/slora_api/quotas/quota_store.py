@@ -1,7 +1,7 @@
 """The quotas of tenants and keys in the shared database.
 
-Each process caches the quotas of the keys that it has seen. A change applies to the next request in the process that
-makes it. Other processes apply it when they read the feed of changes, within a second.
+Each process caches the quotas of the keys that it has seen. In the process that makes a change, the change applies to
+the next request. Other processes apply the change within a second, when they read the feed of changes.
 
 Methods block on the database, so an event loop must call them on a thread; see also `find_cached`.
 """
@@ -47,7 +47,7 @@ class KeyQuotas:
 class QuotaStore:
     """The quotas of all tenants and keys. It may be used by several threads. Methods raise StoreUnavailable.
 
-    default: limits of tenants whose quota does not set them.
+    default: the default limits, which apply to tenants whose quota does not set them.
     is_behind: whether the cache may lack a change of another process. Lookups then do not use the cache.
     """
 
