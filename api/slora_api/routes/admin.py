@@ -23,7 +23,7 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 
 
 class TenantObject(TypedDict):
-    """created: Unix time in seconds."""
+    """A tenant with its share. created: Unix time in seconds."""
 
     object: Literal["tenant"]
     name: str
@@ -37,8 +37,8 @@ class TenantObject(TypedDict):
 
 class PurgeObject(TypedDict):
     """What a purge deleted. blobs: deleted stored weights. blobs_kept: stored weights that others still need. requests:
-    those that the engine of this host ended. pool_pages: those that it overwrote. usage_records: null if the usage was
-    kept.
+    how many requests the engine of this host ended. pool_pages: how many pages this engine overwrote. usage_records:
+    null if the usage was kept.
     """
 
     object: Literal["tenant.purge"]
@@ -79,7 +79,7 @@ def _changes(body: TenantChanges) -> ShareChanges:
     return ShareChanges(body.weight, body.min_pool_share, body.max_pool_share, body.priority)
 
 
-# Functions without `async`: FastAPI runs them on a thread, because the database may wait for a disk.
+# The database may wait for a disk, so these functions are not `async`: FastAPI then runs them on a thread.
 @router.post("/tenants", status_code=status.HTTP_201_CREATED, responses=errors(Conflict, DiskFull))
 def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> TenantObject:
     return _tenant_json(services.tenant_store.create_tenant(body.name, _changes(body)))
@@ -163,7 +163,7 @@ def list_tenant_adapters(
 
 @router.get("/pins")
 async def list_pins(_operator: Operator, services: Wired) -> ListObject[PinObject]:
-    """Lists the pins of all tenants, each as the alias that is pinned."""
+    """Lists the pinned aliases of all tenants."""
     pinned = await services.pinning.list()
     return {"object": "list", "data": [{"tenant": one.tenant, **alias_json(one)} for one in pinned]}
 

@@ -30,7 +30,7 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """read_only: present if the disk of the data directory is full."""
+    """The answer of a ready server. read_only: true if the disk of the data directory is full, otherwise absent."""
 
     status: Literal["ready"]
     read_only: NotRequired[bool]
@@ -39,8 +39,8 @@ class Readiness(TypedDict):
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """Answers 200 as long as this process works, even while the engine restarts. A health check that kills the server
-    in that case would not help.
+    """Answers 200 as long as this process works, even while the engine restarts. Killing the server would not help the
+    engine.
     """
     return {"status": "ok"}
 
@@ -97,7 +97,9 @@ async def metrics(_reader: MetricsReader, services: Wired) -> Response:
 
 
 async def _engine_numbers(generator: Generator) -> tuple[EngineInfo, EngineStats] | None:
-    """Returns None if no engine answers in time, because a scrape must not wait for long."""
+    """Returns the facts and the statistics of the engine. Returns None if no engine answers in time, because a scrape
+    must not wait for long.
+    """
     try:
         async with asyncio.timeout(_STATS_S):
             return generator.engine_info(), await generator.client.stats()

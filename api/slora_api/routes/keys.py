@@ -70,7 +70,7 @@ def key_json(key: Caller) -> KeyObject:
     }
 
 
-# Functions without `async`: FastAPI runs them on a thread, because the database may wait for a disk.
+# The database may wait for a disk, so these functions are not `async`: FastAPI then runs them on a thread.
 @router.post(
     "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
 )

@@ -7,7 +7,9 @@ __all__ = ["LazyContent"]
 
 
 class LazyContent:
-    """The bytes that `make` returns. The first request makes them; requests that arrive meanwhile wait for them."""
+    """Content that the first request makes by calling `make`. Requests that arrive meanwhile wait for the same
+    content.
+    """
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make

@@ -44,7 +44,7 @@ from slora_api.tenants.usage_shipper import UsageShipper
 
 __all__ = ["Metered", "Services", "Wired", "open_meter"]
 
-# How many long answers are written concurrently. Each adds up to 1 ms to an iteration of the event loop.
+# How many long answers are written concurrently. Each answer adds up to 1 ms to an iteration of the event loop.
 _WRITING_SLOTS = 3
 # How many long answers of one tenant may wait for a slot. `RequestLimiter` already limits answers in progress to fewer.
 _MAX_WRITING = 4096

@@ -59,7 +59,9 @@ async def tokenize(
     meter: Metered,
     services: Wired,
 ) -> Response:
-    """Tokenizes a prompt or a conversation as the completion routes do. It counts as a request without tokens."""
+    """Tokenizes a prompt or a conversation as the completion routes do. For quotas, this counts as a request without
+    tokens.
+    """
     await meter.count_request()
     model = await services.catalog.find_model(key, body.model, None)
     tokenizer = services.prompt_tokenizer(key.tenant, meter, model)
@@ -97,7 +99,7 @@ async def detokenize(
     meter: Metered,
     services: Wired,
 ) -> Response:
-    """Returns the text of token ids, special tokens included. It counts as a request without tokens."""
+    """Returns the text of token ids, special tokens included. For quotas, this counts as a request without tokens."""
     await meter.count_request()
     await services.catalog.find_model(key, body.model, None)
     if body.tokens:

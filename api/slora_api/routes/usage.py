@@ -19,7 +19,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["usage"])
 
-# The operator's queries are charged to this name, which no tenant has.
+# The operator's queries wait for slots under this name, which no tenant has.
 _OPERATOR = ""
 
 
@@ -73,7 +73,8 @@ async def _answer(services: Services, asked: _Parameters, query: UsageQuery, cha
             body = await asyncio.to_thread(services.usage.write_json, query)
         return Response(body, media_type="application/json")
     lines = _csv(services, query.for_csv(), charged)
-    # Read the first page before the status is sent, so that a failure to read gets a status of its own.
+    # Read the first page before the status is sent, so that an error of the ledger can still be answered with its own
+    # status.
     first = await anext(lines)
     headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
     return StreamingResponse(_joined(first, lines), media_type="text/csv; charset=utf-8", headers=headers)

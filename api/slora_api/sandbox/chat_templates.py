@@ -121,7 +121,7 @@ class ChatTemplates:
         return [Reason("chat_template_malformed", f"the chat template is not valid: {answer.error}")]
 
     async def close(self) -> None:
-        """Ends the idle processes. A busy one ends with its request or with this process."""
+        """Ends the idle processes. A busy process ends when its request or this process ends."""
         await self._pool.close()
 
 

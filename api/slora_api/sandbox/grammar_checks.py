@@ -1,7 +1,7 @@
 """Checks the forms of structured output before the engine compiles them.
 
-The engine cannot stop a compilation. A form that compiles within the limits of a sandbox also compiles in the engine.
-The accepted forms of each tenant are cached by their digest.
+The engine cannot stop a compilation, so a sandbox compiles each new form first. A form that compiles within the limits
+of a sandbox also compiles in the engine. The accepted forms of each tenant are cached by their digest.
 """
 
 import time
@@ -94,7 +94,7 @@ class GrammarChecks:
         self._accepted.insert(tenant, digest, True)
 
     async def close(self) -> None:
-        """Ends the idle processes. A busy one ends with its request or with this process."""
+        """Ends the idle processes. A busy process ends when its request or this process ends."""
         await self._pool.close()
 
 

@@ -1,11 +1,11 @@
 """The child's side of a sandbox: a process that runs templates and forms of tenants, and answers one request at a time.
 
-These may compute endlessly or use too much memory. Each request therefore has a limit of CPU time, and the process has
-a limit of memory. The signal of the CPU limit ends the process even inside a long computation in C. CPU time, unlike
-wall-clock time, does not depend on the load of the machine.
+Templates and forms may compute endlessly or use too much memory. Each request therefore has a limit of CPU time, and
+the process has a limit of memory. The signal of the CPU limit ends the process even inside a long computation in C. CPU
+time, unlike wall-clock time, does not depend on the load of the machine.
 
 Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends when its stdin
-is closed. It does not depend on tenants.
+is closed. This module does not depend on tenants.
 """
 
 import os

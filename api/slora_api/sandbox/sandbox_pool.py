@@ -105,7 +105,7 @@ class SandboxPool:
             return failure
 
     async def close(self) -> None:
-        """Ends the idle processes. A busy one ends with its request or with this process."""
+        """Ends the idle processes. A busy process ends when its request or this process ends."""
         while self._idle:
             await self._idle.pop().close()
 

@@ -1,7 +1,7 @@
 """A process that renders chat templates: `python -m slora_api.sandbox.template_process JSON`.
 
 A tenant's template is an untrusted program. Jinja's sandbox keeps it away from the server's objects, and `sandbox`
-limits its CPU time and memory. It does not depend on tokenizers, adapters or tenants.
+limits its CPU time and memory. This module does not depend on tokenizers, adapters or tenants.
 """
 
 import json

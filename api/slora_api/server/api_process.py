@@ -230,7 +230,7 @@ def file_limits(settings: Settings) -> FileLimits:
 
 
 def make_batch_runner(services: Services) -> BatchRunner:
-    """Makes the runner of an API process that serves requests."""
+    """Makes the batch runner. Each API process that serves requests has one."""
     return BatchRunner(
         services.batches,
         make_router(services),
@@ -242,7 +242,9 @@ def make_batch_runner(services: Services) -> BatchRunner:
 
 
 def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
-    """Opens the counters of quotas: those of this host, or with `redis_url` those of all hosts that use this Redis."""
+    """Opens the quota counters. With `redis_url`, all hosts that use this Redis count together. Otherwise, this host
+    counts for itself.
+    """
     host = HostCounters(data.quotas)
     if not redis_url:
         return host

@@ -32,8 +32,9 @@ _SECRET_SETTINGS = ("admin_key", "database", "store", "redis", "quota_redis")
 class WorkerConfig:
     """The configuration that a worker receives in addition to its environment.
 
-    number: from 1. flags: see `read_settings`. started_at: Unix time of the server's start. metrics: the folder of
-    metrics files. engine_socket: the path at which the engine listens. listener, board: inherited descriptors.
+    number: 1 for the first worker. flags: see `read_settings`. started_at: Unix time of the server's start. metrics:
+    the folder of metrics files. engine_socket: the path at which the engine listens. listener, board: inherited
+    descriptors.
     """
 
     number: int

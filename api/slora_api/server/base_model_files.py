@@ -15,7 +15,7 @@ __all__ = ["BaseModelFiles"]
 
 
 class BaseModelFiles:
-    """The files of the base model. Raises ConfigError.
+    """Reads the files of the base model. The constructor raises ConfigError.
 
     started_at: Unix time of the server's start, which /v1/models shows.
     """

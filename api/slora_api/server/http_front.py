@@ -43,7 +43,7 @@ async def run_until_stopped(
     work: Sequence[asyncio.Task[None]],
     announce_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until a signal arrives, or until a task of `work` fails, whose error is then raised.
+    """Serves until a signal arrives or a task of `work` fails. Raises the error of the failed task.
 
     announce_stop: called at the first signal.
     """

@@ -12,8 +12,8 @@ __all__ = ["open_metrics_files"]
 
 
 def open_metrics_files(stack: AsyncExitStack, data: DataDir, num_workers: int) -> Path:
-    """Returns the folder with an empty file for each worker. It is in the data directory if its disk has room, else in
-    a temporary directory.
+    """Returns the folder with an empty file for each worker. The folder is in the data directory if the disk has room,
+    else in a temporary directory.
     """
     try:
         allocate_files(data.metrics, num_workers)

@@ -140,7 +140,7 @@ def _stages(timing: RequestTiming) -> list[tuple[str, float, float]]:
 
 
 def open_otel_tracing(environment: Mapping[str, str]) -> OtelTracing:
-    """Returns the exporter that OTEL_* variables configure. Raises ValueError for a protocol that is not supported."""
+    """Opens the export that OTEL_* variables configure. Raises ValueError for a protocol that is not supported."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         protocol = environment.get(name, "http/protobuf")
         if protocol != "http/protobuf":

@@ -1,4 +1,4 @@
-"""How long the threads of a process waited for a CPU, as Linux counts it in /proc/PID/task/TID/schedstat."""
+"""Reads how long the threads of a process waited for a CPU, from Linux's /proc/PID/task/TID/schedstat."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ class RunQueue:
         self._waited_ns = self._read()
 
     def pop_wait_s(self) -> float:
-        """Returns the longest wait of any thread since the last call, in seconds."""
+        """Returns how long the thread with the longest wait has waited since the last call, in seconds."""
         last, self._waited_ns = self._waited_ns, self._read()
         waits = (waited - last.get(thread, waited) for thread, waited in self._waited_ns.items())
         return max(waits, default=0) / 1e9

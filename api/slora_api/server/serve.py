@@ -185,7 +185,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def serve_demo(arguments: argparse.Namespace) -> int:
-    """Serves the demo that is part of slora, as `main` does."""
+    """Runs a server like `main`, with the demo that is part of slora."""
     try:
         arguments.demo = str(find_demo_directory())
     except ConfigError as error:

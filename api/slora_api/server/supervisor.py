@@ -4,11 +4,11 @@ This process holds the other end of each child's standard input. However this pr
 children read end-of-file and exit. They log to this process's standard error.
 
 Each child shares a page of memory with the supervisor and writes its heartbeat there. When the watchdog finds a stall,
-/readyz fails. If the stall lasts for `restart_after_s`, the child is killed and restarted. Its clients then see its
-socket close.
+/readyz fails. If the stall lasts for `restart_after_s`, the child is killed and restarted. The clients of the child
+then see their sockets close.
 
-A child that can never work is not restarted: the server exits with the reason. The child reports this by its exit code,
-or it dies several times without ever having been ready.
+A child that can never work is not restarted: the server exits with the reason. A child can never work if its exit code
+says so, or if it dies several times before it was ever ready.
 """
 
 import asyncio

@@ -35,7 +35,7 @@ class Watchdog:
     without a heartbeat, or after restart_after_s without progress.
     silent_s: seconds since the last heartbeat.
     stuck_s: seconds since the child last made progress.
-    incomplete_s: seconds since the child last completed a unit of work or had none.
+    incomplete_s: seconds since the child last completed a unit of work or had no work.
     """
 
     restart_after_s: float

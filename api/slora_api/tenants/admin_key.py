@@ -3,8 +3,8 @@
 The key is given in the environment, or generated at the first start and stored only as a hash. With it, an operator can
 create further operators' keys, which are in the database.
 
-A given key takes precedence and is never stored. A generated key is printed once. An operator who loses it deletes the
-file and restarts the server.
+A given key takes precedence and is never stored. A generated key is printed once. An operator who loses the generated
+key deletes the file `admin-key.hmac` and restarts the server.
 """
 
 import logging

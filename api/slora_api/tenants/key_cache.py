@@ -102,7 +102,7 @@ class KeyCache(Generic[T]):
                 del self._keys[key_id]
 
     def apply_changes(self, changes: Changes) -> None:
-        """Drops the keys that have changed, and those of tenants that have changed."""
+        """Drops changed keys, and all keys of changed tenants."""
         if changes.resync:
             self.clear()
         for change in changes.changes:

@@ -175,8 +175,8 @@ class KeyStore:
         return record
 
     def rotate_key(self, key_id: str, overlap_s: int, expires_at: int | None = None) -> tuple[Caller, NewKey]:
-        """Creates a key with the same permissions and limits as `key_id`, which expires after `overlap_s`. Returns the
-        record and the secret of the new key. The use of the old key does not count for the new one.
+        """Creates a key with the same permissions and limits as `key_id`. The old key expires after `overlap_s`, and
+        its use does not count for the new key. Returns the record and the secret of the new key.
 
         expires_at: when the new key expires. None: the new key gets the same lifetime as the old key had when it was
         created.

@@ -33,8 +33,8 @@ _FILE_BYTES = _HEADER.size + MAX_ENTRIES * _ENTRY_BYTES
 
 
 class RevocationJournal:
-    """The journal at `path`, created if necessary. If the disk has no room for it, this process keeps the entries in
-    memory.
+    """The journal at `path`, created if necessary. If the disk has no room for the file, this process keeps the entries
+    in memory.
 
     It may be used by several threads. Key ids have 8 ASCII characters.
     """

@@ -140,7 +140,7 @@ class TenantStore:
         changes: ShareChanges,
         check: Callable[[TenantShare, Tenant], None] = lambda before, tenant: None,
     ) -> Tenant:
-        """Changes a tenant's share from its next request on.
+        """Changes a tenant's share. The new share applies from the tenant's next request on.
 
         check: called with the old share and the changed tenant. If it raises, the share stays as it is.
 
@@ -203,7 +203,7 @@ class TenantStore:
         """Deletes a tenant whose purge has begun, with its keys, names and settings, in one transaction. Its name is
         free afterwards. Returns the number of deleted rows by table.
 
-        details: what was deleted before, for the audit log. Raises NotFound.
+        details: what the purge has deleted so far, for the audit log. Raises NotFound.
         """
         with self._database.transaction(CHANGES, even_if_full=True) as connection:
             tenant = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)

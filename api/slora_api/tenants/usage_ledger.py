@@ -27,7 +27,7 @@ __all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "BatchUsage", "UsageFilter", "UsageLed
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
-# The part of the sums that lines of batches used.
+# The columns for the part of the sums that lines of batches used.
 _BATCH_SUMS = ("batch_requests", "batch_prompt_tokens", "batch_generated_tokens")
 # The name of a lock. Of several processes that delete old rows, one works and the others wait.
 _RETENTION = "usage retention"
@@ -167,7 +167,7 @@ class UsageLedger:
 
     def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
         """Returns the prompt and generated tokens of a tenant, or of one of its keys, since the beginning of the minute
-        of `since`. If the first day is older than the retention, its tokens may be missing.
+        of `since`. If `since` is within a day that is older than the retention, tokens of that day may be missing.
         """
         day = _round_up(since, DAY_S)
         hour = min(_round_up(since, HOUR_S), day)
@@ -219,8 +219,8 @@ class UsageLedger:
             num_erased, after = num_erased + len(gone), max(gone)
 
     def delete_old(self, before: float) -> bool:
-        """Deletes old records and old sums by minute and hour: a limited number of those from before the day (UTC) of
-        `before`. Returns whether more may be left.
+        """Deletes a limited number of records, and of sums by minute and hour, from before the day (UTC) of `before`.
+        Returns whether more may be left.
         """
         parameters = {"before": int(before // DAY_S) * DAY_S}
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:

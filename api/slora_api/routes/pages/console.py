@@ -72,7 +72,7 @@ async def show_root(request: Request) -> Response:
     return PlainTextResponse(text, headers={"Vary": "Accept", "X-Content-Type-Options": "nosniff"})
 
 
-# Functions without `async`: FastAPI runs them on a thread, because the first request reads the files.
+# The first request reads the files, so these functions are not `async`: FastAPI then runs them on a thread.
 @router.get("/console")
 def show_console(request: Request) -> Response:
     return _answer(request, _PAGE)
