@@ -66,7 +66,7 @@ def check_memory(
     if needed > free:
         yield failure(text, _LOWER)
     elif needed > 0.9 * free:
-        yield warning(text, f"the processes need memory besides: {_LOWER}")
+        yield warning(text, f"the processes need further memory: {_LOWER}")
     else:
         yield fine(text)
     if found_model is None:

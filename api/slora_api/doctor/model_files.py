@@ -36,7 +36,7 @@ def find_model(settings: Settings) -> Model:
     """Reads the files of the base model that a server reads before it starts its engine. Raises ConfigError."""
     if not settings.engine.model.is_dir():
         raise ConfigError(
-            f"{settings.engine.model} is not a directory; name the base model's in --model (SLORA_MODEL)"
+            f"{settings.engine.model} is not a directory; give the base model's directory in --model (SLORA_MODEL)"
         )
     files = BaseModelFiles(settings)
     checkpoint = Checkpoint(settings.engine.model)

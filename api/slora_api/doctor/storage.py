@@ -51,7 +51,7 @@ def check_database(settings: Settings) -> Iterator[Finding]:
     else:
         yield warning(
             f"{facts.server} {facts.label} has schema {found}; the server migrates it to {head} when it starts",
-            "make a backup first, because older releases refuse it then",
+            "make a backup first, because older releases refuse the migrated schema",
         )
 
 
@@ -93,7 +93,7 @@ def _try_blob(store: Store) -> None:
     finally:
         store.delete(digest)
     if bytes(read) != content:
-        raise StoreUnavailable("the store returned other bytes than were written: check its disk")
+        raise StoreUnavailable("the store returned different bytes from those written: check its disk")
 
 
 def check_redis(settings: Settings) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def _check_warm_tier(url: str) -> Iterator[Finding]:
     yield fine(_describe("warm tier", facts))
     if facts.eviction == "noeviction" and facts.max_bytes and facts.used_bytes > 0.9 * facts.max_bytes:
         yield warning(
-            "the warm tier is nearly full, and refuses new copies of adapters then",
+            "the warm tier is nearly full; when it is full, it refuses new copies of adapters",
             "raise maxmemory, or set maxmemory-policy allkeys-lru if nothing else is in this Redis",
         )
 

@@ -5,8 +5,8 @@ the whole head of a request has arrived. It is idle again when the answer is com
 only dropped. By this rule, a client without an API key cannot keep a connection busy, so it cannot keep other clients
 out.
 
-If the server is full when a new connection arrives, a batch of idle connections is closed. They are chosen from the
-address with the most connections, the longest idle first. An address at its own limit replaces only its own idle
+If the server is full when a new connection arrives, a batch of idle connections is closed. The batch has connections of
+the address with the most connections, the longest idle first. An address at its own limit replaces only its own idle
 connections. If no connection is idle, the new one is refused.
 
 The limit of an address holds for all API processes of the host. A process closes only its own idle connections, so an
@@ -61,8 +61,8 @@ class Connections:
         self._on_host = Tally() if board is None else board.tally("connections")
         self._addresses: dict[Connection, str] = {}
         self._num_of: Counter[str] = Counter()
-        # Addresses for which a search found no idle connection; None stands for all addresses. Cleared by the next
-        # sweep.
+        # Addresses for which a search found no idle connection; None stands for all addresses. The next sweep clears
+        # the set.
         self._without_idle: set[str | None] = set()
 
     def __len__(self) -> int:

@@ -145,7 +145,7 @@ class FrameMaker:
         self._state = state
         self._names = names
         self._cells = array("H", state.page_map.cells)
-        # The numbers of owners by tenant, sorted by their cells, most first. The key None has the owners of all
+        # Tenant -> the numbers of its owners, those with the most cells first. The key None has the owners of all
         # tenants.
         self._drawn: defaultdict[str | None, list[int]] = defaultdict(list)
         for number, _ in Counter(self._cells).most_common():

@@ -48,7 +48,7 @@ def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Met
         yield counter
     sources = CounterMetricFamily(
         "vllm:prompt_tokens_by_source",
-        "Prompt tokens of admitted requests that are computed, and that the prefix cache had.",
+        "Prompt tokens of admitted requests by source: computed, or found in the prefix cache.",
         labels=[*VLLM_LABELS, "source"],
     )
     sources.add_metric([*values, "local_compute"], stats.prefix_queries - stats.prefix_hits)
@@ -274,7 +274,7 @@ def _tenants(tenants: Mapping[str, ServedCounts]) -> Iterator[Metric]:
     )
     tokens = CounterMetricFamily(
         "slora_tenant_tokens",
-        "Prompt tokens, those of them that the prefix cache had, and generated tokens of ended requests, by tenant.",
+        "Prompt tokens, cached prompt tokens and generated tokens of ended requests, by tenant.",
         labels=["tenant", "kind"],
     )
     for tenant, counts in tenants.items():
@@ -293,7 +293,7 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
     )
     tokens = CounterMetricFamily(
         "slora_adapter_tokens",
-        "Prompt tokens, those of them that the prefix cache had, and generated tokens of ended requests, by adapter.",
+        "Prompt tokens, cached prompt tokens and generated tokens of ended requests, by adapter.",
         labels=[*labels, "kind"],
     )
     resident = GaugeMetricFamily(

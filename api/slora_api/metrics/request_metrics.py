@@ -48,7 +48,9 @@ class RequestMetrics:
             LATENCY_S,
         )
         self._prefill = of_vllm(
-            "request_prefill_time_seconds", "From the first computed token to the first token.", LATENCY_S
+            "request_prefill_time_seconds",
+            "From the first computed prompt token to the first generated token.",
+            LATENCY_S,
         )
         self._decode = of_vllm(
             "request_decode_time_seconds", "From the first token to the last one.", LATENCY_S
@@ -63,7 +65,9 @@ class RequestMetrics:
         )
         self._prompt_tokens = of_vllm("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = of_vllm("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
-        self._max_tokens = of_vllm("request_params_max_tokens", "Most tokens of an answer.", _TOKENS)
+        self._max_tokens = of_vllm(
+            "request_params_max_tokens", "Limit of the tokens of an answer (max_tokens).", _TOKENS
+        )
         self._choices = of_vllm("request_params_n", "Answers that a request asks for.", _CHOICES)
         self._preemptions = of_vllm(
             "request_num_preemptions", "Preemptions of all sequences of a request.", _PREEMPTIONS

@@ -157,7 +157,7 @@ class HostCounters:
                 self._settle_waiting()
                 await self._sweep()
             except StoreUnavailable as error:
-                logger.warning("reservations of dead processes cannot be returned now: %s", error)
+                logger.warning("reservations of dead processes cannot be settled now: %s", error)
             await asyncio.sleep(_SWEEP_S)
 
     async def close(self) -> None:
@@ -245,7 +245,7 @@ class HostCounters:
                 self._next_reservation = handle + 1
                 return handle
         raise StoreUnavailable(
-            f"the quota counters of this host have {self._max_reservations} open reservations, their limit: "
+            f"the quota counters of this host have {self._max_reservations} open reservations, which is the limit: "
             "retry when some requests have ended"
         )
 
@@ -349,7 +349,7 @@ class HostCounters:
         used = {process_id for process_id, _ in self._processes()}
         free = [process_id for process_id in range(_MAX_PROCESSES) if process_id not in used]
         if not free:
-            raise StoreUnavailable(f"{_MAX_PROCESSES} processes use the quota counters, their limit")
+            raise StoreUnavailable(f"{_MAX_PROCESSES} processes use the quota counters, which is the limit")
         entry = _PROCESS.pack(os.getpid(), _started_at(os.getpid()) or 0)
         self._commit([(self._process_offset(free[0]), entry)])
         return free[0]

@@ -79,8 +79,8 @@ def form_body(model: type[BaseModel]) -> _Json:
 
 
 _CHUNKS = (
-    "Server-sent events. The data of each is a JSON object, and `data: [DONE]` ends the stream. An error ends it, too, "
-    "as an event with the JSON of an error."
+    "Server-sent events. The data of each is a JSON object, and `data: [DONE]` ends the stream. An error also ends "
+    "the stream, as an event with the JSON of an error."
 )
 
 

@@ -77,7 +77,7 @@ def test_a_store_that_changes_bytes_fails(
     monkeypatch.setattr(
         FileStore, "put", lambda self, digest, members: put(self, digest, {"probe": bytes(64)})
     )
-    with pytest.raises(StoreUnavailable, match="other bytes than were written"):
+    with pytest.raises(StoreUnavailable, match="different bytes from those written"):
         worst(check_store(settings))
     assert list(store.digests()) == []
 
