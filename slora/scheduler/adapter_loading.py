@@ -17,8 +17,8 @@ from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_fetching import AdapterFetching
+from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.charges import charge_load
-from slora.scheduler.load_budget import LoadBudget
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, StepPlan

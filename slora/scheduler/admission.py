@@ -10,11 +10,11 @@ from typing import NamedTuple
 from slora.pool.tenant_account import TenantAccount
 from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
-from slora.scheduler.background_budget import BackgroundBudget
+from slora.scheduler.budgets.background_budget import BackgroundBudget
+from slora.scheduler.budgets.prefill_budget import PrefillBudget
 from slora.scheduler.charges import charge_prompt
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.preemption import Preemption
-from slora.scheduler.prefill_budget import PrefillBudget
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan

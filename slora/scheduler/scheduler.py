@@ -46,15 +46,15 @@ from slora.pool.unified_paging import UnifiedPaging
 from slora.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
-from slora.scheduler.background_budget import BackgroundBudget
 from slora.scheduler.beams import Beams
+from slora.scheduler.budgets.background_budget import BackgroundBudget
+from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.charges import charge_mask, charge_output, charge_prompt
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.drafting.drafting import Drafting
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.pins import Pins
 from slora.scheduler.preemption import Preemption
-from slora.scheduler.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.prewarming import Prewarming
 from slora.scheduler.sequence import AdapterSlot, Sequence

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from slora.cost_model import StepWork
 from slora.pool.tenant_account import TenantAccounts
 from slora.request import StepOutput
-from slora.scheduler.background_budget import MAX_GROWTH, BackgroundBudget
-from slora.scheduler.load_budget import LoadBudget
+from slora.scheduler.budgets.background_budget import MAX_GROWTH, BackgroundBudget
+from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.queues.fifo_queue import FifoQueue
 from slora.scheduler.queues.waiting_queue import WaitingQueue

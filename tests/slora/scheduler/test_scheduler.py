@@ -11,7 +11,7 @@ from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, Req
 from slora.pool.residency import Resident
 from slora.pooling import Pooling, PoolingKind
 from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, WeightedAdapter
-from slora.scheduler.background_budget import MAX_GROWTH
+from slora.scheduler.budgets.background_budget import MAX_GROWTH
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.tenant_share import TenantShare

@@ -11,7 +11,7 @@ of its mask. Otherwise its request would never end.
 """
 
 from slora.cost_model import Costs, StepWork
-from slora.scheduler.prefill_budget import short_prefill_s
+from slora.scheduler.budgets.prefill_budget import short_prefill_s
 from slora.scheduler.sequence import Sequence
 
 MAX_GROWTH = 0.03

@@ -12,7 +12,7 @@ as background computation may.
 """
 
 from slora.cost_model import Costs
-from slora.scheduler.background_budget import MAX_GROWTH
+from slora.scheduler.budgets.background_budget import MAX_GROWTH
 
 _MIN_SHARE = 0.1
 
