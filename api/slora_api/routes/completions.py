@@ -13,10 +13,10 @@ from slora_api.generation.answer_objects import (
 from slora_api.generation.answering import AnswerResponse
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
+from slora_api.http.json_body import read_json
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
-from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import event_stream, json_body
 from slora_api.routes.services import Services, Wired, open_meter
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields

@@ -13,10 +13,10 @@ from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms, background_id
 from slora_api.generation.sse import unless_disconnected
+from slora_api.http.json_body import read_json
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.answers import ANSWER_ERRORS, answer_with, prompt_maker
-from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import json_body
 from slora_api.routes.services import Services, Wired, open_meter
 from slora_api.schemas import EmbeddingRequest

@@ -28,10 +28,10 @@ from slora_api.generation.completion_stream import merge_streams
 from slora_api.generation.json_slices import encode_ascii
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.sse import EventStream, unless_disconnected
+from slora_api.http.json_body import read_object, validate_object
 from slora_api.request_bounds import JsonBounds
 from slora_api.request_context import current_request
 from slora_api.routes.completions import answer_chat, answer_completion
-from slora_api.routes.json_body import read_object, validate_object
 from slora_api.routes.openapi import errors, event_stream, json_body
 from slora_api.routes.services import Services, Wired, open_meter
 from slora_api.tenants.authentication import InferenceKey

@@ -7,10 +7,10 @@ from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.responses_format import ResponsesFormat
 from slora_api.generation.responses_objects import ResponseEvent, ResponseObject
 from slora_api.generation.served_model import ServedModel
+from slora_api.http.json_body import read_json
 from slora_api.request_bounds import JsonBounds
 from slora_api.responses_request import ResponsesRequest
 from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
-from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import event_stream, json_body
 from slora_api.routes.services import Wired, open_meter
 from slora_api.tenants.authentication import InferenceKey

@@ -12,8 +12,8 @@ from slora_api.generation.json_slices import LongList, write_json
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.sse import unless_disconnected
+from slora_api.http.json_body import read_json
 from slora_api.request_bounds import JsonBounds
-from slora_api.routes.json_body import read_json
 from slora_api.routes.openapi import errors, json_body
 from slora_api.routes.services import Metered, Wired
 from slora_api.schemas import DetokenizeRequest, TokenizeRequest

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_api.errors import BadRequest
+from slora_api.http.json_structure import JsonStructure
 from slora_api.request_bounds import JsonBounds
-from slora_api.routes.json_structure import JsonStructure
 
 TEXTS = st.text(st.sampled_from('ab,:[]{}"\\\n é\U0001f600'), max_size=12)
 VALUES = st.recursive(
