@@ -36,7 +36,7 @@ __all__ = ["MAX_NAME_CHARS", "MAX_SMALL_BODY_BYTES", "JsonBounds", "RequestBound
 MAX_SMALL_BODY_BYTES = 1 << 16
 # Fields of one JSON object. The schema reports every unknown field, which takes 3 microseconds each.
 _MAX_FIELDS = 128
-# Length of the name of a model, a user or the author of a message.
+# Maximum length of the name of a model, a user or the author of a message.
 MAX_NAME_CHARS = 512
 # Parsing 135,000 token ids takes 8 to 15 ms. There is room for one prompt of 131,072 ids.
 _COMPLETION_VALUES = (1 << 17) + (1 << 12)

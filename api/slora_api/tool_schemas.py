@@ -250,7 +250,7 @@ class _Message(Protocol):
 
 
 def check_tool_messages(messages: Sequence[_Message]) -> None:
-    """Raises a refusal unless the results of all calls, and nothing else, follow each message with calls."""
+    """Raises a refusal unless exactly the results of its calls follow each message that has calls."""
     waiting: dict[str, None] = {}
     for index, message in enumerate(messages):
         if message.role == "tool":

@@ -1,4 +1,4 @@
-"""The formats of K and V in pages. It imports no numpy, so that importing a configuration stays cheap."""
+"""The formats of K and V in pages. This module imports no numpy, so that importing a configuration stays cheap."""
 
 from enum import StrEnum
 

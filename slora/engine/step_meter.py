@@ -67,7 +67,7 @@ class StepMeter:
         return now < self._watched_until
 
     def watch(self, now: float) -> None:
-        """Records the steps of the next seconds."""
+        """Records the steps of the next `_WATCHED_S` seconds."""
         if not self.is_watched(now):
             for recorded in (self._periods, self._first_tokens, self._intervals, self._steps):
                 recorded.clear()

@@ -51,7 +51,7 @@ _MAX_GRAPHS = 256
 # Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Otherwise
 # compositions of many ranks could leave no graphs for steps without composed requests.
 _MAX_GRAPHS_BEFORE_COMPOSED = 64
-# Ranks and tiles below these sizes launch the same programs as these sizes.
+# Smaller ranks and tiles need no graphs of their own, because their launches are the same as for these sizes.
 _MIN_RANK = 16
 _MIN_DECODE_TILE, _MIN_CHUNK_TILE = 16, 32
 

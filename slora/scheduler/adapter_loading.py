@@ -180,7 +180,8 @@ class AdapterLoading:
     def start_load(self, version: AdapterVersion, owner: TenantAccount, cause: str) -> Resident:
         """Starts a load: takes the copy from the host cache, and allocates a slot, and pages that belong to `owner`.
 
-        owner: an account of the adapter's tenant. cause: a key of `loads`. The caller has made room for both.
+        The caller has made room for the slot and the pages. owner: an account of the adapter's tenant. cause: a key of
+        `loads`.
         """
         packed = self._host.take_copy(version)
         num_bytes = packed.layout.num_bytes

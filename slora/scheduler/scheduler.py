@@ -396,7 +396,7 @@ class Scheduler:
     def _continue_running(self, plan: StepPlan) -> PrefillBudget:
         """Plans the next tokens of the running interactive sequences, oldest first.
 
-        Returns what the step has left for the prompts of others.
+        Returns the tokens that the step can still spend on prompts of waiting sequences.
         """
         if self._config.rope_switch is not None:
             for sequence in self._batch:

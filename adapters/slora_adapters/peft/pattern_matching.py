@@ -20,8 +20,8 @@ from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
 
 # Timeout of the process. It is long, because two seconds of CPU time may take much longer on a busy machine.
 _PATIENCE_S = 120.0
-# Limits of what this process matches: about 0.3 s to match and 0.1 s to compile. EVA needs 314,000 matches for the 560
-# linears of a 70B Llama.
+# This process matches up to these limits, which takes about 0.3 s to match and 0.1 s to compile. Beyond them, another
+# process does it. An adapter that EVA initialized needs 314,000 matches for the 560 linears of a 70B Llama.
 _MAX_OWN_MATCHES = 500_000
 _MAX_OWN_CHARS = 100_000
 _PLAIN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)

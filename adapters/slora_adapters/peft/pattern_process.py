@@ -1,9 +1,9 @@
 """Matches names against regular expressions. As a script, it does so in a process of its own, with limits.
 
 Python's matcher may need exponential time, even for a short pattern such as `(a+)+$`. `pattern_matching.py` starts
-this file by its path, so it imports only the standard library. The argument is the id of the process that waits for the
-answer. The script reads a JSON list of `[patterns, names, is_whole]` from its standard input, and answers each entry
-with a line of JSON.
+this file by its path, so this file imports only the standard library. The argument is the id of the process that waits
+for the answer. The script reads a JSON list of `[patterns, names, is_whole]` from its standard input, and answers each
+entry with a line of JSON.
 """
 
 import ctypes

@@ -183,7 +183,7 @@ class Registry:
         return found
 
     def newest(self, tenant: str, name: str) -> AdapterRecord | None:
-        """Returns the existing version of a name with the highest number; None if the name does not exist."""
+        """Returns the existing version with the highest number; None if the name does not exist."""
         return self._storage.newest((tenant, name))
 
     def storage_usage(self, tenant: str, digest: str) -> StorageUsage:

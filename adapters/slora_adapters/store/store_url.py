@@ -48,7 +48,10 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
 
 
 def check_redis_url(url: str, what: str) -> None:
-    """Raises ValueError unless it is the URL of a Redis. The message has no password. what: what the Redis is for."""
+    """Raises ValueError unless `url` is the URL of a Redis. The message contains no password.
+
+    what: the purpose of this Redis, for the message.
+    """
     try:
         _place(url)
     except ValueError:  # its message may quote a part of the password

@@ -140,7 +140,9 @@ def _read_alpha(arguments: argparse.Namespace) -> float:
             return float(alpha or 1.0)
     except ValueError:
         pass
-    raise ConfigError(f"--popularity is {arguments.popularity!r}; it must be uniform, zipf, or zipf:1.5")
+    raise ConfigError(
+        f"--popularity is {arguments.popularity!r}; it must be uniform, zipf, or zipf:EXPONENT such as zipf:1.5"
+    )
 
 
 @contextmanager

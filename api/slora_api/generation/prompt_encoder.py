@@ -88,8 +88,9 @@ class PromptEncoder:
             num_tokens += await asyncio.to_thread(self.tokenizer.count_tokens, part) - _CUT_TOKENS
             if num_tokens > max_model_len:
                 raise ContextTooLong(
-                    f"This model's context is {max_model_len} tokens (max_model_len), prompt and answer together; the "
-                    f"first {start + len(part)} of the {len(text)} characters of `{param}` have more. Shorten it.",
+                    f"`{param}` is too long: the first {start + len(part)} of its {len(text)} characters exceed this "
+                    f"model's context of {max_model_len} tokens (max_model_len), which prompt and answer share. "
+                    "Shorten it.",
                     param,
                 )
 

@@ -109,7 +109,7 @@ def _sampling(
     """
     values = defaults.cap_min_tokens(max_tokens).explicit_fields()
     if form is not None:
-        values.pop("min_tokens", None)  # The form decides where the answer ends.
+        values.pop("min_tokens", None)  # The grammar of the form decides where the answer may end.
     sent = {name: value for name in _AS_SENT if (value := getattr(fields, name, None)) is not None}
     if sent.get("use_beam_search"):
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {

@@ -166,8 +166,10 @@ class UsageLedger:
             return len(new)
 
     def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
-        """Returns the prompt and generated tokens of a tenant, or of one of its keys, since the beginning of the minute
-        of `since`. If `since` is within a day that is older than the retention, tokens of that day may be missing.
+        """Returns the prompt and generated tokens of a tenant, or of one of its keys, since `since`,
+        rounded down to the minute.
+
+        If `since` is within a day that is older than the retention, tokens of that day may be missing.
         """
         day = _round_up(since, DAY_S)
         hour = min(_round_up(since, HOUR_S), day)

@@ -73,7 +73,8 @@ class _PairedRows(_SingleRows):
         for place in (k, k + 2 * LANES)
     ]
     _HIGH: ClassVar = [place + 4 for place in _LOW]
-    # Lanes of the sums of 2 * LANES columns: _FRONT selects the first LANES columns, and _BACK the others.
+    # The sums of 2 * LANES columns are in two vectors. _FRONT selects the sums of the first LANES columns, and _BACK
+    # those of the others.
     _FRONT: ClassVar = [
         place
         for k in range(0, LANES // 2, 4)
@@ -96,7 +97,7 @@ class _PairedRows(_SingleRows):
 
     def factor(self, token: int, row: Any, *, alone: bool = False) -> Any:
         builder = self._builder
-        if alone:  # the last row has no partner; do not read its factor
+        if alone:  # the row is the last one, so there is no second factor to read
             both = builder.zext(self._factors.load_scalar(token, row), I32)
         else:
             both = builder.load(self._factors.pointer(token, row, I32), align=2)

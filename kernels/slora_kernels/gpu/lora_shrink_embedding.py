@@ -1,4 +1,4 @@
-"""Look-up: the shrink of the input embedding. The input is one-hot, so x times A is a column of A.
+"""The shrink of the input embedding. The input is one-hot, so x times A is a column of A.
 
 A is stored row by row as [rank, vocabulary]. The elements of a token's column therefore lie far apart, and each of them
 is a separate read. The shrink output has one plane.

@@ -1,7 +1,7 @@
-"""Sets the logits of the tokens that a grammar does not allow to minus infinity.
+"""Sets logits to minus infinity where a grammar does not allow the token.
 
 One program masks a block of tokens of one row. It reads one bit for each token and writes only the logits that change,
-so masking is much cheaper than the next kernel, which reads all logits.
+so masking is much cheaper than the sampling kernels, which read all logits.
 """
 
 import triton

@@ -11,8 +11,8 @@ from slora_api.cli.isolation.finding import Finding
 __all__ = ["send_keys_in_odd_places"]
 
 _PROBE = "key echo"
-# An answer with this many consecutive characters of the secret counts as quoting the secret. So many do not match by
-# chance.
+# An answer with this many consecutive characters of the secret counts as quoting the secret. A match of this length is
+# no coincidence.
 _PART_CHARS = 8
 
 
