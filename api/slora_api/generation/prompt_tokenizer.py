@@ -186,8 +186,8 @@ class PromptTokenizer:
         cut = cut_at_mark(text)
         if cut is None:
             raise RequestRefused(
-                "the chat template does not show the end of the last message, so the answer cannot continue this "
-                "message; omit continue_final_message",
+                "the chat template changes or drops the last words of the final message, so an answer cannot continue "
+                "it; omit continue_final_message",
                 "continue_final_message",
             )
         return cut
