@@ -100,7 +100,7 @@ class LoraTiles:
 
 @dataclass(frozen=True, slots=True)
 class TileLimits:
-    """The most tokens in a LoRA tile.
+    """The maximum number of tokens in a LoRA tile.
 
     tokens: limit of a tile of prefill chunks.
     decode_tokens: limit of a tile of decode rows. None: decode rows are tiled together with all other tokens.
@@ -141,7 +141,9 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """Which tokens are visible in one layer, and how scores are formed: scale * q k, then the soft cap, then the mask.
+    """The attention rule of one layer: which tokens are visible, and how scores are computed.
+
+    A score is scale * q k, then the soft cap is applied, then the mask.
 
     window: a token sees itself and the window - 1 tokens before it. None: it sees all tokens before it.
     softcap: s -> softcap * tanh(s / softcap) (arXiv 2408.00118, section 2). None: scores are not capped.
@@ -154,7 +156,7 @@ class AttentionRule:
     def count_visible(self, context: int) -> int:
         """Number of tokens that the last token of a context sees.
 
-        With window 4: 3 of a context of 3, 4 of a context of 9.
+        With window 4, the result is 3 for a context of 3 tokens, and 4 for a context of 9.
         """
         return context if self.window is None else min(context, self.window)
 

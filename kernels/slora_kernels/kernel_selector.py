@@ -33,7 +33,7 @@ def _choose(device: torch.device) -> str:
 
 
 def select_kernels(name: str, device: torch.device) -> Kernels:
-    """Loads the implementation `name`; "auto" is triton on a GPU, numba on a CPU if installed, and torch otherwise.
+    """Loads the implementation `name`. "auto" selects triton on a GPU, numba on a CPU if installed, else torch.
 
     Raises ValueError for an unknown name, and for an implementation that cannot run on `device`.
     """

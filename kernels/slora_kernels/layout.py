@@ -38,7 +38,7 @@ from slora_kernels.kv_format import KVFormat
 
 LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256
-# The most modules that one launch of a LoRA kernel handles.
+# The maximum number of modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
 # Linears whose output does not change K and V of the same layer.
 _WITHOUT_KV = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -144,8 +144,9 @@ class ModelShape:
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
 
     def __hash__(self) -> int:
-        # Every tensor of an adapter looks up cached tables by the shape. Hashing all linears at each look-up took most
-        # of the time of reading an adapter's header, so only a few sizes are hashed.
+        # The loader looks up cached tables for each tensor of an adapter, with the model's shape as the key. Hashing
+        # all linears of the shape each time took most of the time of reading an adapter's header. The hash therefore
+        # covers only a few sizes.
         return hash((self.num_layers, self.hidden_size, self.vocab_size, self.layers_path))
 
     @staticmethod
@@ -194,8 +195,8 @@ class ModelShape:
     def changes_kv(self, ranks: Sequence[int]) -> bool:
         """Whether an adapter whose module m has rank `ranks[m]` changes K or V of any layer.
 
-        It does not if all adapted modules are the head, or linears of the last layer that K and V do not depend on. A
-        module of an earlier layer changes the hidden states that the last layer reads.
+        The head does not affect K or V. In the last layer, only the linears that compute K and V affect them. Modules
+        of earlier layers change the hidden states that the last layer reads.
         """
         last = self.module_id(self.num_layers - 1, 0)
         free = {
@@ -218,7 +219,7 @@ class ModelShape:
     def page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
         """Bytes of one page in one layer (K and V of one block).
 
-        Raises ValueError if that is not a whole number of segments.
+        Raises ValueError if the page is not a whole number of segments.
         """
         size = lay_out_kv_block(
             self.num_kv_heads, self.head_dim, block_tokens, self.element_bytes, kv_format
@@ -309,7 +310,7 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LoraTargets:
-    """Which parts of the model are adapted, by one adapter or by all adapters of a step together.
+    """The parts of the model that one adapter changes, or that all adapters of a step together change.
 
     max_group_rank: greatest total rank of a site.
     embedding, head: whether the input embedding or the output head is adapted.

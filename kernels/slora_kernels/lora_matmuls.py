@@ -1,4 +1,4 @@
-"""LoRA as torch matmuls, one tile at a time: one matmul shrinks a site, and one matmul per module expands it.
+"""LoRA as torch matmuls, tile by tile: one matmul shrinks all modules of a site, and one per module expands.
 
 The rows of A and B are first gathered from the pages. This is fastest for long tiles, where the matmuls cost far more
 than the copies and calls. The shrink output is rounded to the model's dtype.

@@ -46,19 +46,19 @@ class Kernels(Protocol):
 
     @property
     def tile_limits(self) -> TileLimits:
-        """The most tokens that a LoRA tile may hold."""
+        """The maximum number of tokens that a LoRA tile may hold."""
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles what the first step with this geometry would otherwise compile.
+        """Compiles the kernels that can be compiled before the first step with this geometry.
 
         Returns the seconds that this took.
         """
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        """Computes, once per step, what the attention of all layers shares."""
+        """Computes the data that the attention of all layers shares. Called once per step."""
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        """Computes, once per step, what all sites with these tiles share."""
+        """Computes the data that all sites with these tiles share. Called once per step."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H], weight [H] -> [T, H]: x / sqrt(mean(x^2) + eps) * weight, rounded once.
@@ -112,7 +112,7 @@ class Kernels(Protocol):
         """
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-        """Sets the logits of tokens that a mask does not allow to minus infinity, in place.
+        """Sets logits to minus infinity, in place, for the tokens that a mask does not allow.
 
         A logit of NaN or plus infinity may make its whole row NaN, even if the mask does not allow its token.
         logits: [B, V], float32 or the model dtype. rows: int64 [N], distinct and ascending, the rows with a mask.
@@ -120,10 +120,10 @@ class Kernels(Protocol):
         """
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The maximum of each row of logits [B, V], float32 [B], and its argmax, int64 [B].
+        """Returns the maximum of each row of logits [B, V], float32 [B], and its argmax, int64 [B].
 
-        The logits are float32 or of the model dtype. Of several equal maxima, the first wins. A row that contains a NaN
-        has maximum NaN and any token.
+        The logits are float32 or of the model dtype. Of several equal maxima, the first wins. If a row contains NaN,
+        the maximum is NaN and the argmax is an arbitrary token.
         """
 
     def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -131,7 +131,7 @@ class Kernels(Protocol):
 
         logits: [B, V], float32 or the model dtype. max_logits: float32 [B], the maximum of each row.
         Temperature is applied first, then the filters, then the token is sampled. A row's result depends on that row
-        only. A row whose maximum is not finite gets any token.
+        only. A row whose maximum is not finite gets an arbitrary token.
         """
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> ShrinkOutput:

@@ -106,7 +106,7 @@ def round_scale_up(largest: Tensor) -> Tensor:
 def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes k and v, float64 [T, Hk, D], of T tokens to their slots, int64 [T].
 
-    `KVFormat` describes values that are not finite.
+    `KVFormat` describes how values that are not finite are stored.
     """
     sides = torch.stack((k, v), dim=1)
     stored = sides if geometry.has_scales else sides.to(geometry.dtype)
@@ -290,14 +290,14 @@ def _sample_index(weights: list[int], key: int, first: int) -> int:
     """Samples an index of `weights` by the Gumbel-max trick: the probability of an index is proportional to its weight.
 
     The score of index i is weights[i] / -log(u), where u is `_uniform(key, first + i)`. The index with the greatest
-    score is sampled, and the first of them if several have that score.
+    score is sampled. Of several equal scores, the first wins.
     """
     scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
     return scores.index(max(scores))
 
 
 def _uniform(key: int, number: int) -> float:
-    """A number in (0, 1): output `number` of SplitMix64 (Steele et al., 2014) with seed `key`."""
+    """Returns a float in (0, 1): the output of SplitMix64 (Steele et al., 2014) at index `number`, with seed `key`."""
     state = (key + number * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64

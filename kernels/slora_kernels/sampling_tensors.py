@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# A top_k larger than any vocabulary: top_k is off.
+# The top_k of a row that does not use top_k: larger than any vocabulary.
 NO_TOP_K = 2**62
 
 

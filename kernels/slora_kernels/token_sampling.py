@@ -22,7 +22,7 @@ Scoring each of 32,000 tokens would take 32,000 logarithms. So a block of tokens
 blocks as weights, and then a token of that block. The distribution is the same.
 
 This is the torch implementation, with weights in 64-bit integers. On a GPU, `token_weights`, `token_cutoffs` and
-`gumbel_sample` compute the same without sorting.
+`gumbel_sample` compute the same result without sorting.
 """
 
 import torch
@@ -34,8 +34,8 @@ from slora_kernels.sampling_tensors import SamplingTensors
 # as probable gets weight 0 and is never sampled.
 _WEIGHT_ONE = 2.0**42
 _BLOCK = 256
-# A filter first sorts the _FIRST most probable tokens. If the cutoff is not among them, it sorts _SECOND tokens, and
-# then the whole vocabulary. _FIRST nearly always suffices and is much cheaper than sorting the vocabulary.
+# A filter first sorts the _FIRST most probable tokens. If the cutoff is not among them, it sorts the _SECOND most
+# probable tokens, and if necessary the entire vocabulary. _FIRST nearly always suffices and is much cheaper.
 _FIRST, _SECOND = 256, 4096
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
@@ -85,7 +85,7 @@ def gumbel_sample(weights: Tensor, keys: Tensor) -> Tensor:
     """Samples one token for each row of `weights`, with seeds `keys` int64 [B] -> int64 [B]."""
     rows, width = weights.shape
     blocks = weights.view(rows, width // _BLOCK, _BLOCK)
-    # Hash numbers 0 to width - 1 belong to the tokens. The blocks use the numbers after them.
+    # The random number of a token is hashed from the token's id, 0 to width - 1. Blocks are numbered from width on.
     number = torch.arange(width, width + blocks.shape[1], device=weights.device)
     block = _sample_index(blocks.sum(dim=-1), keys, number.unsqueeze(0))
     inside = blocks[torch.arange(rows, device=weights.device), block]
@@ -95,14 +95,17 @@ def gumbel_sample(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _sample_index(weights: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
-    """The index of the greatest score in each row: int64 [B]. numbers: hash numbers, int64 [B or 1, N]."""
+    """Samples an index in each row by the Gumbel-max trick: int64 [B].
+
+    numbers: int64 [B or 1, N], the number of each entry for `_uniform`.
+    """
     return (weights / -_uniform(keys.unsqueeze(1), numbers).log()).argmax(dim=-1)
 
 
 def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Uniform float64 in (0, 1) with 52 random bits: outputs `numbers` of SplitMix64 with seeds `keys`.
+    """Returns uniform float64 numbers in (0, 1) with 52 random bits, hashed from `keys` and `numbers`.
 
-    SplitMix64: Steele et al., 2014.
+    The hash of key and n is output n of SplitMix64 (Steele et al., 2014) with that key as seed.
     """
     state = keys + numbers * _GOLDEN
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):

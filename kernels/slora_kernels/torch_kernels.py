@@ -149,7 +149,7 @@ def _view_elements(shares: Tensor, geometry: KVGeometry) -> Tensor:
 def _quantize_kv(sides: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes float32 [T, 2, Hk, D] -> (float8 of the same shape, bfloat16 scales [T, 2, Hk])."""
     largest = sides.abs().amax(-1)
-    # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
+    # The upper half of a float32 is a bfloat16. Adding 0xFFFF before taking it rounds up.
     codes = (((largest / LARGEST_E4M3).view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
     scales = codes.view(torch.bfloat16).clamp_min(torch.finfo(torch.bfloat16).tiny)
     return (sides / scales.float()[..., None]).to(torch.float8_e4m3fn), scales
@@ -263,7 +263,7 @@ def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
 
 
 class TorchKernels:
-    """See `Kernels`. The shrink output is [T, max_group_rank] in the model dtype, to which torch's matmuls round."""
+    """The torch implementation of `Kernels`. The shrink output is [T, max_group_rank], rounded to the model dtype."""
 
     name = "torch"
     # A tile is one matmul, so longer tiles are more efficient.

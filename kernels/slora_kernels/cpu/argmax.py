@@ -30,7 +30,7 @@ _NAN = np.float32(np.nan)
 
 @compiled
 def find_max(numbers: Array) -> tuple[Int, Int]:
-    """The greatest `sortable_int` and the greatest `magnitude` of the numbers."""
+    """Returns the greatest `sortable_int` and the greatest `magnitude` of the numbers."""
     peak, size = _LOWEST, _NONE
     for i in range(numbers.shape[0]):
         peak = max(peak, sortable_int(numbers[i]))

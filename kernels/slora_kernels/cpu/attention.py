@@ -50,7 +50,8 @@ from slora_kernels.cpu.softmax import (
 from slora_kernels.cpu.vectors import LANES
 from slora_kernels.cpu.weighted_sums import add_weighted_rows
 
-# The most rows of a tile (queries times heads of a group). From TRANSPOSE_ROWS rows on, transposing the keys is faster.
+# TILE_ROWS is the maximum number of rows of a tile (queries times heads of a group). From TRANSPOSE_ROWS rows on,
+# transposing the keys is faster.
 TILE_ROWS = 192
 TRANSPOSE_ROWS = 8
 
@@ -79,7 +80,7 @@ def count_operand_scratch(head_dim: int) -> int:
 
 @compiled
 def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
-    """rows [t * group + g] = head first_head + g of q [t], for q [tokens, heads * D]."""
+    """Copies heads of q [tokens, heads * D]: rows [t * group + g] is head `first_head + g` of token t."""
     size = rows.shape[1]
     for m in range(rows.shape[0]):
         start = (first_head + m % group) * size
@@ -94,7 +95,7 @@ def count_contiguous_keys(key: Int, end: Int, block_tokens: Int) -> Int:
 
 @compiled
 def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
-    """target [n, D] = unscaled K (or V) of tokens key to key + n, copied page by page.
+    """Copies the unscaled K (or V) of the n tokens from `key` on to target [n, D], page by page.
 
     start: where K (or V) of the head begins in a page.
     """
@@ -111,7 +112,10 @@ def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens
 def scale_block(
     operands: Array, scales: Array, table: Array, key: Int, block_tokens: Int, scale_start: Int
 ) -> None:
-    """operands [M, n] *= the scales of tokens key to key + n. scale_start: where the head's scales begin in a page."""
+    """Multiplies operands [M, n] by the scales of the n tokens from `key` on.
+
+    scale_start: where the head's scales begin in a page.
+    """
     done = 0
     while done < operands.shape[1]:
         count = count_contiguous_keys(key + done, key + operands.shape[1], block_tokens)

@@ -63,8 +63,8 @@ def add_row(residual: Array, x: Array) -> None:
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual)
 
 
-# Fields of a norm job. ADDS: whether X is added to RESIDUAL first; otherwise both are the same tensor. WIDE: whether
-# the weight is float32.
+# Fields of a norm job. ADDS: whether X is added to RESIDUAL first. If not, X and RESIDUAL are the same tensor.
+# WIDE: whether the weight is float32.
 X, RESIDUAL, WEIGHT, OUT, EPS, ADDS, WIDE = range(7)
 
 
@@ -223,7 +223,7 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 def compute_scale(largest: Int) -> Int:
     """Bits of the bfloat16 scale of a K or V vector (see `KVFormat`). largest: its greatest magnitude, float32 bits."""
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
-    # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
+    # The upper half of a float32 is a bfloat16. Adding 0xFFFF before taking it rounds up.
     return max((exact + 0xFFFF) >> 16, _SMALLEST_SCALE)
 
 

@@ -47,8 +47,8 @@ INFINITY_BITS = 0x7F800000
 # fastmath lets the compiler reorder sums. The order is fixed when a kernel is compiled, so results are the same in
 # every call.
 #
-# _nrt=False turns off numba's run-time and its reference counts. Counting took a third of the time of short rows, and
-# jobs own no memory. Without the run-time a function must not return an array.
+# _nrt=False turns off numba's run-time and its reference counts. Counts are not needed, because jobs own no
+# memory, and they took a third of the time of short rows. Without the run-time a function must not return an array.
 _OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
 
 
@@ -210,7 +210,7 @@ def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
 
 @intrinsic
 def count_between(typing: Any, origin: Array, array: Array) -> Any:
-    """Number of elements from the start of `origin` to the start of `array`, which may be separate allocations."""
+    """Number of elements from the start of `origin` to the start of `array`. They may be separate allocations."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, second = (
@@ -272,8 +272,8 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
     if element == types.int16:
         return builder.fpext(builder.bitcast(value, of(ir.HalfType())), of(_F32))
     if element == types.uint8:
-        # Move exponent and mantissa to their place in a float16. The factor 256 corrects the exponent bias, 7 instead
-        # of 15.
+        # Move exponent and mantissa to their place in a float16. The factor 256 corrects the exponent bias, which is 7
+        # in e4m3 and 15 in float16.
         bits = builder.and_(
             builder.shl(builder.sext(value, of(_I16)), _fill(of(_I16), 7)), _fill(of(_I16), 0xBFFF)
         )
@@ -345,7 +345,7 @@ def widen(typing: Any, value: Any) -> Any:
 
 
 def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
-    """The bits of an element without the sign bit, int32, and whether the element is negative."""
+    """Emits two values: the bits of an element without the sign bit (int32), and whether the element is negative."""
     bits = builder.bitcast(value, _I32) if element == types.float32 else builder.sext(value, _I32)
     mask = 0x7FFFFFFF if element == types.float32 else 0x7FFF
     return builder.and_(bits, _I32(mask)), builder.icmp_signed("<", bits, _I32(0))
@@ -375,7 +375,7 @@ def find_largest_magnitude(row: Array) -> Int:
 
 @intrinsic
 def sortable_int(typing: Any, value: Any) -> Any:
-    """An int32 that orders elements of the model's dtype by value. NaN sorts beyond the infinity of its sign."""
+    """An int32 that orders elements of the model's dtype by value. NaN sorts beyond the infinity with the same sign."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         size, is_negative = _emit_magnitude(builder, value, args[0])
@@ -386,7 +386,7 @@ def sortable_int(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
-    """Whether `size`, the `magnitude` of an element of `array`, is that of a NaN."""
+    """Whether an element of `array` is NaN. size: the `magnitude` of the element."""
     infinite = {types.uint16: 0x7F80, types.int16: 0x7C00, types.float32: 0x7F800000}[array.dtype]
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# A job that would have fewer items per thread is cut into smaller items.
+# The minimum number of items per thread. A job that would have fewer is cut into smaller items.
 _ITEMS_PER_THREAD = 4
-# Reserves scratch memory: a number of float32 per thread -> [threads, number].
+# A function that reserves scratch memory. It takes the number of float32 per thread and returns [threads, number].
 Reserve = Callable[[int], Tensor]
 
 

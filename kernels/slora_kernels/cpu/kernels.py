@@ -77,7 +77,7 @@ def _workers(kv_format: KVFormat) -> tuple[Worker, ...]:
 
 
 class NumbaKernels:
-    """See `Kernels`. All tensors are on the CPU and have contiguous rows.
+    """The numba implementation of `Kernels`. All tensors are on the CPU and have contiguous rows.
 
     Calls must not overlap, because all calls share scratch memory. A token's results are bit-identical alone and in a
     batch.
@@ -112,7 +112,7 @@ class NumbaKernels:
             self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
 
     def _reserve(self, num_elements: int) -> Tensor:
-        """float32 scratch of each thread: [threads, num_elements]. Later calls reuse it."""
+        """Returns float32 scratch memory for all threads, [threads, num_elements]. Later calls reuse the memory."""
         threads = torch.get_num_threads()
         if self._scratch.numel() < threads * num_elements:
             self._scratch = torch.empty(threads * num_elements)
@@ -208,7 +208,7 @@ class NumbaKernels:
         return sample_tokens(logits, max_logits, sampling)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> DeferredShrink:
-        """Only stores x: `expand` also shrinks, so that threads synchronise once per site instead of twice."""
+        """Stores x. `expand` also computes the shrink, so that threads synchronise once per site instead of twice."""
         return DeferredShrink(x)
 
     def shrink_embedding(

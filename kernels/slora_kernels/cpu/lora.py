@@ -5,7 +5,7 @@ With few tokens, the weights are read directly from the pages. With many tokens,
 Shrink and expand of a site are one job. If there are many tiles, each tile is one item, and one thread shrinks and
 expands it. The adapter's rows of A and B are then read in one sweep, and no thread waits for another. If there are few
 tiles, they are split into more items so that all threads have work. An item is then a block of rows of A (shrink) or a
-block of output columns (expand) of one tile. Threads go on to expand when all shrink items are taken.
+block of output columns (expand) of one tile. Threads start expand items when all shrink items are taken.
 """
 
 from slora_kernels.cpu.dots import add_four_dots, add_one_dot

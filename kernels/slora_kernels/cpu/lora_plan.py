@@ -2,7 +2,7 @@
 
 Building a job in Python is slow, because the preceding matmul has evicted Python's data from the CPU caches. A step of
 12 layers has 48 such jobs. When all fields were built for each job, and shrink and expand were separate jobs, they took
-3 ms of 18 ms (two cores, 64 tokens, 32 adapters).
+3 of the step's 18 ms (two cores, 64 tokens, 32 adapters).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from slora_kernels.cpu.job_threads import Reserve, count_busy_items
 from slora_kernels.cpu.lora import PACKED_PITCH
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# The most tokens in a LoRA tile. The data of such a tile fits a core's own cache.
+# The maximum number of tokens in a LoRA tile. The data of such a tile fits a core's own cache.
 TILE_TOKENS = 64
 _SHRINK_ROWS = (16, 4)
 _EXPAND_COLUMNS = (1024, 256)
@@ -70,7 +70,7 @@ class LoraPlan:
     def make_job(
         self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite
     ) -> tuple[JobWords, int]:
-        """Returns the job that adds to `out`, and about how many elements it reads."""
+        """Returns the job that adds to `out`, and approximately how many elements the job reads."""
         if pages is not self._pages or out.dtype is not self._dtype:
             self._pack_shared_fields(pages, out.dtype)
         num_tiles, tokens, widest = self._num_tiles, out.shape[0], max(site.widths)

@@ -1,4 +1,4 @@
-"""The online softmax (arXiv 2205.14135): turns one row's scores for one block of keys, in base 2, into weights.
+"""The online softmax (arXiv 2205.14135) in base 2: turns one row's scores for one block of keys into weights.
 
 If a row sees the whole block, its scores stay in registers from the maximum to the sum. Otherwise the same steps run as
 loops over the visible keys.
@@ -187,7 +187,7 @@ def update_softmax_of_tile(
     """Turns the scores of the first `count` keys of a block into weights. Scores and weights are [M, BLOCK_KEYS].
 
     Positions count from the first key of the block. Row m belongs to the token at position `before + m // group`. It
-    attends to that token and the `window - 1` tokens before it. Keys that it does not attend to get weight 0.
+    attends to that token and the `window - 1` tokens before it. All other keys get weight 0.
     """
     # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
     is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS

@@ -40,7 +40,10 @@ def _bind_openmp() -> Enter | None:
 
 
 def _bind_python_threads() -> Enter:
-    """The fallback without OpenMP: Python threads. ctypes releases the GIL while a worker runs."""
+    """Returns the fallback without OpenMP: a function that runs the worker on Python threads.
+
+    ctypes releases the GIL while a worker runs.
+    """
     pool = ThreadPoolExecutor(thread_name_prefix="slora-kernels")
 
     def enter(worker: int, job: int, threads: int) -> None:
@@ -56,7 +59,7 @@ def _bind_python_threads() -> Enter:
 class ThreadTeam:
     """The threads that run workers.
 
-    openmp: whether they are torch's own threads.
+    openmp: whether the threads are torch's own.
     """
 
     def __init__(self, *, allow_openmp: bool = True) -> None:

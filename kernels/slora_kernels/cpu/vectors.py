@@ -82,11 +82,11 @@ class Memory:
         )
 
     def load(self, row: int, column: Any, mask: Any = None) -> Any:
-        """float32 lanes from `column` on. Lanes with a false mask are 0, and their memory is not read."""
+        """Loads float32 lanes from `column` on. Lanes with a false mask are 0, and their memory is not read."""
         return self.widen(self.load_stored(row, column, LANES, mask))
 
     def load_stored(self, row: int, column: Any, lanes: int, mask: Any = None) -> Any:
-        """Like `load`, in the stored format."""
+        """Like `load`, but the lanes keep the stored format."""
         builder, kind = self._builder, ir.VectorType(self._stored, lanes)
         pointer = self.pointer(row, column, kind)
         if mask is None:
@@ -103,7 +103,7 @@ class Memory:
         emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
 
     def lines(self, columns: list[Any]) -> list[Any]:
-        """Returns the `columns` at which a cache line begins. Adjacent vectors start at `columns`."""
+        """Returns one column per cache line. columns: where adjacent vectors start."""
         return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
     def load_scalar(self, row: int, column: Any) -> Any:
@@ -113,7 +113,7 @@ class Memory:
         return widen_value(self._builder, self._element, self.load_scalar(row, column))
 
     def narrow(self, value: Any) -> Any:
-        """float32 lanes, converted to the stored format."""
+        """Converts float32 lanes to the stored format."""
         if HAS_BFLOAT16_DOT and self._element == types.uint16:
             kind = ir.VectorType(_Bfloat16(), LANES)
             function = cgutils.get_or_insert_function(
@@ -153,7 +153,7 @@ class Memory:
 
 
 def access_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
-    """Returns access to the arrays that an intrinsic gets first: sums, rows of x (or factors) and rows of weights.
+    """Returns the first three arrays of an intrinsic as `Memory`: sums, rows of x (or factors) and rows of weights.
 
     The intrinsic's fourth argument locates the rows of weights: their pitch, or an array with the start of each row.
     """
@@ -252,7 +252,7 @@ def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [c, builder.bitcast(a, kind), builder.bitcast(b, kind)])
 
 
-# The most vectors of sums in a block. They use half of the CPU's registers.
+# The maximum number of vectors of sums in a block. That many vectors use half of the CPU's registers.
 MAX_ACCUMULATORS = 16 if LANES == 16 else 8
 MAX_TOKENS = MAX_ACCUMULATORS // 4
 

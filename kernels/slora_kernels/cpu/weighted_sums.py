@@ -53,7 +53,7 @@ class _SingleRows:
         return splat(self._builder, self._factors.load_widened_scalar(token, row))
 
     def in_order(self, totals: list[Any]) -> list[Any]:
-        """The sums in the order of their columns."""
+        """Returns the sums in the order of their columns."""
         return totals
 
 
@@ -74,7 +74,7 @@ class _PairedRows(_SingleRows):
     ]
     _HIGH: ClassVar = [place + 4 for place in _LOW]
     # The sums of 2 * LANES columns are in two vectors. _FRONT selects the sums of the first LANES columns, and _BACK
-    # those of the others.
+    # selects the sums of the last LANES columns.
     _FRONT: ClassVar = [
         place
         for k in range(0, LANES // 2, 4)

@@ -2,8 +2,8 @@
 
 Elements are rounded with integer arithmetic, not with Triton's conversion to e4m3. In Triton's interpreter, that
 conversion rounds ties away from zero and converts 124 to 64 (3.9, measured), so tests would not check what a GPU runs.
-The extra cost is small, because each element is written once. Reading dominates the time. It uses Triton's conversion
-from e4m3, which is correct for all finite elements in the interpreter too.
+The extra cost is small, because each element is written once but read often. Reading uses Triton's conversion from
+e4m3, which is correct for all finite elements, also in the interpreter.
 """
 
 import triton
@@ -14,7 +14,7 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 
 @triton.jit
 def measure_magnitudes(numbers):
-    """Converts float32 to int32 that sorts by magnitude. NaN and infinity are greater than any finite value."""
+    """Converts float32 values to int32 values that sort by magnitude. NaN and infinity sort after all finite values."""
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -22,7 +22,7 @@ def measure_magnitudes(numbers):
 def encode_scale(largest):
     """Bits of the scale in bfloat16, as int32. largest: greatest magnitude of the K or V vector, int32 bits."""
     exact = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
-    # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
+    # The upper half of a float32 is a bfloat16. Adding 0xFFFF before taking it rounds up.
     return tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
 
 

@@ -14,7 +14,7 @@ from slora_kernels.gpu.token_weights import SAMPLE_BLOCK
 from slora_kernels.launch import Launch
 from slora_kernels.sampling_tensors import SamplingTensors
 
-# Blocks that a program reads at once: 32 KB, as in `token_cutoffs`.
+# Number of blocks that a program reads at once. Together they are 32 KB, as in `token_cutoffs`.
 _BLOCKS = 32
 _WARPS = 16
 
@@ -57,7 +57,7 @@ def _gumbel_sample_kernel(
         ids = blocks[:, None] * BLOCK + places[None, :]
         kept = tl.load(source + ids, mask=inside[:, None], other=0.0)
         sums = tl.sum(tl.where(kept >= least, kept, 0.0).to(tl.int64), 1)
-        # Hash numbers 0 to WIDTH - 1 belong to the tokens. The blocks use the numbers after them.
+        # The random number of a token is hashed from the token's id, 0 to WIDTH - 1. Blocks are numbered from WIDTH on.
         scores = tl.where(inside, _gumbel_scores(sums, key, WIDTH + blocks), -1.0)
         score, place = tl.max(scores, 0, return_indices=True)
         winner = tl.where(score > best, first + place, winner)
@@ -73,7 +73,7 @@ def _gumbel_sample_kernel(
 def bind_gumbel_sample(
     weights: Tensor, cutoffs: Tensor | None, sampling: SamplingTensors, vocab_size: int
 ) -> tuple[Launch, Tensor]:
-    """weights float32 [N, width], whole numbers. cutoffs: float32 [N], or None if no row is filtered.
+    """Binds weights float32 [N, width], whole numbers. cutoffs: float32 [N], or None if no row is filtered.
 
     Returns the launch and the tokens it fills, int64 [N].
     """

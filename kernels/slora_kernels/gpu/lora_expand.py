@@ -117,7 +117,7 @@ def bind_lora_expand(
     tiles: LoraTiles,
     sizes: LoraSizes,
 ) -> list[Launch]:
-    """Adds to out [T, sum(site.widths)] of the model dtype, in place. shrunk: [splits, T, columns], from shrink.
+    """Binds out [T, sum(site.widths)] of the model dtype, changed in place, and shrunk [splits, T, columns].
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.

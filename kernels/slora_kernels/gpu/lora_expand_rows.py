@@ -1,12 +1,12 @@
-"""Expand for decode rows: adds scale * shrunk * B for one token after the other, without tensor cores.
+"""Expand for decode rows: adds scale * shrunk * B token by token, without tensor cores.
 
 A program handles one block of output columns, for the tokens of one tile in turn, and keeps the first rows of B in
 registers. Products and sums are float32. The order of addition depends only on the width, so a token's result does
 not depend on the other tokens of its tile.
 
-The rows of B are spread over registers and not over warps, so that no sum needs shared memory: one warp for 256
-columns. On an H200 at rank 16, 64 tokens of 64 adapters and 28,672 columns take 23 us. The kernel for prefill chunks
-takes 109 us, because most of its 16 rows per tile are padding.
+The rows of B are spread over registers and not over warps, so that no sum needs shared memory. A warp covers up
+to 256 columns. On an H200 at rank 16, 64 tokens of 64 adapters and 28,672 columns take 23 us. The kernel for prefill
+chunks takes 109 us, because most of its 16 rows per tile are padding.
 """
 
 import triton
@@ -14,9 +14,10 @@ import triton.language as tl
 
 from slora_kernels.gpu.lora_columns import find_columns, load_b_rows
 
-# The most tokens per tile of decode rows. Many programs with few tokens keep a GPU busier than few programs with many,
-# but every tile reads A and B again, at least from the cache. Measured on an H200 with 64 rows of 1 and 8 adapters: 4
-# tokens were fastest for shrink and expand together at rank 16, and 16 tokens took 1.5 times as long at rank 64.
+# The maximum number of tokens in a tile of decode rows. Many programs with few tokens keep a GPU busier than few
+# programs with many tokens, but every tile reads A and B again, at least from the cache. Measured on an H200 with 64
+# rows of 1 and 8 adapters, for shrink and expand together: at rank 16, 4 tokens were fastest. At rank 64, 16 tokens
+# took 1.5 times as long.
 ROW_TILE_TOKENS = 4
 
 

@@ -190,7 +190,7 @@ class _JsonFields:
         return value
 
     def ascending(self, name: str, bound: str) -> list["_JsonFields"]:
-        """A list of objects whose `bound` fields are ascending integers, with null in the last object."""
+        """Returns a list of objects whose `bound` fields are ascending integers, with null in the last object."""
         entries = self.get(name)
         path = f"{self._path}.{name}"
         if not isinstance(entries, list) or not entries:

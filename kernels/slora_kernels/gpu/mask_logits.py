@@ -1,4 +1,4 @@
-"""Sets logits to minus infinity where a grammar does not allow the token.
+"""Sets logits to minus infinity for the tokens that a grammar does not allow.
 
 One program masks a block of tokens of one row. It reads one bit for each token and writes only the logits that change,
 so masking is much cheaper than the sampling kernels, which read all logits.
@@ -28,7 +28,7 @@ def _mask_logits_kernel(
 
 
 def bind_mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Launch:
-    """logits [B, V], rows int64 [N], masks int32 [N, ceil(V / 32)] -> the launch, which changes the logits."""
+    """Binds logits [B, V], rows int64 [N] and masks int32 [N, ceil(V / 32)]. The launch writes to logits."""
     vocab = logits.shape[1]
     assert logits.stride(1) == masks.stride(1) == 1, f"strides {logits.stride(1)} and {masks.stride(1)}"
     return Launch(

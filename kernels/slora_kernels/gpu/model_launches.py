@@ -61,7 +61,7 @@ def bind_lora_site(
 ) -> list[Launch]:
     """The LoRA launches of one site, for a step with one tile of decode rows and one tile of a prefill chunk.
 
-    Returns one shrink (for the embedding, the look-up), then expand for both tiles.
+    Returns a launch of shrink (`lora_shrink_embedding` at the embedding), then two launches of expand, one per tile.
     """
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
     tables = AdapterTables(

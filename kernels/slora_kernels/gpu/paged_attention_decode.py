@@ -166,7 +166,7 @@ def _count_iteration_tokens(geometry: KVGeometry) -> int:
 
 
 def count_splits(most_visible: int) -> int:
-    """The most splits of a context with up to `most_visible` visible tokens: one per 128 tokens, at most 16."""
+    """Maximum number of splits of a context with `most_visible` visible tokens: one per 128 tokens, at most 16."""
     return min(MAX_SPLITS, -(-most_visible // MIN_SPLIT_TOKENS))
 
 
@@ -179,7 +179,7 @@ def bind_paged_attention_decode(
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> list[Launch]:
-    """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query. Rows of other sequences are not written."""
+    """Binds q [T, Hq, D] and out [T, Hq * D]. Rows of sequences with several queries are not written."""
     sequences = batch.context_lens.shape[0]
     splits = count_splits(rule.count_visible(batch.max_context_len))
     rows = (sequences, geometry.num_heads, splits)

@@ -68,7 +68,7 @@ def attend_pages(
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Attends q [M, D] to tokens [begin, end) of a sequence.
+    """Computes attention of q [M, D] to tokens [begin, end) of a sequence.
 
     limits: int32 [M]. Row m sees the WINDOW tokens before position limits[m], or all of them if WINDOW is None.
     scale, CAP: include the factor log2(e).

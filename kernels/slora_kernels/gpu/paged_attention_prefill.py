@@ -2,7 +2,7 @@
 
 A program handles one tile of a sequence's query tokens and one KV head. The rows of its `tl.dot` are all pairs of a
 token of the tile and a query head of the KV head. The program finds its sequence by bisection in the query starts. The
-size of the grid is an upper bound of the number of tiles, which the host knows without reading the batch from the
+size of the grid is an upper bound of the number of tiles. The host knows the bound without reading the batch from the
 device. Sequences of one query token are always left to the decode kernel, so that their sums do not depend on the
 batch.
 """
@@ -142,7 +142,7 @@ def bind_paged_attention_prefill(
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> Launch:
-    """q [T, Hq, D] -> out [T, Hq * D] for sequences of two or more queries. Rows of other sequences are not written."""
+    """Binds q [T, Hq, D] and out [T, Hq * D]. Rows of sequences with a single query are not written."""
     sequences = batch.context_lens.shape[0]
     rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
     tile_queries = rows // geometry.group_heads

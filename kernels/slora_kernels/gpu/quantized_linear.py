@@ -92,7 +92,7 @@ def _quantized_linear_kernel(
 def bind_quantized_linear(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> tuple[Launch, Tensor]:
-    """x [T, K] with contiguous rows, values int8 or float8_e4m3fn [N, K], scales float32 [N], bias [N] or None.
+    """Binds x [T, K] with contiguous rows, values int8 or float8_e4m3fn [N, K], scales float32 [N], bias [N] or None.
 
     Returns the launch and the output that it fills, [T, N] of x's dtype. On NVIDIA, float8_e4m3fn needs sm_89 or later.
     """

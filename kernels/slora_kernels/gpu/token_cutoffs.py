@@ -7,11 +7,11 @@ they are exact in any order. The final t is the weight of some token, and all to
 
 The bisection runs over the bit patterns of float32, which sort like the values. Between 1 and 2**42, each power of two
 has equally many bit patterns. Halving a range of bit patterns thus about halves a range of log(weight), that is, of
-logits. Each pass over the row does so once. After a few passes, few enough candidate tokens remain to fit registers.
+logits. Each pass over the row halves the range once. After a few passes, the remaining candidate tokens fit registers.
 The program copies them side by side and finishes the bisection with them alone.
 
-One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer bisects in the same
-way (its sampling.cuh), but in real numbers.
+One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer also
+bisects (in its sampling.cuh), but over real numbers.
 """
 
 import torch

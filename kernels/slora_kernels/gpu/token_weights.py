@@ -2,7 +2,7 @@
 
 Weights are whole numbers stored as float32, which takes half the bytes of int64. This is exact, because the integral
 part of a float32 is itself a float32. Kernels that sum weights convert them to int64, so no sum is rounded. Logits are
-read where they are, so the sampled rows need not be gathered first.
+read in place, so the sampled rows need not be gathered first.
 """
 
 import torch
@@ -50,7 +50,7 @@ def _token_weights_kernel(
 def bind_token_weights(
     logits: Tensor, max_logits: Tensor, sampling: SamplingTensors
 ) -> tuple[Launch, Tensor]:
-    """logits [B, V], max_logits float32 [B] -> the launch and weights float32 [N, V].
+    """Binds logits [B, V] and max_logits float32 [B]. Returns the launch and weights float32 [N, V].
 
     V is padded with zeros to whole blocks.
     """

@@ -44,7 +44,9 @@ from slora_kernels.sampling_tensors import SamplingTensors
 
 
 class TritonKernels:
-    """See `Kernels`. The shrink output is [splits, T, rank] of the model's dtype, and expand sums the splits.
+    """The Triton implementation of `Kernels`.
+
+    The shrink output is [splits, T, rank] of the model's dtype, and expand sums the splits.
 
     launch: called with every launch, and runs it by default. Tests and measurements pass a function that records
     launches.
