@@ -73,11 +73,11 @@ class CpuBudget:
         return min(self._burst_s, balance.cpu_s + self._refill * (self._clock() - balance.at_s))
 
     def _drop_full(self) -> None:
-        """Removes tenants whose balances are full again, beginning with the one that was charged least recently."""
+        """Removes tenants whose balances are full again, starting with the tenant that was charged least recently."""
         while self._balances:
             oldest = next(iter(self._balances))
             if self._left(oldest) < self._burst_s:
-                # Move the tenant to the end, so that the next call looks at another one.
+                # Move the tenant to the end, so that the next call examines another tenant.
                 self._balances[oldest] = self._balances.pop(oldest)
                 return
             del self._balances[oldest]

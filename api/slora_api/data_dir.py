@@ -1,4 +1,4 @@
-"""The data directory of a server, and the lock that keeps a second server from using it."""
+"""The data directory of a server, and the lock that prevents two servers from using it at once."""
 
 import fcntl
 import os

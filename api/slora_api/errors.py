@@ -307,7 +307,7 @@ class _Rule:
 _REQUEST, _GONE, _UNAVAILABLE = "invalid_request_error", "not_found_error", "service_unavailable"
 _INTERNAL = _Rule(500, "server_error", "internal_error")
 
-# The table. The first matching class wins, so subclasses stand before their parents.
+# Maps classes of errors to rules. The first matching class wins, so subclasses stand before their parents.
 _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (
         Unauthorized,
@@ -335,7 +335,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (RequestRefused, _Rule(400, _REQUEST)),
     (RequestValidationError, _Rule(400, _REQUEST)),
     (BodyTooLarge, _Rule(413, _REQUEST, "body_too_large")),
-    # RFC 9110 names this header for a 415 that is about the encoding.
+    # RFC 9110 recommends this header for a 415 that refuses the encoding.
     (BodyEncoded, _Rule(415, _REQUEST, "body_encoded", headers={"Accept-Encoding": "identity"})),
     (HeadersTooLarge, _Rule(431, _REQUEST, "headers_too_large")),
     (RequestTooSlow, _Rule(408, _REQUEST, "request_too_slow")),
@@ -353,7 +353,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),
     (StepFailed, _Rule(503, _UNAVAILABLE, "step_failed", retry_after_s=SOON_S, should_retry=True)),
     (DeadlineMissed, _Rule(503, _UNAVAILABLE, "deadline_missed", retry_after_s=SOON_S)),
-    # A retry cannot help: it would read the same bytes, or break the engine's arithmetic in the same way.
+    # A retry cannot help: it would read the same corrupt bytes, or its computation would fail again.
     (AdapterCorrupt, _Rule(500, "server_error", "adapter_corrupt", should_retry=False)),
     (RequestFailed, _Rule(500, "server_error", "generation_failed", should_retry=False)),
     # 499 is nginx's status for this case. It appears only in logs and counters.

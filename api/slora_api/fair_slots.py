@@ -32,10 +32,11 @@ def reserved_slots(num_slots: int) -> int:
 
 
 def slots_of_process(num_slots: int, num_reserved: int, num_processes: int) -> int:
-    """Divides the slots of a host among its API processes. Each gets at least one slot in addition to its reserve.
+    """Divides the slots of a host among its API processes. Each process gets at least one slot in addition to its
+    reserve.
 
-    Example: of 4 slots with a reserve of 2, each of two processes has 3, of which one tenant gets at most 1. So one
-    tenant gets at most 2 slots of the host, the same as with one process.
+    Example: 4 slots with a reserve of 2 are divided between two processes. Each process has 3 slots, and one tenant
+    gets at most 1 of them. So one tenant gets at most 2 slots of the host, the same as with one process.
     """
     return max(num_slots // num_processes, num_reserved + 1)
 
@@ -56,7 +57,7 @@ class _TenantState:
 class FairSlots:
     """Shares slots fairly among tenants.
 
-    num_slots: how many holders run at once.
+    num_slots: the number of slots.
     max_waiting: requests of one tenant that may wait; further ones are refused.
     work: the name of the work in the refusal, for example "chat templates to render".
     clock: monotonic seconds.

@@ -24,7 +24,7 @@ __all__ = [
 
 # No field is ignored silently, and no value is converted.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
-# Levels of arrays and objects: deeper than any schema that OpenAI accepts.
+# Maximum nesting of arrays and objects. It is deeper than any schema that OpenAI accepts.
 MAX_DEPTH = 64
 _SHOWN_CHARS = 64
 

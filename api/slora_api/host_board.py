@@ -44,8 +44,8 @@ class _Word(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BoardSize:
-    """What decides the size of the board. num_processes: the main process and all workers. num_keys: the most keys that
-    a process holds in one tally.
+    """The numbers that determine the size of the board. num_processes: the main process and all workers. num_keys: the
+    maximum number of keys of one process in one tally.
     """
 
     num_processes: int
@@ -53,7 +53,7 @@ class BoardSize:
 
     @property
     def table_bytes(self) -> int:
-        # The total, the number of rows ever used, the hashes of the keys, and their counts.
+        # A table has the total, the number of rows ever used, the hashes of the keys, and the counts of the keys.
         return _WORD_BYTES * (2 + 2 * self.num_keys)
 
     @property
@@ -113,7 +113,7 @@ class _Table:
 class Tally:
     """Counts what each key, such as a tenant, holds in all API processes of the host. It starts empty.
 
-    own: the table of this process; None if there are no other processes. others: the tables of the others.
+    own: the table of this process; None if there are no other processes. others: the tables of the other processes.
     """
 
     def __init__(self, own: _Table | None = None, others: Sequence[_Table] = ()) -> None:
@@ -211,7 +211,7 @@ class HostBoard:
     # -- words of columns -------------------------------------------------------------------------------------------
 
     def count_change(self) -> None:
-        """Tells the other processes that this one has committed a change. May be called from any thread."""
+        """Tells the other processes that this process has committed a change. May be called from any thread."""
         with self._lock:
             self._words[self._word(self.process, _Word.CHANGES)] += 1
 
@@ -229,7 +229,7 @@ class HostBoard:
         self._words[self._word(self.process, _Word.CONNECTIONS)] = count
 
     def least_connections_elsewhere(self) -> int | None:
-        """Returns the connections of the ready process that has the fewest; None if no other process is ready."""
+        """Returns the lowest number of connections of any other ready process; None if no other process is ready."""
         counts = zip(self._read_others(_Word.CONNECTIONS), self._read_others(_Word.READY), strict=True)
         return min((count for count, is_ready in counts if is_ready), default=None)
 

@@ -1,6 +1,6 @@
-"""Tells an API process that another one on this host has committed a change to the database.
+"""Tells an API process that another process on this host has committed a change to the database.
 
-A client that has changed an alias through one process may send its next request to another one. The other process reads
+A client that has changed an alias through one process may send its next request to another process. That process reads
 the change from the feed only some tens of milliseconds later. Until then, it looks up keys and names in the database
 instead of its caches. So the request sees the change.
 """
@@ -12,8 +12,8 @@ from slora_api.host_board import HostBoard
 
 __all__ = ["HostChanges"]
 
-# The longest time for which the caches are bypassed. After this time, they are used again even if the feed could not be
-# read, because the database may be unavailable.
+# The longest time for which the caches are bypassed. After this time, the caches are used again even if the feed could
+# not be read, because the database may be unavailable.
 _MAX_BEHIND_S = 1.0
 
 
@@ -30,11 +30,13 @@ class HostChanges:
         self._missing_since = 0.0
 
     def announce(self) -> None:
-        """Tells the other processes that this one has committed a change. May be called from any thread."""
+        """Tells the other processes that this process has committed a change. May be called from any thread."""
         self._board.count_change()
 
     def read(self) -> tuple[int, ...]:
-        """Returns how many changes each other process has committed. Pass them to `apply` after reading the feed."""
+        """Returns how many changes each other process has committed. Pass these numbers to `apply` after reading the
+        feed.
+        """
         return self._board.changes_elsewhere()
 
     def apply(self, committed: tuple[int, ...]) -> None:

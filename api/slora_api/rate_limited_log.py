@@ -12,14 +12,15 @@ _PERIOD_S = 60.0
 
 
 class RateLimitFilter(logging.Filter):
-    """Suppresses a message if one with the same format string has passed in the last minute. The next message that
-    passes states how many were suppressed. Errors always pass, because they are faults of the server itself.
+    """Suppresses a message if a message with the same format string has passed in the last minute. The next message
+    that passes states how many messages were suppressed. Errors always pass, because they are faults of the server
+    itself.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # Format string -> the time at which it last passed, and how many were suppressed since.
+        # Format string -> the time at which it last passed, and the number of messages suppressed since then.
         self._seen: dict[str, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

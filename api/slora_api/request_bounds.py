@@ -32,13 +32,13 @@ from slora_api.settings import Settings
 
 __all__ = ["MAX_NAME_CHARS", "MAX_SMALL_BODY_BYTES", "JsonBounds", "RequestBounds"]
 
-# Limit of bodies other than uploads and generation. Parsing and validating one takes less than 5 ms.
+# Limit of bodies other than uploads and generation. Parsing and validating such a body takes less than 5 ms.
 MAX_SMALL_BODY_BYTES = 1 << 16
-# Fields of one JSON object. The schema reports every unknown field, which takes 3 microseconds each.
+# Maximum number of fields of one JSON object. The schema reports every unknown field. Each report takes 3 microseconds.
 _MAX_FIELDS = 128
 # Maximum length of the name of a model, a user or the author of a message.
 MAX_NAME_CHARS = 512
-# Parsing 135,000 token ids takes 8 to 15 ms. There is room for one prompt of 131,072 ids.
+# Enough for one prompt of 131,072 token ids. Parsing that many values takes 8 to 15 ms.
 _COMPLETION_VALUES = (1 << 17) + (1 << 12)
 _MAX_MESSAGES = 2048
 _MAX_CONTENT_PARTS = 4096
@@ -46,7 +46,7 @@ _MAX_CONTENT_PARTS = 4096
 _CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
 # Bounds the memory: 1,048,576 token ids take 38 MB.
 _MAX_REQUEST_TOKENS = 1 << 20
-# Fields of a body whose value is an object.
+# Fields of a body that have an object as their value.
 _NESTED_FIELDS = (
     "stream_options",
     "response_format",
@@ -55,7 +55,7 @@ _NESTED_FIELDS = (
     "text",
     "reasoning",
 )
-# Fields of a message or an item that may be lists of parts.
+# Fields that may be lists of parts, in a message or an item.
 _PART_FIELDS = ("content", "output", "summary")
 # A log-probability takes 30 to 100 bytes of JSON and 1.5 microseconds to write.
 _MAX_ANSWER_LOGPROBS = 1 << 18
@@ -95,7 +95,7 @@ class RequestBounds:
     prompt_tokens: tokens of all prompts or inputs together.
     inputs: texts to embed.
     embedding_bytes: bytes of all embeddings in the answer.
-    adapters: adapters that one request may add up.
+    adapters: adapters that one request may combine.
     fanout_models: models that one call of /v1/fanout may ask.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer. Each token lists its own and those of the most probable
@@ -319,13 +319,13 @@ def _check_count(param: str, value: Any, unit: str, limit: int, remedy: str) -> 
 
 
 def _check_each(name: str, param: str, items: Any) -> None:
-    """Checks the fields of tools or tool calls, and of the function of each."""
+    """Checks the fields of each tool or tool call, and the fields of its function."""
     for item in items if isinstance(items, list) else ():
         _check_nested(name, param, item, "function")
 
 
 def _check_nested(name: str, param: str, value: Any, *inner: str) -> None:
-    """Checks the fields of an object, and the fields of the objects that it has in its fields `inner`."""
+    """Checks the fields of an object, and the fields of the objects in its fields `inner`."""
     if isinstance(value, dict):
         _check_fields(name, param, value)
         for field in inner:

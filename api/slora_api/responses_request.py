@@ -60,7 +60,8 @@ class ResponsesTool(FunctionTool):
     """A function, in the shape of this route.
 
     parameters: the JSON schema of the parameters; without it, the function has none.
-    strict: if true for any tool, the arguments of every call follow the schema of its tool. By default, they need not.
+    strict: if true for any tool, the arguments of every call follow the schema of its tool. By default, the arguments
+    need not follow it.
     """
 
     type: Literal["function"]

@@ -80,15 +80,15 @@ __all__ = [
     "VersionNumber",
 ]
 
-# Items per page.
+# The number of items per page.
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 # A version number has at most 18 digits, as in references.
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
 
 def _check_prompt(value: Any, info: ValidationInfo) -> Any:
-    """Checks all four forms of a prompt with one error message. A pydantic union would try every branch and report
-    each.
+    """Checks all four forms of a prompt with one error message. A pydantic union would try every branch and report an
+    error for each.
     """
     items = value if isinstance(value, list) else [value]
     kinds = set(map(type, items))
@@ -126,7 +126,7 @@ def _read_content(value: Any, info: ValidationInfo) -> Any:
 
 
 def _check_bias(value: Any) -> Any:
-    """Converts the keys of `logit_bias` to token ids. In JSON, keys are texts."""
+    """Converts the keys of `logit_bias` to token ids. In JSON, keys are strings."""
     if value is None:
         return None
     is_object = isinstance(value, dict)
@@ -387,8 +387,8 @@ class EmbeddingRequest(TruncationFields):
     """POST /v1/embeddings.
 
     adapters: as in completions.
-    dimensions: how many components of the embedding to keep, by default all. The first ones are kept, and normalized
-    afterwards.
+    dimensions: how many components of the embedding to keep, by default all. The first components are kept, and then
+    normalized.
     encoding_format: `float`, the default, or `base64`: the numbers as little-endian float32, encoded in base64.
     pooling: which hidden states make the embedding. `last` takes the last token's, and `mean` averages over all tokens.
         The operator sets the default.
@@ -542,7 +542,7 @@ class TemplateFields(BaseModel):
 
     @property
     def effort(self) -> tuple[ReasoningEffort | None, str]:
-        """The effort of reasoning, and the field that sets it."""
+        """The reasoning effort, and the field that sets it."""
         return None, ""
 
     @model_validator(mode="after")
@@ -632,7 +632,7 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
 
     @property
     def answer_limit(self) -> tuple[int | None, str]:
-        """The most tokens of an answer, and the field that sets it. None: as many as the bounds allow."""
+        """The maximum number of tokens of an answer, and the field that sets it. None: as many as the bounds allow."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens, "max_completion_tokens"
         return self.max_tokens, "max_tokens"
@@ -730,7 +730,7 @@ class PurgeRequest(BaseModel):
 
 
 class NewKeyRequest(BaseModel):
-    """POST /admin/tenants/{tenant}/keys. The adapter need not exist yet, because uploading it requires a key.
+    """POST /admin/tenants/{tenant}/keys. The default adapter need not exist yet, because uploading it requires a key.
 
     scopes: by default, all that a tenant's key can have.
     models: the allow-list; by default, all models of the tenant.

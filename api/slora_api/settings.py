@@ -187,7 +187,7 @@ def server_setting_specs() -> tuple[SettingSpec, ...]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns variables that look like settings but are not, each with the most similar setting, if there is one."""
+    """Returns variables that look like settings but are not, each with the most similar setting, if any."""
     known = [spec.variable.removeprefix(_PREFIX) for spec in server_setting_specs()]
     named = [name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)]
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]

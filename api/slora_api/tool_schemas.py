@@ -1,4 +1,4 @@
-"""The JSON of tools: what a request offers, how it chooses, and the calls and results in its conversation.
+"""The JSON of tools: the tools of a request, its tool choice, and the calls and results in its conversation.
 
 The limits are OpenAI's. This module does not depend on the format in which a model writes calls.
 """
@@ -107,7 +107,7 @@ class Tool(BaseModel):
 
 
 def check_distinct_names(names: Sequence[str], field: str) -> None:
-    """Raises a refusal if two tools have one name. field: the path of the name within a tool."""
+    """Raises a refusal if two tools have the same name. field: the path of the name within a tool."""
     seen = set()
     for index, name in enumerate(names):
         if name in seen:
@@ -250,7 +250,7 @@ class _Message(Protocol):
 
 
 def check_tool_messages(messages: Sequence[_Message]) -> None:
-    """Raises a refusal unless exactly the results of its calls follow each message that has calls."""
+    """Raises a refusal unless each message with tool calls is followed by exactly the results of its calls."""
     waiting: dict[str, None] = {}
     for index, message in enumerate(messages):
         if message.role == "tool":

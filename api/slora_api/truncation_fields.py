@@ -24,10 +24,10 @@ def _check_num_kept(value: int) -> int:
 
 
 class TruncationFields(BaseModel):
-    """How long prompts are shortened.
+    """The fields that control how a prompt is shortened.
 
     truncate_prompt_tokens: as in vLLM, how many tokens of each prompt are kept; -1 keeps as many as fit.
-    truncation_side: the side that loses tokens. The default is that of vLLM: `left` for answers, `right` for
+    truncation_side: the side that loses tokens. As in vLLM, the default is `left` for answers and `right` for
         embeddings.
     """
 

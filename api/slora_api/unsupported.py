@@ -17,7 +17,7 @@ __all__ = ["Unsupported"]
 
 
 class Unsupported:
-    """The mark of a field.
+    """Marks a field as unsupported.
 
     neutral: the accepted values, besides null. instead: a sentence that says what to use in place of the field.
     """

@@ -96,8 +96,8 @@ def digest_text(record: AdapterRecord) -> str:
 
 
 def adapter_json(rollout: Rollout) -> AdapterObject:
-    """Returns the JSON of a name or an alias. For an alias that splits requests, it shows the version with the largest
-    part.
+    """Returns the JSON of a name or an alias. For an alias that splits requests, the JSON shows the version with the
+    largest percentage.
     """
     return _fields(rollout.main, rollout.label, pinned=rollout.pinned)
 

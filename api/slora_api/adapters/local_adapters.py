@@ -24,7 +24,7 @@ from slora_api.fair_slots import FairSlots
 __all__ = ["LocalAdapters"]
 
 _CHUNK_BYTES = 1 << 20
-# The most loads of one tenant that may wait for their turn.
+# The maximum number of loads of one tenant that may wait for their turn.
 _MAX_WAITING = 64
 
 

@@ -3,8 +3,8 @@ adapters.
 
 Each request looks its model up in the registry once. So a new version is used from the next request on, a deleted
 version is refused, and a request that has started keeps its version. A name of another tenant gives the same error as a
-name that does not exist. Lookups of some ten microseconds run on the event loop. Lookups over the network run on a
-thread, as do writes and all reads of weights.
+name that does not exist. Lookups that take some ten microseconds run on the event loop. Lookups over the network run on
+a thread, as do writes and all reads of weights.
 
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
@@ -135,7 +135,7 @@ class ModelCatalog:
 
         user: if an alias splits requests between versions, the same user always gets the same version. Without a user,
         the version is chosen at random.
-        is_stale: drop the cached entry first, because the store does not have the version that the entry names.
+        is_stale: whether to drop the cached entry first, because the store lacks the version that the entry names.
 
         Raises ModelNotFound. Raises StoreUnavailable if the name is not cached and the registry does not answer.
         """

@@ -9,9 +9,9 @@ including both sides of a split. After a push, move or rollback, the pin applies
 pinned alias points at can be evicted again. A single version cannot be pinned; create an alias for it.
 
 All pins together may use at most half of the pool, and the pins of one tenant at most its max_pool_share. Both bounds
-are checked when a pin is made. The second one is also checked when max_pool_share is lowered. Moving a pinned alias to
-larger weights is not refused, but the engine enforces the bounds. It does not pin a version that would exceed them, and
-loads this version on request like any other adapter. Pins of a suspended tenant are not sent.
+are checked when a pin is made. The tenant's bound is also checked when max_pool_share is lowered. Moving a pinned alias
+to larger weights is not refused, but the engine enforces the bounds. It does not pin a version that would exceed them,
+and loads this version on request like any other adapter. Pins of a suspended tenant are not sent.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ __all__ = ["Pinning"]
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-# The most pins that an error message names.
+# The maximum number of pins that an error message names.
 _MAX_SHOWN = 5
 
 

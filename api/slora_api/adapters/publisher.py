@@ -192,8 +192,8 @@ class Publisher:
         return version_json(published.record, aliases), published.is_new, effect
 
     async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
-        """Runs the canary. The engine loads the adapter without regard to the tenant's share of the pool, so it drops
-        the adapter afterwards. An adapter with weights that the tenant already had is kept.
+        """Runs the canary. The engine loads the adapter without regard to the tenant's share of the pool, so the engine
+        drops the adapter afterwards. An adapter with weights that the tenant already had is kept.
         """
         version = AdapterVersion(tenant, adapter.digest)
         try:

@@ -39,8 +39,8 @@ _LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name", "base_fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_TEXT_BYTES = 256
-# Size limit of every file except weights and archive. Tokenizer configs that list all added tokens have some hundred
-# kilobytes.
+# Size limit of every file except weights and archive. Tokenizer configs that list all added tokens have a size of a few
+# hundred kilobytes.
 _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 

@@ -55,7 +55,7 @@ class BatchRun:
 
     owner: the runner's id.
     slots: the slots for lines in flight in this process.
-    delayed: by API key, the number of lines in this process that were not answered when they were first sent.
+    delayed: for each API key, the number of lines in this process that were not answered when they were first sent.
     max_delayed: while a key has this many delayed lines, no further line of its batches is read.
     count_line: called with `completed` or `failed` for each answer.
     """

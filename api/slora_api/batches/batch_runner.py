@@ -27,9 +27,9 @@ __all__ = ["BatchRunner"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-# Batches in progress in one process. Each holds one line that waits for a slot.
+# The maximum number of batches in progress in one process. Each batch holds one line that waits for a slot.
 _MAX_RUNNING = 16
-# How many of them are reserved for tenants that have no batch in progress in this process.
+# How many of these batches are reserved for tenants without a batch in progress in this process.
 _NUM_RESERVED = reserved_slots(_MAX_RUNNING)
 _SWEEP_S = 60.0
 
@@ -57,7 +57,7 @@ class BatchRunner:
         self._key_store = key_store
         self._running = running
         self._num_lines = num_lines
-        # No line is refused, however many wait. A batch reads its next line only after the previous one got a slot.
+        # No line is refused, however many wait. A batch reads its next line only after the previous line got a slot.
         self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches", num_reserved=0)
         self._delayed: Counter[str] = Counter()
         self._poll_s = poll_s

@@ -173,7 +173,7 @@ class Batches:
         return _read(rows[0])
 
     def list(self, tenant: str, limit: int, after: str | None) -> list[Batch]:
-        """Newest first."""
+        """Returns up to `limit` batches of the tenant, newest first."""
         query = _select().where(_b.tenant == tenant).order_by(_b.batch_id.desc()).limit(limit)
         if after is not None:
             query = query.where(_b.batch_id < after)

@@ -25,7 +25,7 @@ __all__ = ["PURPOSES", "FileLimits", "Files", "StoredFile", "files_lock", "new_i
 
 PURPOSES = ("batch", "batch_output")
 _PART_BYTES = 32 << 10
-# Parts written in one transaction. The number is small, so that other writers wait only for milliseconds.
+# The number of parts written in one transaction. It is small, so that other writers wait only for milliseconds.
 _PARTS_AT_ONCE = 16
 # A file that is incomplete after this time was left by a process that was killed.
 _MAX_UPLOAD_S = 3600.0
@@ -38,7 +38,7 @@ _f, _p, _b = schema.files.c, schema.file_parts.c, schema.batches.c
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """The most files and bytes of one tenant, including its answer files."""
+    """The maximum number and total bytes of one tenant's files, including answer files."""
 
     num_files: int
     num_bytes: int

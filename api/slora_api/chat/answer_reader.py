@@ -25,7 +25,7 @@ class AnswerSyntax:
     prompt_thinks: whether the prompt ends within the reasoning, so that the answer begins with it.
     calls: the format of tool calls; None if an answer has none.
     tool_names: the tools of the request.
-    max_calls: how many calls are kept, while later ones are dropped; None for no limit.
+    max_calls: how many calls are kept; None for no limit. Later calls are dropped.
     names_tool: whether the request names the tool to call. As in OpenAI's API, the answer then ends for the reason
         `stop`.
     """
@@ -222,7 +222,7 @@ class AnswerReader:
 
 def _partial_end(text: str, marks: tuple[str, ...], start: int) -> int:
     """Returns the start of the longest suffix of the text that is a prefix of a mark; the length of the text if there
-    is none.
+    is no such suffix.
     """
     first = max(start, len(text) - max(map(len, marks)) + 1)
     tail = text[first:]

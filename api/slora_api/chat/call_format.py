@@ -51,9 +51,9 @@ class CallFormat:
     blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
     bare: reads calls that begin an answer without an opener. Such calls must call one of the request's tools.
     layout: the form of an answer that must call a tool.
-    signs: the chat template of a model with this format contains at least one of these texts.
-    foreign: texts of an unsupported format that shares a sign with this one. A template that contains one of them has
-    no known format.
+    signs: texts that identify the format. The chat template of a model with this format contains at least one of them.
+    foreign: texts of an unsupported format that has some of the same `signs`. A template that contains one of these
+    texts has no known format.
     inner_marks: texts within a block that may be special tokens.
     has_short_ids: whether the templates accept only call ids of nine letters and digits.
     """
@@ -86,7 +86,7 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
 
 _MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
 
-# The first format whose sign is in the template is used, so formats with more specific signs come first.
+# The first format with any of its `signs` in the template is used, so formats with more specific texts come first.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral_args": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),

@@ -9,8 +9,7 @@ __all__ = ["ContentTokens"]
 
 
 class ContentTokens:
-    """Assigns each token of one answer to the piece of content with which it overlaps. The first such piece gets the
-    token.
+    """Assigns each token of one answer to the first piece of content with which the token overlaps.
 
     Tokens of reasoning, tool calls and markers are dropped.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 __all__ = ["ReasoningSwitch", "find_reasoning_switch"]
 
-# Boolean variables. The first is that of Qwen 3, GLM and SmolLM 3, the second that of DeepSeek V3.1 and Granite.
+# Boolean variables. Qwen 3, GLM and SmolLM 3 use the first variable. DeepSeek V3.1 and Granite use the second one.
 _TOGGLES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _EXPRESSION = re.compile(r"\{[{%].*?(?:[%}]\}|\Z)", re.DOTALL)
@@ -40,7 +40,7 @@ class ReasoningSwitch:
     def list_accepted(self, *, thinks: bool) -> tuple[str, ...] | None:
         """Returns the efforts that a request may ask for; None if it may ask for any.
 
-        thinks: whether the model may reason. A model that never reasons meets the least efforts anyway.
+        thinks: whether the model may reason. For a model that never reasons, the lowest efforts are always accepted.
         """
         if self.toggles or self.reads_effort:
             return None

@@ -29,7 +29,7 @@ class NoMatch(Exception):
 class TextReader:
     """Reads one text in parts.
 
-    text: the text that is still needed, possibly after some that is no longer needed.
+    text: the text that is still needed, possibly preceded by text that is no longer needed.
     at: the position of the next character in `text`.
     is_over: whether the text is complete.
 

@@ -41,7 +41,9 @@ _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 def _find_files(source: Path) -> dict[str, Path]:
-    """Returns the files to upload by multipart field: those of a directory, or an archive, which the server unpacks."""
+    """Returns multipart field -> file to upload. These are the files of a directory, or one archive, which the server
+    unpacks.
+    """
     return {"archive": source} if source.is_file() else _find_members(source)
 
 

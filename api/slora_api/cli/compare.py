@@ -51,7 +51,7 @@ def _text(answer: dict[str, Any]) -> str:
 
 def _lay_out(answers: Sequence[tuple[str, str]], width: int) -> str:
     """Returns the answers side by side if they fit, and otherwise one below the other. answers: pairs of heading and
-    text. width: the most characters of a line.
+    text. width: the maximum number of characters of a line.
     """
     column = (width - len(_GAP) * (len(answers) - 1)) // len(answers)
     if column < _MIN_COLUMN_CHARS:

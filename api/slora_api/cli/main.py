@@ -595,7 +595,7 @@ def _add_top(commands: _Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print each frame as a line of JSON")
 
 
-# Settings of the engine that change what a plan says.
+# Settings of the engine that affect a plan.
 _PLANNED_SETTINGS = (
     "dtype", "model_impl", "quantization", "kv_cache_dtype", "pool_bytes", "block_tokens", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "scheduling", "prefix_cache", "eviction", "preemption", "swap_bytes",

@@ -63,7 +63,7 @@ def _read_question(arguments: argparse.Namespace) -> Question:
     spec = read_model_spec(config.model, config.model_impl)
     device = _read_device(arguments)
     if arguments.slice is not None:
-        # Plan one slice alone; --compare plans all slices of a device.
+        # Plan one slice. With --compare, the plan covers all slices of a device.
         device = replace(cut_device(device, arguments.slice), count=1)
     adapters = Adapters(
         _DEFAULT_ADAPTERS if arguments.adapters is None else arguments.adapters,

@@ -35,8 +35,8 @@ class CommandFailed(Exception):
 
 
 def nothing_to_change(fields: Iterable[str]) -> CommandFailed:
-    """Returns the error of a command that got nothing to change. fields: the API's names of what the command can
-    change.
+    """Returns the error of a command that was called without any change to make. fields: the API's names of the fields
+    that the command can change.
     """
     flags = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
     return CommandFailed(f"there is nothing to change; give at least one of {flags}")

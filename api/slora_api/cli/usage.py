@@ -1,4 +1,4 @@
-"""`slora usage`: what a tenant, or every tenant, has used."""
+"""`slora usage`: shows the usage of one tenant or of all tenants."""
 
 import argparse
 import os
@@ -38,7 +38,8 @@ _GROUPS: Columns = {
 @explained
 def show(arguments: argparse.Namespace) -> None:
     groups = arguments.group_by.split(",") if arguments.group_by else []
-    # Only an operator may ask for tenants. So both keys may be set.
+    # Only an operator may name tenants or group by tenant. Such a request uses the admin key, even if both keys are
+    # set.
     is_operator = arguments.tenant is not None or "tenant" in groups or not os.environ.get("SLORA_API_KEY")
     params = {
         "bucket_width": _WIDTHS[arguments.by],

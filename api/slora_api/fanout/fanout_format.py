@@ -76,7 +76,7 @@ class AnswerEnvelope:
         self._request_id = request_id
 
     def whole(self, status: int, headers: Mapping[str, str], body: Sequence[bytes]) -> list[bytes]:
-        """Returns the JSON of the answer in parts. body: the parts of its JSON."""
+        """Returns the answer as JSON, in parts. body: the parts of the JSON that the model's own answer contains."""
         return [self._opening(status, headers)[:-1] + b',"body":', *body, b"}"]
 
     def opening(self, status: int, headers: Mapping[str, str]) -> bytes:
@@ -103,7 +103,7 @@ class AnswerEnvelope:
 
 
 def join_answers(call_id: str, answers: Iterable[Sequence[bytes]]) -> list[bytes]:
-    """Returns the JSON of a call in parts. answers: the parts of each answer."""
+    """Returns the JSON of a call in parts. answers: the parts of each answer's JSON."""
     parts = [encode_ascii({"id": call_id, "object": "fanout"})[:-1].encode() + b',"answers":']
     mark = b"["
     for answer in answers:

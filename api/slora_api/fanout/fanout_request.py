@@ -51,7 +51,7 @@ FanoutRequest = ChatFanoutRequest | CompletionFanoutRequest
 
 
 def split_request(body: FanoutRequest) -> list[FanoutRequest]:
-    """Returns the request that each model gets. A `request_id` gets the position of the model at its end."""
+    """Returns the request that each model gets. The position of the model is appended to a `request_id`."""
     return [
         body.model_copy(
             update={

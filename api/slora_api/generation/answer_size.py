@@ -34,8 +34,8 @@ class AnswerSize:
     length_param: str = "max_tokens"
 
     def answer_room(self, bounds: RequestBounds, num_prompts: int, prompt_tokens: int) -> int:
-        """Returns the most tokens per answer that the bounds allow, and at least 1. prompt_tokens: tokens of all
-        prompts together.
+        """Returns the maximum number of tokens per answer that the bounds allow; at least 1. prompt_tokens: tokens of
+        all prompts together.
         """
         answers = self.num_choices * num_prompts
         room = (bounds.answer_tokens - self._echoed(prompt_tokens)) // answers

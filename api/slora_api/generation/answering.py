@@ -27,7 +27,7 @@ __all__ = ["AnswerResponse", "answer_request", "take_first"]
 
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
-# Bytes of events after which they are written. A write can be larger by its last event.
+# Events are written together once they have this many bytes. The last event may exceed this size.
 _EVENT_BYTES = 1 << 16
 
 # An answer as one body, or as a stream of events.

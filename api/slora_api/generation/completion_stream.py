@@ -20,11 +20,11 @@ __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
 
 _T = TypeVar("_T")
 
-# The most lists of deltas per stream that wait for a slow reader. If this many wait, no further list is taken from the
-# engine.
+# The maximum number of lists of deltas per stream that wait for a slow reader. If this many lists wait, no further list
+# is taken from the engine.
 _QUEUE_LISTS = 16
-# The most tokens with log-probabilities in one delta. For 64 tokens with the 20 most probable tokens of each, writing
-# the JSON takes 3 ms, and looking up the texts takes 4 ms.
+# The maximum number of tokens in one delta with log-probabilities. For 64 tokens with the 20 most probable tokens of
+# each, writing the JSON takes 3 ms, and looking up the texts takes 4 ms.
 TOKENS_AT_ONCE = 32
 
 

@@ -38,8 +38,8 @@ class PermitPool:
     """A fixed number of permits that tenants share.
 
     num_permits: the number of permits.
-    max_per_tenant: the most that one tenant may hold.
-    what: what the permits are for, in the words of error messages.
+    max_per_tenant: the maximum number of permits that one tenant may hold.
+    what: the purpose of the permits, in the words of error messages.
     tenant_limit: the name of the setting for max_per_tenant, for error messages.
     clock: monotonic seconds.
     tally: counts the permits of each tenant in all API processes of the host; None if this is the only process.
@@ -75,7 +75,7 @@ class PermitPool:
 
     @property
     def max_at_once(self) -> int:
-        """The most permits that one request can ever take, even if no other request is in progress."""
+        """The maximum number of permits that one request can take if no other request is in progress."""
         return min(self.max_per_tenant, self._available_to_newcomer(self.num_permits))
 
     def held_by(self, tenant: str) -> int:

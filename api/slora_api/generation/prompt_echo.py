@@ -26,7 +26,7 @@ class PromptEcho:
     @staticmethod
     async def read(text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
         """Returns the echo of the prompt `text`. answer: the answer to the prompt. If log-probabilities were requested,
-        the answer must already have those of the prompt.
+        the answer must already have the log-probabilities of the prompt.
         """
         if not answer.lists_logprobs:
             return PromptEcho(text)

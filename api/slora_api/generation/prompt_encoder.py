@@ -100,8 +100,8 @@ def _encode_all(encode: Callable[[str], list[int]], texts: Sequence[str]) -> lis
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the texts in groups, one for each call on a thread. Short texts share a group, and a long text has its
-    own.
+    """Yields the texts in groups, one for each call on a thread. Short texts share a group, and a long text has a group
+    of its own.
     """
     group: list[str] = []
     num_chars = 0

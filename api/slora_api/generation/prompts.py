@@ -319,7 +319,7 @@ class PromptMaker:
         )
 
     def _answer_room(self, size: AnswerSize, draft: SamplingParams, num_prompts: int, num_tokens: int) -> int:
-        """Returns the most tokens that an answer may have if the request has no max_tokens. num_tokens: tokens of all
+        """Returns the maximum number of tokens of an answer if the request has no max_tokens. num_tokens: tokens of all
         prompts.
         """
         room = size.answer_room(self.tokenizer.bounds, num_prompts, num_tokens)
@@ -336,7 +336,7 @@ class PromptMaker:
         """Returns the checked token ids of each prompt, truncated if the request asks for this. given: either only
         texts or only token ids.
 
-        room: the most tokens that a prompt may have. param: the field that holds the prompts.
+        room: the maximum number of tokens of a prompt. param: the field that holds the prompts.
         """
         texts = [item for item in given if isinstance(item, str)]
         ids = [item for item in given if isinstance(item, list)]

@@ -11,8 +11,8 @@ __all__ = ["Readiness"]
 class Readiness:
     """The current reasons, by name.
 
-    stalls: child process -> a sentence for the client, for each child that makes no progress. While there is one, new
-    requests are refused.
+    stalls: child process -> a sentence for the client, for each child that makes no progress. While a child is listed,
+    new requests are refused.
     unfinished: part of the startup -> a sentence, for each part that is not finished, such as the demo's adapters.
     Requests are still accepted.
     """

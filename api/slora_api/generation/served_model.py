@@ -52,7 +52,7 @@ def add_up_models(
 ) -> ServedModel:
     """Returns the weighted sum of models with one adapter each. base: the base model's defaults.
 
-    If all parts have the same defaults, the sum has these defaults, and otherwise those of the base model.
+    If all parts have the same defaults, the sum gets these defaults. Otherwise, it gets the base model's defaults.
     """
     named = {part.adapters[0].version: part.labels[0] for part in parts}
     adapters = compose_adapters(

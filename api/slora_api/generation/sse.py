@@ -4,9 +4,9 @@ The status line is sent before the first event, so a later error is sent as an e
 when its client disconnects. Code that waits for tokens therefore also waits for the disconnect.
 
 A client that does not read its stream is treated like one that hung up. While the connection holds more than 64 KiB of
-the stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16
-KiB/s on average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the
-engine request and gives the permit back.
+the stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16 KiB/s
+on average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the engine
+request and releases the permit.
 
 A stream thus buffers at most 64 KiB and one write in this process, and 512 KiB in the kernel. The tokens that the
 engine computes meanwhile are limited by the bounds of the request.

@@ -27,7 +27,8 @@ __all__ = ["OpenRequest", "UsageRecorder"]
 
 Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 
-# The most records that the event loop hands to the journal at once, which takes a few milliseconds.
+# The maximum number of records that the event loop hands to the journal at once. Handing over this many takes a few
+# milliseconds.
 _MAX_BATCH = 256
 
 

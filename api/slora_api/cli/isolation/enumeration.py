@@ -1,4 +1,4 @@
-"""Compares what a tenant learns about another tenant's adapters with what it learns about missing ones."""
+"""Compares what a tenant learns about another tenant's adapters with what it learns about missing adapters."""
 
 import json
 from collections.abc import Iterator
@@ -82,8 +82,8 @@ def compare_uploads(prober: AuditedTenant, known: RandomAdapter, fresh: RandomAd
 def _look_up(
     prober: AuditedTenant, method: str, path: str, body: dict[str, Any] | None, name: str
 ) -> tuple[int, str, tuple[str, ...]]:
-    """Returns the status, the body with a placeholder for the name, and the header names. For a fan-out, the status is
-    that of its only answer.
+    """Returns the status, the body with a placeholder for the name, and the header names. For a fan-out, the status of
+    its only answer is returned.
     """
     sent = None if body is None else json.loads(json.dumps(body).replace("NAME", name))
     # All requests have the same id, because a fan-out repeats the id in its answer.

@@ -71,7 +71,9 @@ def compare_prefixes(
 
 
 def _count_reused(prompts: Prompts, first: _Sender, second: _Sender) -> int:
-    """Returns how many prompt tokens the second request found in the cache. Tries fresh prompts until one is found."""
+    """Returns how many prompt tokens the second request found in the cache. Tries several fresh prompts until the
+    second request finds a token.
+    """
     cached = 0
     for _ in range(_TRIES):
         prompt = prompts.draw()

@@ -20,8 +20,8 @@ __all__ = ["walk_routes", "walk_suspended"]
 _PROBE = "routes"
 _ADMIN, _METRICS = "admin", "metrics:read"
 _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
-# The audit has its own lists of routes, because the server's rules may be wrong. They name the routes without a key,
-# for every valid key, and for operators only.
+# The audit has its own lists of routes, because the server's rules may be wrong: routes that need no key, routes that
+# accept any valid key, and routes for operators only.
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
 _ANY_KEY = ("/v1/me",)
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
@@ -83,7 +83,7 @@ def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Findin
 
 @contextmanager
 def _key_with(scope: str, server: AuditedServer, tenant: AuditedTenant) -> Iterator[str]:
-    """A key that has only this scope. An operator's key is revoked at the end."""
+    """Yields a key that has only this scope. If the scope is an operator's, the key is revoked at the end."""
     if scope not in _OPERATOR_SCOPES:
         yield tenant.make_key([scope])
         return

@@ -21,7 +21,7 @@ _PAUSE_S = 1.0
 
 
 class Interruption(str):
-    """Why there are no frames at present."""
+    """The reason why there are no frames at present."""
 
 
 def read_frames(client: httpx.Client, path: str, num_frames: int) -> Generator[Frame | None, None, None]:
@@ -48,8 +48,8 @@ def read_frames(client: httpx.Client, path: str, num_frames: int) -> Generator[F
 def follow_frames(
     client: httpx.Client, path: str, sleep: Callable[[float], None] = time.sleep
 ) -> Generator[Frame | Interruption | None, None, None]:
-    """Yields frames for ever. Once the first frame has arrived, yields an Interruption about every second while the
-    server does not answer, instead of raising an error.
+    """Yields frames for ever. If the server stops answering after the first frame, yields an Interruption about every
+    second until it answers again, instead of raising an error.
     """
     has_begun = False
     while True:

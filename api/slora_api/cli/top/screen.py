@@ -73,7 +73,9 @@ class LiveHistory:
 def draw_screen(
     history: LiveHistory, title: str, width: int, height: int | None = None, message: str = ""
 ) -> list[Line]:
-    """Returns the lines of the screen. height: the most lines; None for all rows. message: a text below the title."""
+    """Returns the lines of the screen. height: the maximum number of lines; None for all rows. message: a text below
+    the title.
+    """
     clock = datetime.fromtimestamp(history.frame["time"]).strftime("%H:%M:%S") if history.frame else ""
     room = max(0, width - len(clock) - 1)
     lines = [_bold(f"{_clean(title)[:room].ljust(room)} {clock}")]
@@ -195,7 +197,9 @@ def _tabulate(
 
 
 def _share_room(tables: Sequence[list[Line]], room: int) -> list[Line]:
-    """Returns the tables one below the other, in at most `room` lines. A long table leaves rows to the others."""
+    """Returns the tables one below the other, in at most `room` lines. A long table is cut so that the other tables get
+    rows.
+    """
     lines: list[Line] = []
     for at, table in enumerate(tables):
         left = tables[at + 1 :]

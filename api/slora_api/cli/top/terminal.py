@@ -53,7 +53,7 @@ def full_screen() -> Iterator[None]:
 
 
 def _wait_for_q(keyboard: IO[str]) -> None:
-    """Waits until the user presses q. It reads the file descriptor, because the lock of the text stream would delay the
+    """Waits until the user presses q. Reads the file descriptor, because the lock of the text stream would delay the
     end of the process.
     """
     with suppress(OSError):
