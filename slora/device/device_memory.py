@@ -21,7 +21,7 @@ from slora_kernels.layout import ModelShape
 
 
 class _SlotContent(NamedTuple):
-    """What a slot holds: the first `num_pages` pages of the adapter that `generation` of the slot belongs to."""
+    """The content of a slot: the first `num_pages` pages of the adapter that got the slot in this generation."""
 
     generation: int
     num_pages: int
@@ -118,7 +118,7 @@ class DeviceMemory:
             self.pages[page].copy_(self.host_pages[host_page], non_blocking=True)
 
     def holds(self, slot: int, generation: int) -> bool:
-        """Whether the slot holds the whole adapter that this generation was planned for."""
+        """Whether the slot holds all pages of the adapter that got the slot in this generation."""
         content = self._slots.get(slot)
         return content is not None and content.is_complete and content.generation == generation
 

@@ -16,7 +16,10 @@ __all__ = ["CudaLoadStream", "LoadStream", "split_loads"]
 
 
 class LoadStream(Protocol):
-    """A step calls `mark`, and then `copy` if adapters load in parallel. The next step calls `wait` first."""
+    """Runs copies in parallel with the steps.
+
+    A step calls `mark`, and then `copy` if adapters load in parallel. The next step calls `wait` first.
+    """
 
     def mark(self) -> None:
         """Marks the point in the device's work from which copies may start."""

@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 
 class SideStream(Protocol):
-    """One fork at a time: each is joined before the next one."""
+    """Runs forked work in parallel with later work. Each fork is joined before the next fork."""
 
     def fork(self, work: Callable[[], _Result]) -> _Result:
         """Launches work that waits for all earlier work and runs in parallel with later work.

@@ -37,7 +37,7 @@ class StepBatch:
     token_ids: int64 [T].
     output_rows: int64 [B'], indices of the tokens whose hidden states are read, in three groups. The first group has
     one token for each entry of `sampling`, in chunk order. If a prompt forks into n choices, its last token is listed n
-    times. The second group are the tokens of `prompts`, whose logprobs were requested. The third group are the tokens
+    times. The second group has the tokens of `prompts`, whose logprobs were requested. The third group has the tokens
     of `pooled`, which belong to prompts to embed.
     lora: the layers of LoRA work, in the order in which they are added; see `lora_tiles`. Empty if no sequence of the
     batch has an adapter. Rows of the base model are in no tile.

@@ -1,6 +1,6 @@
 """Finds the lengths in tokens at which a transformers model may change its arithmetic: windows, chunks and floors.
 
-A test with prompts below such a length proves nothing about longer prompts.
+A test with prompts shorter than such a length proves nothing about longer prompts.
 """
 
 from collections.abc import Iterable, Iterator

@@ -118,7 +118,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
     fields = _fields(raw, family, path)
     refuse_unknown_fields(ConfigFields(raw, path), fields, family)
-    # Bounded here, because a list of all layers is built before it is known whether the weights exist.
+    # The number of layers is bounded here, because a list of all layers is built before the weights are opened.
     num_layers, head_dim = fields.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(fields)
     max_positions = fields.whole("max_position_embeddings")
     layer_types = read_layer_types(fields, family.windows, num_layers)

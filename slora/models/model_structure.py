@@ -173,7 +173,7 @@ class _MaskTrace:
 def read_transformers_spec(directory: Path) -> ModelSpec:
     """Reads the facts about the model in `directory` for engine, API and loader. Raises ConfigError."""
     config = read_config(directory)
-    # Read before the structure is found, because building the model in another dtype changes its config.
+    # The dtype is read before the structure is found, because building the model in another dtype changes its config.
     dtype = config.dtype if config.dtype is not None else torch.float32
     structure = find_structure(config, directory)
     first = structure.calls[0]
@@ -277,7 +277,8 @@ def find_structure(config: PreTrainedConfig, directory: Path) -> ModelStructure:
 
 
 def _build(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
-    # bfloat16, because mixtures of experts do not run in float32 on the meta device. Shapes are the same in any dtype.
+    # Built in bfloat16, because mixtures of experts do not run in float32 on the meta device. Shapes are the same in
+    # any dtype.
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -313,7 +314,7 @@ def _refuse_masks(
     try:
         with torch.inference_mode():
             tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-            # An explicit mask without padding. Otherwise transformers reads the positions to look for packed sequences.
+            # Without an explicit mask, transformers reads the positions to look for packed sequences.
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except Exception as error:
         raise ConfigError(
@@ -407,7 +408,7 @@ def ignore_padding(model: PreTrainedModel) -> None:
 
     Otherwise some models copy the token ids to the host in each step to look for padding.
     """
-    # Written to vars(), because some config classes refuse None when the attribute is set.
+    # Write to vars(), because some config classes refuse to set the attribute to None.
     vars(model.config)["pad_token_id"] = None
 
 

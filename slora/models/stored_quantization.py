@@ -4,7 +4,7 @@ Supported are symmetric int8 and float8 e4m3 weights. They have one scale per ro
 columns. The formats are compressed-tensors (LLM Compressor), fp8 (DeepSeek, Qwen3-FP8, AutoFP8) and fbgemm_fp8.
 
 If a checkpoint also quantizes activations, only its weights are read as quantized. Activations stay exact, and their
-scales are not used. All supported formats are numbers times scales, which need no library. Formats that do need one
+scales are not used. All supported formats are numbers times scales, which need no library. Formats that need a library
 (packed 4-bit numbers, codebooks, rotations) are refused by name.
 
 This module does not import torch, like all modules that read config.json.

@@ -64,7 +64,7 @@ class EvictionHeap:
         heapq.heappush(self._candidates, candidate)
 
     def count_removed(self) -> None:
-        """Counts one live candidate less, after the caller has cleared its item's ticket."""
+        """Decrements the number of live candidates, after the caller has cleared the ticket of the removed item."""
         self.num_live -= 1
         if len(self._candidates) > 2 * self.num_live + _FEW:
             self._candidates = self.live_candidates()

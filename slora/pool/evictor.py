@@ -27,7 +27,10 @@ from slora.pool.tenant_account import TenantAccount, TenantAccounts
 
 
 class Evictor:
-    """Invariant: evicting all candidates, one after the other, eventually makes every cached page of `pool` free."""
+    """Evicts idle adapters and cached prefix blocks, lowest rank first, within the bounds of tenants.
+
+    Invariant: evicting all candidates, one after the other, eventually makes every cached page of `pool` free.
+    """
 
     def __init__(self, pool: PagePool, tenants: TenantAccounts, policy: EvictionPolicy) -> None:
         self.num_evictions = 0
@@ -52,7 +55,7 @@ class Evictor:
         return self._policy.rank(item, self._num_ranked, self._age)
 
     def add(self, item: Evictable, evict: Callable[[TenantAccount], None], rank: float) -> None:
-        """Makes an item a candidate. The item is idle, its pages are cached, and it is not hidden.
+        """Makes an item a candidate. The item must be idle and not hidden, and its pages must be cached.
 
         evict: `evict(requester)` evicts the item for tenant `requester`. It frees `item.pages` in the pool, and
             may add items that this item hid.

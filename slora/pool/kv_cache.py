@@ -76,7 +76,7 @@ class PrefixBlock:
 
 
 class KVCache:
-    """Every reference to a KV page is acquired and released here.
+    """Manages the pages that hold KV. Every reference to a KV page is acquired and released here.
 
     block_tokens: tokens per page.
     enabled: whether prefixes are cached; if not, no block is inserted.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class PageOwner(NamedTuple):
-    """What a cell of a map shows.
+    """The content and the owner of a page, as a cell of a map shows them.
 
     content: "kv", "prefix", "adapter" or "idle_adapter", as in PageCounts.
     tenant: the owner of the page; empty for a public prefix.

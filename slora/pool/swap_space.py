@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SwapSpace:
-    """Each of `num_pages` host pages is free or belongs to one sequence.
+    """Allocates from `num_pages` host pages. Each page is free or belongs to one sequence.
 
     Callers check `num_free` before they allocate.
     """

@@ -1,11 +1,11 @@
 """The engine's accounts of tenants: their pages and the service that they have received.
 
 A tenant has two accounts: one for its interactive requests and one for its background requests. So background requests
-use up neither the tenant's turn nor its ceiling, and its floor protects only what interactive requests use. The account
-of background requests is in a priority class after those of all interactive requests.
+use up neither the tenant's turn nor its ceiling, and its floor protects only what interactive requests use. The
+priority class of the background account comes after the classes of all interactive accounts.
 
 `PagePool` updates the page counts, and the queue updates service and waiting requests. This module does not depend on
-requests, pages or API keys: the API has authenticated the tenant before.
+requests, pages or API keys: the API has already authenticated the tenant.
 """
 
 from collections.abc import Iterator

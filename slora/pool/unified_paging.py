@@ -58,7 +58,7 @@ class UnifiedPaging:
         """Counts the pages of the `most` tenants that own the most pages, in descending order of pages.
 
         Tenants without pages are left out.
-        also: tenants that are included even if others own more pages.
+        also: further tenants that are included, however few pages they own.
 
         With a public prefix cache, cached prefixes of the base model belong to no tenant, even while sequences use
         them again.

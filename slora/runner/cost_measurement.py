@@ -137,7 +137,7 @@ class _Bench:
         self._block_tokens = memory.geometry.block_tokens
         wanted = self._num_rows * -(-self._context_tokens // self._block_tokens)
         self._num_scratch = min(len(memory.pages), wanted, max(2, 4 * _COPY_BYTES // memory.full_page_bytes))
-        # On a GPU, the first run of each kind of step compiles its kernels, so its time is not the step's.
+        # On a GPU, the first run of each kind of step compiles its kernels, so at least one more run is timed.
         self._fewest_runs = 1 if memory.device.type == "cpu" else 2
         self.clear()
 
@@ -186,7 +186,7 @@ class _Bench:
         return [self._chunk(row, count, count, samples=row == 0) for row, count in enumerate(lengths)]
 
     def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
-        """The chunk of the last `num_tokens` tokens of a sequence of `context_tokens`."""
+        """A chunk with the last `num_tokens` tokens of a new sequence of `context_tokens` tokens."""
         request = EngineRequest("measured", "", [0] * context_tokens, (), SamplingParams())
         sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, self._block_tokens)
         sequence.row = row

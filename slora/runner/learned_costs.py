@@ -56,7 +56,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class _Timing(NamedTuple):
-    """One timing.
+    """How long one step took for computing, for swapping or for loading.
 
     units: how often each cost occurred, in the order of CostModel. seconds: their total time. at_s: time of the timing.
     """

@@ -51,7 +51,7 @@ from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 
 _DEFERRED = SampledToken(None, is_deferred=True)
-# A compilation this long means that the kernels were not in the cache.
+# If the compilation takes at least this long, the kernels were not in the cache.
 _LONG_WARM_UP_S = 3.0
 _log = logging.getLogger(__name__)
 

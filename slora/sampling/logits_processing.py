@@ -1,4 +1,4 @@
-"""Processes logits as a request asks for: biases, banned tokens and penalties, applied before a token is chosen.
+"""Applies a request's biases, banned tokens and penalties to its logits, before a token is chosen.
 
 The order is the same as in vLLM (v1/sample/sampler.py: min_tokens and logit_bias, then penalties). The operations that
 transformers also has are in transformers' order (generation/utils.py, _get_logits_processor: sequence_bias, then

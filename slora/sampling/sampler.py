@@ -1,4 +1,4 @@
-"""The sampler: chooses the next token of every sequence in a step. Each row depends only on itself, bit for bit.
+"""The sampler: chooses the next token of every sequence in a step. No row's result depends on other rows.
 
 First the logits are processed (`logits_processing`), and tokens that a grammar forbids are masked. Then each row takes
 the argmax token or samples one (`Kernels.sample`). The parameters of each row are in the `SamplingTable`. The random

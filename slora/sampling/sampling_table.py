@@ -45,7 +45,7 @@ class Column(IntEnum):
 
 
 class SamplingFeature(IntFlag):
-    """What a row needs beyond the argmax token."""
+    """The operations that a row needs besides the argmax."""
 
     SAMPLE = auto()
     PENALTIES = auto()
@@ -208,7 +208,7 @@ class SamplingTable:
 
 
 class _LogitBiases:
-    """The tokens of each row whose logits get a bias.
+    """For each row, the tokens whose logits get a bias.
 
     The biases of `logit_bias` apply at all positions. Stop tokens have a bias of minus infinity before the position at
     which `min_tokens` is reached.

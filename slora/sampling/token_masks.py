@@ -16,7 +16,7 @@ from torch import Tensor
 from slora.scheduler.sequence import Sequence
 from slora_kernels.layout import Int32Array
 
-# CPU seconds. The masks of 64 common schemas take 1 ms. The mask that exceeds a limit of the library takes 10 ms.
+# CPU seconds. The masks of 64 common schemas take 1 ms. A mask that exceeds a limit of the library takes 10 ms.
 _STEP_S = 0.005
 
 

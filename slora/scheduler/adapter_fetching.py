@@ -4,8 +4,8 @@ The host cache is limited, and a fetch that finds no room there fails after a wh
 fetched at a time as fit into the host cache together with the held copies. The next fetch is requested when an earlier
 copy has been loaded or released. Prefetches, which no request waits for, come last.
 
-The adapters of a composed request are requested together, and only then does the request hold copies of them. Two
-requests that each hold one adapter and have no room for the other would otherwise wait for each other forever.
+The adapters of a composed request are requested together, and only then does the request hold copies of them. Otherwise
+two requests could each hold one adapter, find no room for their other adapter, and wait for each other forever.
 
 This module depends on the adapter source and on sequences, but not on the pool or on pages.
 """
@@ -22,7 +22,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class AdapterFetching:
-    """Invariant: while a sequence waits for an adapter, at least one adapter is being fetched or held.
+    """Fetches adapters to the host for the sequences that wait for them.
+
+    Invariant: while a sequence waits for an adapter, at least one adapter is being fetched or held.
 
     A waiting sequence is pending until its fetches are requested.
 
@@ -130,7 +132,7 @@ class AdapterFetching:
     def retain(self, sequence: Sequence) -> None:
         """Keeps the copies of the sequence's adapters until `release`. Does nothing if it already keeps them.
 
-        A load may take a copy before that; see `take_copy`.
+        A load may take over a copy earlier; see `take_copy`.
         """
         if sequence not in self._retaining:
             self._retaining.add(sequence)
@@ -171,7 +173,7 @@ class AdapterFetching:
         self._source.purge(tenant)
 
     def check_invariants(self, waiting: Collection[Sequence]) -> None:
-        """waiting: the sequences that neither run nor have ended."""
+        """Asserts that the held copies and the waits are consistent. waiting: all waiting sequences."""
         assert self._retaining <= set(waiting), "a sequence that does not wait keeps copies"
         assert set(self._copies) <= {v for v, n in self._users.items() if n}, (
             "a host copy is held without a user"

@@ -28,10 +28,11 @@ from slora_adapters.version import AdapterVersion
 
 
 class AdapterLoading:
-    """Invariant: while a resident is in `_loading`, its load is one of its users and its copy in the host cache is
-    held.
+    """Loads adapters into the pool, and advances the loads in progress in each step.
 
-    budget: how many pages the step that is being planned may still load.
+    Invariant: while a resident is in `_loading`, its load is one of its users and its copy in the host cache is held.
+
+    budget: the number of pages that the step being planned may still load.
     loads: number of started loads by cause: `request`, `pin` or `prewarm`.
     load_pages: the most pages that a step with decoding sequences loads; None: `LoadBudget` derives it from `costs`.
     """
@@ -208,8 +209,8 @@ class AdapterLoading:
                 self.budget.spend(count)
 
     def are_ready(self, residents: Iterable[Resident]) -> bool:
-        """Whether this step may compute with the adapters: each is loaded, or the plan already has its last slice,
-        which is copied before the step computes.
+        """Whether this step may compute with the adapters. Each of them must be loaded, or its last slice must be
+        planned. The step copies the slice before it computes.
         """
         return all(one.is_loaded or self._loading[one].num_planned == len(one.pages) for one in residents)
 
@@ -238,7 +239,7 @@ class AdapterLoading:
     def purge(self, tenant: str) -> None:
         """Abandons the tenant's loads, and drops its copies in the host cache.
 
-        Called between two steps, when no request uses the tenant's adapters any more.
+        Called between two steps, after all requests that used the tenant's adapters have ended.
         """
         for resident in [one for one in self._loading if one.version.tenant == tenant]:
             self._residency.abandon_load(resident)
@@ -251,7 +252,7 @@ class AdapterLoading:
         self._host.remove(version)
 
     def check_invariants(self, waiting: Collection[Sequence]) -> None:
-        """waiting: the sequences that neither run nor have ended."""
+        """Asserts that the loads in progress are consistent. waiting: all waiting sequences."""
         self._host.check_invariants(waiting)
         for resident, load in self._loading.items():
             assert resident.is_loading and resident.num_users > 0, (
@@ -273,7 +274,7 @@ class AdapterLoading:
 class _Load:
     """One load in progress.
 
-    num_planned: how many pages this step and earlier steps were planned to load.
+    num_planned: number of pages that are loaded or planned to be loaded in this step.
     is_background: only background requests are known to wait for it.
     """
 

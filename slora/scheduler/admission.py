@@ -64,8 +64,8 @@ class Admission:
         return not sequence.is_background and sequence.num_choices <= self._batch.free_capacity
 
     def admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
-        """Admits interactive sequences in the queue's order until one does not fit. All later sequences then wait, so
-        that they do not take the pages that this one needs.
+        """Admits interactive sequences in the queue's order until a sequence does not fit. All later sequences then
+        wait, so that they do not take the pages that this sequence needs.
 
         There are exceptions: a tenant at its ceiling is skipped, and so is a tenant that has used its part of the
         budget. A tenant below its floor goes ahead. A sequence that does not fit preempts background sequences.
@@ -153,11 +153,10 @@ class Admission:
         )
 
     def _count_reserved_tokens(self, sequence: Sequence, num_computed: int) -> int:
-        """Returns for how many tokens a starving sequence allocates pages, so that it needs no further free page until
-        its next token.
+        """Returns the number of tokens for which a starving sequence allocates pages when it is admitted.
 
-        With a sliding window, these may be fewer than all of its tokens, because the sequence frees pages while it
-        allocates others.
+        With these pages, the sequence needs no further free page until its next token. With a sliding window, this
+        number may be less than the number of its tokens, because the sequence frees pages while it allocates others.
         """
         footprint, num_tokens = self._paging.footprint, len(sequence.token_ids)
         first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens

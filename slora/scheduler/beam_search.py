@@ -6,9 +6,8 @@ those that end with a stop token or reach the maximum length become hypotheses. 
 sum / length ** length_penalty, and the best `width` are kept. The first `width` continuations that do not end are the
 next beams.
 
-The search is over in one of three cases. Every beam has reached the maximum length. Or there are `width` hypotheses and
-`early_stopping` is set. Or there are `width` hypotheses and the best beam, scored at its current length, would not beat
-the worst of them.
+The search is over when every beam has reached the maximum length. Once there are `width` hypotheses, it is also over if
+`early_stopping` is set, or if the best beam, scored at its current length, would not beat the worst hypothesis.
 
 Worked example, width 2, length_penalty 1: "a b </s>" with log-probabilities -0.5, -0.5, -0.2 scores -1.2 / 3 = -0.4. It
 beats "c </s>" with -0.4, -0.6, which scores -1.0 / 2 = -0.5.
@@ -28,7 +27,8 @@ from slora.sampling_params import SamplingParams
 class Proposal(NamedTuple):
     """The most probable continuations of one beam, best first.
 
-    They include at least `width` that do not end the beam, and every continuation that ranks before these.
+    They include at least `width` continuations that do not end the beam, and every continuation that ranks before
+    these.
 
     token_ids: one per continuation.
     scores: log-probability plus the biases and penalties of the request; a continuation with minus infinity is never
@@ -170,7 +170,7 @@ class BeamSearch:
         return self._finished[:count]
 
     def _ranked(self) -> Iterator[_Continuation]:
-        """All continuations, best first. Of equal sums, the continuation of the better beam comes first."""
+        """All continuations, best first. Among equal sums, the continuation of the better beam comes first."""
         return heapq.merge(*map(self._continuations, self._beams), key=lambda one: -one.total)
 
     def _continuations(self, beam: int) -> Iterator[_Continuation]:
@@ -187,7 +187,7 @@ class BeamSearch:
         token_ids, logprobs = _collect_tokens(self._extended(one))
         score = one.total / self._length**self._length_penalty
         self._finished.append(Hypothesis(score, token_ids, logprobs, reason))
-        # The sort is stable: of equal scores, the hypothesis that ended first is kept.
+        # The sort is stable: among equal scores, the hypothesis that ended first is kept.
         self._finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
         del self._finished[self.width :]
 

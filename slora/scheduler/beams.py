@@ -32,7 +32,7 @@ class Beams:
         self._forks = []
 
     def propose(self, sequence: Sequence, search: BeamSearch, proposal: Proposal) -> list[StepOutput]:
-        """Records the proposal of one beam. Returns the answers if this ended the search, otherwise an empty list."""
+        """Records the proposal of one beam. Returns the answers if the search is now over, otherwise an empty list."""
         search.propose(sequence.index, proposal)
         if not search.is_ready:
             return []

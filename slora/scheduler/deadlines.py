@@ -1,8 +1,8 @@
 """Deadlines for the first token: the early abort of S-LoRA.
 
-A request that would miss its deadline even if it were admitted now is ended. The compute time then goes to requests
-that can still meet their deadlines. A beam search yields its first token only when it is over, so even a running search
-can be ended. Times are seconds on the scheduler's clock.
+The scheduler ends a request that would miss its deadline even if it were admitted now. The compute time then goes to
+requests that can still meet their deadlines. A beam search yields its first token only when it is over, so even a
+running search can be ended. Times are seconds on the scheduler's clock.
 """
 
 import heapq
@@ -31,7 +31,7 @@ class Deadlines:
 
     @property
     def next_due_s(self) -> float | None:
-        """The time at which a request must be examined next. The request may have its first token by then.
+        """The time at which a request must be examined next. By then, the request may have its first token.
 
         None if the heap is empty.
         """

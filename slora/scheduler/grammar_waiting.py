@@ -1,4 +1,4 @@
-"""The sequences that wait until the form of their answer is compiled."""
+"""The sequences that wait until their grammar is compiled."""
 
 from collections.abc import Iterator
 
@@ -27,9 +27,9 @@ class GrammarWaiting:
             self._waiters[tenant, output].remove(sequence)
 
     def collect(self) -> Iterator[tuple[Sequence, RequestRefused | None]]:
-        """Yields each sequence that need not wait any more, with the error if its grammar was refused.
+        """Yields each sequence whose grammar was compiled or refused, with the error if it was refused.
 
-        Otherwise the sequence now has its matcher.
+        A sequence whose grammar was compiled now has its matcher.
         """
         for result in () if self._grammars is None else self._grammars.poll():
             for sequence in self._waiters.pop((result.tenant, result.output), []):

@@ -40,10 +40,10 @@ _PAGE_SECOND = 1 << 20
 
 
 class Lifecycle:
-    """Every unfinished sequence is in `unfinished`.
+    """Moves sequences between their states, and acquires and releases their resources.
 
-    It is also in exactly one of four places: the batch, the queue, `adapters`, where it waits for its adapters, or
-    `_grammars`, where it waits until the form of its answer is compiled.
+    Every unfinished sequence is in `unfinished`, and also in exactly one of four places: the batch, the queue,
+    `adapters`, where it waits for its adapters, or `_grammars`, where it waits until its grammar is compiled.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Lifecycle:
     def release_background_copies(self) -> None:
         """Releases the copies in the host cache that background sequences in the queue keep.
 
-        Interactive sequences wait for this room. If adapters of a background sequence are missing when the sequence is
-        next in the queue, `Admission` lets it wait for them again.
+        Interactive sequences need this room. If adapters of a background sequence are missing when the sequence is next
+        in the queue, `Admission` lets it wait for them again.
         """
         for sequence in self.unfinished:
             if sequence.is_background and sequence in self.queue:

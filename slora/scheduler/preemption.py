@@ -77,7 +77,7 @@ class Preemption:
 
     @property
     def has_starving(self) -> bool:
-        """Whether a starving sequence runs or is next. Then no adapter is loaded for a pin or for prewarming."""
+        """Whether a starving sequence runs or is next. If so, no adapter is loaded for a pin or for prewarming."""
         return any(one.is_starving and not one.is_background for one in (*self._batch, *self.upcoming))
 
     def choose_victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
@@ -123,8 +123,8 @@ class Preemption:
         """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, and there is
         no room for the preempted beam.
 
-        Preempts a sequence of another request in favour of the next sequence in the queue. Returns False if there is
-        none to preempt.
+        Preempts a sequence of another request in favour of the next sequence in the queue. Returns False if there is no
+        such sequence.
 
         The caller may repeat this. The repetition ends at the latest when only one search runs, because `Lifecycle`
         guarantees that one search fits.

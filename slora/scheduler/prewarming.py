@@ -37,7 +37,7 @@ class Prewarming:
         self._adapters = adapters
         self._preemption = preemption
         self._batch = batch
-        # In order of the prewarm calls.
+        # The adapters to prewarm whose fetch has not ended yet, in the order of the prewarm calls.
         self._requested: dict[AdapterVersion, None] = {}
         self._fetched: OrderedDict[AdapterVersion, None] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""The running sequences in order of arrival. Each has its own row of the sampling table."""
+"""The running sequences in order of arrival. Each sequence has its own row of the sampling table."""
 
 from collections.abc import Iterator
 
@@ -57,7 +57,7 @@ class RunningBatch:
         self.release_row(sequence)
 
     def release_row(self, sequence: Sequence) -> None:
-        """Returns the sequence's row of the sampling table."""
+        """Frees the sequence's row of the sampling table."""
         self._free_rows.append(sequence.row)
 
     def check_invariants(self) -> None:

@@ -107,7 +107,7 @@ class Scheduler:
         self._costs = costs
         # Whether the last step had nothing to do.
         self._was_idle = True
-        # The times of the previous tokens of the sequences that got a token in the last step.
+        # The sequences that got a token in the last step, counted by the time of their previous token.
         self._last_tokens: Counter[float] = Counter()
         # Sequences whose sampling table rows `undo_step` left outdated.
         self._stale_rows: list[Sequence] = []
@@ -413,8 +413,8 @@ class Scheduler:
         return budget
 
     def _prefill_budget(self, running: list[Sequence]) -> PrefillBudget:
-        """The budget of a step for prompts. It excludes one token for each decode row, so that a long prompt never
-        stalls decoding.
+        """The step's budget for prompt tokens. The budget excludes one token for each decode row, so that a long prompt
+        never stalls decoding.
         """
         decoding = [sequence.tenant for sequence in running if sequence.num_uncomputed == 1]
         num_tokens = self._config.max_num_batched_tokens - len(decoding)
@@ -430,7 +430,7 @@ class Scheduler:
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""
-        if not sequence.is_running:  # Preempted after the caller had listed the running sequences.
+        if not sequence.is_running:  # It was preempted after the caller had listed the running sequences.
             return False
         if not self.adapters.are_ready(sequence.residents):
             return False

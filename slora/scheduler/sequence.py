@@ -15,7 +15,7 @@ Invariants:
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
     matcher   for structured output: the matcher in the state after the generated tokens; None while the sequence waits
-              for its form to be compiled
+              for its grammar to be compiled
     drafted   KV of drafted tokens may follow the computed KV in `blocks`; no token ever attends to it
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
     pooled    for embeddings: what the computed tokens of the prompt contribute to the embedding
@@ -105,8 +105,8 @@ class Sequence:
     num_repeat_preemptions: number of preemptions since it last gained a token.
     mask_s: CPU seconds of its last mask.
     draft_state: None before its first draft.
-    num_deferrals: number of steps since its last token that deferred it, see `token_masks`.
-    num_failed_steps: steps that failed to move its adapters or its KV into the pool.
+    num_deferrals: number of steps that deferred it since its last token; see `token_masks`.
+    num_failed_steps: number of steps that failed to move its adapters or its KV into the pool.
     """
 
     __slots__ = (
@@ -204,8 +204,8 @@ class Sequence:
         return (self.arrival, self.index) < (other.arrival, other.index)
 
     def fork(self, index: int) -> "Sequence":
-        """Creates choice or beam `index` of the same request. It has the same place in the order of arrival, and holds
-        no pages yet.
+        """Creates choice or beam `index` of the same request. The new sequence has the same place in the order of
+        arrival, and holds no pages yet.
         """
         block_tokens = self.blocks.block_tokens
         seed = choice_seed(self.seed, index)
@@ -232,8 +232,8 @@ class Sequence:
         """Whether it was preempted `_MAX_REPEAT_PREEMPTIONS` times without a new token in between.
 
         Two sequences could otherwise preempt each other forever. A starving sequence is admitted only with all pages
-        that it needs up to its next token, and it is preempted last. Of several starving sequences, the one that
-        arrived first is not preempted at all. So at least one sequence makes progress.
+        that it needs up to its next token, and it is preempted last. Among several starving sequences, the first to
+        arrive is never preempted. So at least one sequence makes progress.
         """
         return self.num_repeat_preemptions >= _MAX_REPEAT_PREEMPTIONS
 
@@ -243,7 +243,7 @@ class Sequence:
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether the form of its answer is not compiled yet."""
+        """Whether it waits for its grammar, which is not compiled yet."""
         return self.matcher is None and self.request.sampling.structured_output is not None
 
     @property

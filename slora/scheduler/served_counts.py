@@ -2,8 +2,8 @@
 
 The number of names is bounded. The busiest names have counters of their own, and all other names are counted together.
 Every few minutes, the busiest of the other names may replace the least busy listed name. The counters of the replaced
-name are dropped, and its later requests are counted with those of all other names. So each counter only grows while it
-is listed.
+name are dropped, and its later requests are counted with those of all other names. So the counters of a name only grow
+while the name is listed.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ __all__ = ["OTHERS", "ServedCounts", "ServedRequests"]
 OTHERS = "other"
 
 _REPLACE_EVERY_S = 180.0
-# A name replaces a listed name only if it had more than this many times as many requests.
+# A name replaces a listed name only if it had more than this many times the requests of the listed name.
 _MUCH_BUSIER = 2
 # The most names whose requests are counted between two replacements.
 _MAX_CANDIDATES = 1024

@@ -136,8 +136,8 @@ class StepPlan:
     def remove(self, sequence: Sequence) -> bool:
         """Removes a preempted sequence from the plan.
 
-        Returns whether the sequence's pages hold all KV that it has computed. They lack some of it if this plan was to
-        copy or swap content into one of the pages.
+        Returns whether the sequence's pages hold all KV that it has computed. The pages lack some of this KV if the
+        plan was to copy or swap content into one of them.
         """
         self.chunks[:] = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.rows_to_write[:] = [one for one in self.rows_to_write if one is not sequence]

@@ -6,8 +6,8 @@ example on a CPU, where each row takes additional time. Background requests then
 requests.
 
 A step without interactive requests is also kept short (`short_prefill_s`), because an interactive request that arrives
-during the step waits for its end. The first row of such a step is computed even if it takes longer, for example because
-of its mask. Otherwise its request would never end.
+during the step must wait until the step ends. The first row of such a step is computed even if it takes longer, for
+example because of its mask. Otherwise the request of this row would never end.
 """
 
 from slora.cost_model import Costs, StepWork
@@ -18,7 +18,7 @@ MAX_GROWTH = 0.03
 
 
 class BackgroundBudget:
-    """What one step has left for background work.
+    """The remaining budget of one step for background work.
 
     num_tokens: tokens that the step may still compute.
     interactive: the interactive work of the step; None if no interactive request runs.

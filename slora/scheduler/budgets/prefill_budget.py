@@ -1,11 +1,11 @@
 """How many prompt tokens each tenant may compute in one step.
 
 A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
-tenant. A prompt of which the step computes no token waits for the next step. Two rules limit both delays:
+tenant. A prompt that gets no tokens in a step waits for the next step. Two rules limit both delays:
 
 - Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`.
-- While another tenant also has a prompt to compute, a tenant takes at most half of what is left. Equal parts would be
-  fairer, but every prompt would then complete as late as the last one.
+- While another tenant also has a prompt to compute, a tenant takes at most half of the tokens that are left. Equal
+  parts would be fairer, but every prompt would then complete as late as the last one.
 
 A tenant that is alone in the engine may use the whole step.
 """
@@ -17,8 +17,8 @@ from slora.pool.tenant_account import TenantAccount
 
 # The prefills of a step may take this many times the step's fixed cost. With 2, a flood of prompts makes the steps of
 # other tenants at most three times as long. The flood reaches two thirds of the throughput that it would have alone.
-# With 4, it would be five times and four fifths. Ordinary loads complete as many requests with 4 as with 2
-# (bench.simulate).
+# With 4, the steps would be up to five times as long, and the flood would reach four fifths. Ordinary workloads
+# complete as many requests with 4 as with 2 (bench.simulate).
 _STEP_COSTS = 2
 # A step may always prefill this many tokens, even if its fixed cost is tiny.
 _MIN_TOKENS = 64
@@ -52,7 +52,7 @@ class PrefillBudget:
         self._parts: dict[TenantAccount, int] = {}
 
     def left(self, tenant: TenantAccount) -> int:
-        """Returns how many prompt tokens the step has left for the tenant, without the limit to half of them."""
+        """Returns how many prompt tokens the step has left for the tenant, ignoring the limit of one half."""
         return min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
 
     def fit(self, tenant: TenantAccount) -> int:

@@ -11,8 +11,8 @@ from slora_adapters.version import AdapterVersion
 
 # The acceptance rate that is assumed before the first draft, and the number of drafted tokens that it counts as.
 _FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
-# Each new draft multiplies the weight of older drafts by this factor. A sequence forgets them sooner than an adapter,
-# because its text may change quickly between copied and new passages.
+# Each new draft multiplies the weight of older drafts by this factor. A sequence forgets old drafts sooner than an
+# adapter does, because its text may change quickly between copied and new passages.
 _SEQUENCE_DECAY, _ADAPTER_DECAY = 0.85, 0.98
 # The most pairs of a tenant and its adapters whose rates are kept.
 _MAX_ADAPTERS = 1024

@@ -1,4 +1,4 @@
-"""What drafting knows about one sequence: its n-grams, and how often its drafts were accepted."""
+"""The drafting state of one sequence: its n-grams, and how often its drafts were accepted."""
 
 from slora.scheduler.drafting.acceptance import Rates
 from slora.scheduler.drafting.ngram_index import NgramIndex

@@ -39,7 +39,8 @@ from slora.scheduler_config import SchedulerConfig
 _MIN_GAIN = 1.25
 # Drafts may lengthen a step by this factor for a sequence that gains nothing from them.
 _MAX_DELAY = 1.25
-# Tokens that all sequences together add to their indexes in one step. This takes the host about one millisecond.
+# The most tokens that all sequences together add to their indexes in one step. Adding so many takes the host about one
+# millisecond.
 _INDEXED_PER_STEP = 1024
 
 
@@ -47,8 +48,9 @@ class _Candidate:
     """A decode row that may get a draft.
 
     number: the place of its chunk in the plan. position: where the drafted tokens are copied from.
-    rate: the estimated probability that a drafted token is accepted after an accepted one. most: the most tokens to
-    draft. row_s: seconds of one drafted row. expected: tokens that the sequence is expected to gain in this step.
+    rate: the estimated probability that a drafted token is accepted if all drafted tokens before it were accepted.
+    most: the most tokens to draft. row_s: seconds of one drafted row. expected: tokens that the sequence is expected to
+    gain in this step.
     """
 
     __slots__ = ("expected", "is_probe", "most", "num_tokens", "number", "position", "rank", "rate", "row_s")
@@ -70,7 +72,7 @@ class _Candidate:
 class Drafting:
     """Adds drafts to the decode rows of a plan, and decides which sampled tokens are kept.
 
-    num_drafts, num_draft_tokens, num_accepted_tokens: since the engine started.
+    num_drafts, num_draft_tokens, num_accepted_tokens: totals since the engine started.
     """
 
     def __init__(self, config: SchedulerConfig, paging: UnifiedPaging, costs: Costs) -> None:
@@ -141,7 +143,8 @@ class Drafting:
                 chunk.samples and chunk.num_tokens == 1 and sequence.num_generated and sequence.can_draft
             ):
                 continue
-            if sequence.is_background and has_interactive:  # Background work may hardly lengthen this step.
+            # Background work may lengthen a step with interactive requests only a little.
+            if sequence.is_background and has_interactive:
                 continue
             row_s = self._costs.row_s(chunk.start + 2)
             most = self._most_tokens(sequence)

@@ -35,7 +35,8 @@ class NgramIndex:
     def find(self, token_ids: list[int]) -> tuple[int, int] | None:
         """Finds the longest n-gram at the end of the sequence that occurred earlier.
 
-        Returns its index in `NGRAM_SIZES`, and the position after its last earlier occurrence. None if there is none.
+        Returns the index of the n-gram's size in `NGRAM_SIZES`, and the position after its last earlier occurrence.
+        Returns None if no n-gram occurred earlier.
         """
         for rank, (size, following) in enumerate(zip(NGRAM_SIZES, self._next, strict=True)):
             position = following.get(hash(tuple(token_ids[-size:])))

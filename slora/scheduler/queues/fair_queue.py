@@ -77,7 +77,8 @@ class FairQueue:
         return list(islice((one for one in rows if one in self._members), count))
 
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
-        """Returns the sequence with the fewest computed tokens of a tenant that holds at least its share of the pages.
+        """Chooses a tenant that holds at least its share of the pages. Returns its sequence with the fewest computed
+        tokens.
 
         The tenant is not chosen by the largest counter. If each tenant runs only one or two sequences, the tenant with
         the largest counter has computed the most tokens. Preempting its sequence would lose the most work.

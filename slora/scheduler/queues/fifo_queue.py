@@ -10,7 +10,9 @@ _Entry = tuple[bool, Sequence]
 
 
 class FifoQueue:
-    """A heap by class and arrival. A removed sequence stays in the heap until it reaches the top."""
+    """A heap of sequences, sorted by class and then by arrival. A removed sequence stays in the heap until it reaches
+    the top.
+    """
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
