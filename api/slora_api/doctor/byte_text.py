@@ -1,4 +1,4 @@
-"""Writes numbers of bytes for people."""
+"""Formats byte counts for people."""
 
 __all__ = ["format_bytes"]
 

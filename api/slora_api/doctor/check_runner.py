@@ -16,9 +16,7 @@ _ORDER = list(Status)
 
 
 class _Run:
-    """One check on its thread. It is a daemon thread, because a hanging disk or server may keep the thread from
-    ending.
-    """
+    """Runs one check on a daemon thread. If a disk or server hangs, a daemon thread does not keep the process alive."""
 
     def __init__(self, check: Check) -> None:
         self._check = check

@@ -1,4 +1,4 @@
-"""Checks the data directory and its secrets. Creates nothing in it except a temporary file."""
+"""Checks the data directory and its secrets. Creates nothing in the directory except a temporary file."""
 
 import os
 import shutil

@@ -8,7 +8,7 @@ __all__ = ["Check", "Finding", "Result", "Status", "failure", "fine", "warning"]
 
 
 class Status(StrEnum):
-    """How bad a finding is. FAILS: a server with these settings does not start, or does not work."""
+    """The severity of a finding. FAILS: a server with these settings does not start, or does not work."""
 
     FAILS = "fails"
     WARNING = "warning"

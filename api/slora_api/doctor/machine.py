@@ -85,7 +85,7 @@ def _check_gpu_memory(free: int, weights: int, pool: int | None) -> Iterator[Fin
 
 
 def check_shared_memory(settings: Settings) -> Iterator[Finding]:
-    """Checks that the host cache can be created. It is a memfd, which counts as memory of the control group."""
+    """Checks that the host cache can be created. The cache is a memfd, which counts as memory of the control group."""
     try:
         cache = HostCache(settings.host_cache_bytes)
     except OSError as error:

@@ -8,13 +8,13 @@ from slora_api.key_masking import mask_keys, mask_passwords
 __all__ = ["SecretMask"]
 
 _URLS = ("store", "database", "redis", "quota_redis")
-# Shorter secrets are not masked, because such texts occur in messages by chance.
+# Shorter secrets are not masked, because short strings occur in messages by chance.
 _MIN_CHARS = 8
 
 
 class SecretMask:
-    """Masks the secrets of the settings in messages. texts: the text of each setting, by name; None if the setting is
-    not given.
+    """Masks the secrets of the settings in messages. texts: setting name -> its value as a string; None if the setting
+    is not given.
     """
 
     def __init__(self, texts: Mapping[str, str | None]) -> None:

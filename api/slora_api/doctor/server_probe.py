@@ -20,11 +20,11 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """What answers on the port. refusal: why a server could not listen; empty if it could. is_taken: whether a program
-    already listens on the port.
+    """The result of a probe of the port. refusal: why a server could not listen on the port; empty if it could.
+    is_taken: whether a program already listens on the port.
 
-    version: the version of slora that answers; None if no slora answers. trouble: why the answering server is not
-    ready; empty if it is.
+    version: the version of the slora server that answers; None if no slora server answers. trouble: why the answering
+    server is not ready; empty if it is.
     """
 
     refusal: str = ""

@@ -1,4 +1,4 @@
-"""A fact that several checks need and that takes long to find out."""
+"""A fact that several checks need and that is slow to determine."""
 
 from collections.abc import Callable
 from threading import Lock

@@ -142,8 +142,8 @@ def _read_facts(url: str, what: str) -> "RedisFacts":
 
 
 def check_clock(settings: Settings) -> Iterator[Finding]:
-    """Compares this machine's clock with the clocks of PostgreSQL and Redis. Leases and quota windows depend on all of
-    them.
+    """Compares this machine's clock with the clocks of PostgreSQL and Redis. Leases and quota windows depend on these
+    clocks.
     """
     compared = 0
     for name, offset in _measure_clocks(settings):
@@ -163,7 +163,7 @@ def check_clock(settings: Settings) -> Iterator[Finding]:
 
 
 def _measure_clocks(settings: Settings) -> Iterator[tuple[str, ClockOffset]]:
-    """Yields name and clock of each server that answers. The checks of the servers report those that do not answer."""
+    """Yields the name and the clock offset of each server that answers. Other checks report unreachable servers."""
     if settings.database:
         try:
             offset = measure_database_clock(settings.database)

@@ -30,10 +30,10 @@ _log = get_rate_limited_logger(__name__)
 # Accepting this many connections blocks the event loop for about 2 ms.
 _MAX_AT_ONCE = 16
 _RETRY_S = 1.0
-# How long a process with more connections waits, so that another process can accept a new one first.
+# A process that has more connections than another one waits this long, so that the other one can accept first.
 _YIELD_S = 0.002
 _LINGER_S = 1.0
-# Refused connections that stay open for `_LINGER_S`. Any further ones are closed at once.
+# At most this many refused connections stay open for `_LINGER_S`. Further refused connections are closed at once.
 _MAX_LINGERING = 32
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -82,14 +82,14 @@ class Acceptor:
         self._accept_one()
 
     def _accept_one(self) -> bool:
-        """Accepts one connection, and serves or refuses it. Returns False if there was none."""
+        """Accepts one connection, and serves or refuses it. Returns False if no connection was accepted."""
         try:
             accepted, address = self._listener.accept()
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 self._report_exhausted(error)
                 self._pause(_RETRY_S, self._listen)
-            return False  # No connection waits, or a client hung up before it was accepted.
+            return False  # No connection is waiting, or a client hung up before the accept.
         accepted.setblocking(False)
         host = str(address[0])
         reason = self._connections.make_room(host)

@@ -11,13 +11,13 @@ __all__ = ["ConnectionLimits"]
 class ConnectionLimits:
     """The limits of one API process.
 
-    max_connections: the most open connections of the process.
-    max_per_address: the most open connections of one client address to all processes. None: three quarters of the
-    connections of all processes together.
+    max_connections: the maximum number of open connections of the process.
+    max_per_address: the maximum number of open connections of one client address to all processes. None: three quarters
+    of the connections of all processes together.
     num_processes: API processes of the host.
     idle_s: how long a connection may stay open without a request. Load balancers commonly keep idle connections for 60
     s. The default is longer, so that the load balancer closes the connection first.
-    head_s: limit of the time from the first byte of a request to the end of its headers.
+    head_s: the time limit from the first byte of a request to the end of its headers.
     write_grace_s, min_read_bytes_per_s: how slowly a client may read its answer (see `MinRateTimeout`). Time counts
     only while more than 64 KiB wait to be sent, or while the rest of a complete answer is sent. The default rate, 16
     KiB/s, is slower than any link that can carry a stream.
@@ -35,7 +35,7 @@ class ConnectionLimits:
 
     @property
     def per_address(self) -> int:
-        """The most open connections that one client address may have."""
+        """The maximum number of open connections of one client address."""
         num_connections = self.num_processes * self.max_connections
         if self.max_per_address is not None:
             return min(self.max_per_address, num_connections)

@@ -1,12 +1,12 @@
 """Tracks the open connections of a server and closes idle ones to make room for new ones.
 
 A connection without a request uses a descriptor and serves no client, so it is closed first. A connection is idle until
-the whole head of a request has arrived. It is idle again when the answer is complete, or when the rest of the body is
-only dropped. By this rule, a client without an API key cannot keep a connection busy, so it cannot keep other clients
-out.
+the whole head of a request has arrived. It is idle again when the answer is complete, or while the server only drops
+the rest of the body. By this rule, a client without an API key cannot keep a connection busy, so it cannot keep other
+clients out.
 
-If the server is full when a new connection arrives, a batch of idle connections is closed. The batch has connections of
-the address with the most connections, the longest idle first. An address at its own limit replaces only its own idle
+If the server is full when a new connection arrives, a batch of idle connections is closed. The batch is taken from the
+address with the most connections, longest idle first. An address at its own limit replaces only its own idle
 connections. If no connection is idle, the new one is refused.
 
 The limit of an address holds for all API processes of the host. A process closes only its own idle connections, so an
@@ -74,8 +74,8 @@ class Connections:
         return least is not None and len(self) > least + least // _FAIR_MARGIN
 
     def make_room(self, host: str) -> str | None:
-        """Makes room for a connection from `host`, if necessary by closing idle ones. Returns None, or the reason for a
-        refusal.
+        """Makes room for a connection from `host`, if necessary by closing idle ones. Returns the reason if the
+        connection must be refused, else None.
         """
         address, per_address = _group(host), self.limits.per_address
         num_open = self._on_host.count_of(address)

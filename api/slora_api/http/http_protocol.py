@@ -142,7 +142,9 @@ class HttpProtocol(H11Protocol):
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Parses the received bytes. Refuses a head that is too large even if it is complete, because h11 does not."""
+        """Parses the received bytes. Refuses every head that is too large. h11 would accept such a head if it is
+        complete.
+        """
         if self.conn.their_state is h11.IDLE and self._is_head_too_large():
             error = HeadersTooLarge(
                 f"The request line and the headers are larger than {_MAX_HEAD_BYTES} bytes. Send fewer or shorter "

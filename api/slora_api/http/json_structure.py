@@ -1,7 +1,7 @@
 """Counts the values of a JSON body while its bytes arrive, before it is parsed.
 
 Parsing holds the interpreter lock until it ends, even on another thread. Its time depends on the number of values and
-on the length of numbers, so both are bounded here. Texts are cheap: parsing 4 MB of text takes 10 ms.
+on the length of numbers, so both are bounded here. Strings are cheap: parsing 4 MB of strings takes 10 ms.
 
 Worked example: `{"a": [1, "x,y"]}` counts as 4 values: one for each opening bracket, one for each comma outside
 strings, and one for the whole body.
@@ -14,10 +14,10 @@ from slora_api.request_bounds import JsonBounds
 
 __all__ = ["JsonStructure"]
 
-# The pattern also matches a string without an end, if the searched bytes end within it. Otherwise, the search would try
-# the pattern again at each later quote.
+# The pattern also matches an unterminated string at the end of the searched bytes. Otherwise, the search would try the
+# pattern again at each later quote.
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
-# How many of the first bytes of a body are searched for the name of the largest field. The search takes 1 ms.
+# The search for the name of the largest field covers this many bytes from the start of a body. It takes 1 ms.
 _NAMING_BYTES = 1 << 14
 _SHOWN_BYTES = 128
 
@@ -39,7 +39,7 @@ class JsonStructure:
         self._tail = b""
 
     def add(self, part: bytes) -> None:
-        """Counts the next bytes. Parts should have at most 64 KiB, which take 1.5 ms. Raises BadRequest."""
+        """Counts the next bytes. Parts should have at most 64 KiB, which takes 1.5 ms. Raises BadRequest."""
         if len(self._begin) < _NAMING_BYTES:
             self._begin += part[: _NAMING_BYTES - len(self._begin)]
         bare = self._outside_strings(part)

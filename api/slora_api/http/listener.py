@@ -8,8 +8,8 @@ __all__ = ["open_listener"]
 
 # Connections that may wait in the kernel to be accepted.
 _BACKLOG = 2048
-# The kernel's send buffer of one connection. By default it grows to 4 MiB. Only when it is full does the server notice
-# that a client does not read. 256 KiB allow 2.5 MB/s over a round trip of 100 ms.
+# The kernel's send buffer of one connection. By default it grows to 4 MiB. The server notices that a client does not
+# read only when this buffer is full. 256 KiB allow 2.5 MB/s over a round trip of 100 ms.
 _SEND_BUFFER_BYTES = 256 << 10
 
 

@@ -46,7 +46,7 @@ class OwnerObject(TypedDict):
 
 
 class CountsObject(TypedDict):
-    """Numbers of pages by content. prefixes: cached prefixes. other: pages of other tenants."""
+    """The number of pages for each kind of content. prefixes: cached prefixes. other: pages of other tenants."""
 
     free: int
     kv: int
@@ -82,8 +82,8 @@ class LiveTenantObject(TypedDict):
 
 
 class TrafficObject(TypedDict):
-    """The traffic of the viewer's tenant, or of all tenants for an operator. The numbers of steps are those of the
-    whole engine.
+    """The traffic of the viewer's tenant, or of all tenants for an operator. The step statistics cover the whole
+    engine.
 
     tokens_per_s: generated tokens. first_token: times from the arrival in the engine to the first token. interval:
     times between two tokens. awaiting_adapter: sequences whose adapter is being fetched; null for tenants.

@@ -32,7 +32,8 @@ _MAX_INTERVAL_S = 4.0
 # How long an observation may take. The engine answers between two steps. After this time, viewers get null instead of a
 # frame.
 _PATIENCE_S = 5.0
-# The most viewers in one process. An operator counts like a tenant.
+# The maximum numbers of viewers in one process: of all tenants, and of one tenant. The operators together count as one
+# tenant.
 _MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
 # How long the name of an adapter is cached.
 _NAMES_S = 30.0

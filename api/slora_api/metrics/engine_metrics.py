@@ -76,7 +76,7 @@ def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Met
         ],
     )
     num_tokens = info.num_pages * info.block_tokens
-    num_whole = f"{num_tokens / info.max_model_len:.2f}"  # sequences of the greatest length that fit
+    num_whole = f"{num_tokens / info.max_model_len:.2f}"  # How many sequences of the maximum length fit.
     sizes = [str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages), str(num_tokens), num_whole]
     cache.add_metric([*sizes, ENGINE], 1)
     yield cache

@@ -11,7 +11,7 @@ __all__ = ["ENGINE", "FIRST_TOKEN_S", "LATENCY_S", "VLLM_LABELS", "RequestMetric
 # The labels of vLLM's metrics. A server has one engine.
 VLLM_LABELS = ("model_name", "engine")
 ENGINE = "0"
-# The buckets of vLLM's histograms. Histograms of several servers can be added only if their buckets are the same.
+# The buckets of vLLM's histograms. Histograms of several servers can be summed only if their buckets are the same.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),

@@ -68,7 +68,7 @@ _NO_DIGEST = bytes(_DIGEST_BYTES)
 
 _MAX_ACCOUNTS = 4096
 _MAX_RESERVATIONS = 8192
-# The digest of an account determines a position. The account is in one of this many entries from there.
+# The digest of an account determines a position. The account is in one of this many entries from that position.
 _PROBES = 32
 _LOCK_TRIES = 16
 _LOCK_PAUSE_S = 0.0005
@@ -495,7 +495,7 @@ def _create(path: Path, num_bytes: int, header: bytes) -> int:
 
 @contextmanager
 def _locked_directory(directory: Path) -> Iterator[None]:
-    """Keeps other processes from creating the file at the same time."""
+    """Locks the directory, so that no other process creates the file at the same time."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -31,12 +31,12 @@ TENANT_ONLY = ("adapter_versions", "stored_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of one tenant or key. Tokens are those of prompts and of generated answers.
+    """The limits of one tenant or key. Token limits count prompt tokens and generated tokens.
 
     requests_per_minute, tokens_per_minute: limits of any 60 seconds.
     tokens_per_day, tokens_per_month: budgets of a day and a month in UTC.
     concurrent_answers: answers in progress; each prompt and each choice of a request counts.
-    composed_adapters: adapters that one request adds up.
+    composed_adapters: adapters that one request may combine.
     adapter_versions, stored_bytes: limits of what a tenant keeps. A key cannot have them.
     """
 

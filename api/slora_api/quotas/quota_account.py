@@ -117,7 +117,9 @@ class Account:
         )
 
     def _wait_ms(self, window: list[int], excess: int, now: Moment) -> int | None:
-        """Returns the time until charges of at least `excess` have left the window; None if it contains less."""
+        """Returns the time until charges of at least `excess` have left the window. None if the charges of the
+        whole window are less than `excess`.
+        """
         for second in range(self.second - BUCKETS + 1, self.second + 1):
             excess -= window[second % BUCKETS]
             if excess <= 0:

@@ -47,8 +47,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request reserves. tokens: the most that the request can use. answers: how many answers it has in
-    progress.
+    """What a request reserves. tokens: the maximum number of tokens that the request can use. answers: how many answers
+    the request has in progress.
     """
 
     tokens: int

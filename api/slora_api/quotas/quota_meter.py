@@ -73,8 +73,7 @@ class QuotaMeter:
     """Makes the meter of each request.
 
     quota_store: the quotas of tenants and keys.
-    wait_s: estimates the seconds until a number of answers in progress have ended; called with that number and the
-    number of answers in progress.
+    wait_s: wait_s(n, m) estimates the seconds until n of the m answers in progress have ended.
     refused: called at each refusal, with the field of the exceeded limit.
     utc: Unix time.
     """
@@ -214,12 +213,12 @@ class RequestMeter:
 
     @property
     def most_answers(self) -> int | None:
-        """The most answers that may be in progress at once; None for no limit."""
+        """The maximum number of answers in progress; None for no limit."""
         limits = [one.quota.concurrent_answers for one in self._subjects]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_adapters(self, count: int) -> None:
-        """Raises BadRequest if the quota does not permit one request to add up `count` adapters."""
+        """Raises BadRequest if the quota does not permit one request to combine `count` adapters."""
         for subject in self._subjects:
             limit = subject.quota.composed_adapters
             if limit is not None and count > limit:
@@ -241,7 +240,8 @@ class RequestMeter:
         """Charges the request before its prompt is tokenized. Further calls charge nothing. Raises the errors of
         `hold`.
 
-        least_tokens: the fewest tokens that the request can need. Only checked against the limits, not charged.
+        least_tokens: the minimum number of tokens that the request needs. It is only checked against the limits, not
+        charged.
         """
         if self._is_counted:
             return
@@ -252,7 +252,8 @@ class RequestMeter:
     def hold(self, prompt_tokens: int, answer_tokens: int, num_answers: int, param: str = "n") -> "_Hold":
         """Holds the reservation of a request while it is answered: `async with meter.hold(...) as spending`.
 
-        answer_tokens: the most tokens of all answers. param: the field that asks for several answers.
+        answer_tokens: the maximum number of tokens of all answers together. param: the field that asks for several
+        answers.
 
         Entering raises RateLimited, BudgetExhausted, TenantBusy, BadRequest or StoreUnavailable.
         """
@@ -261,8 +262,8 @@ class RequestMeter:
         return _Hold(self, charge, param)
 
     async def headers(self) -> dict[str, str]:
-        """Returns the headers `x-ratelimit-*`. If both the tenant and the key have a limit, the headers show the one
-        with less left.
+        """Returns the headers `x-ratelimit-*`. If both the tenant and the key have a limit, the headers show the limit
+        with less remaining.
         """
         try:
             uses = self._uses or await self._quotas.counters.read(self._subjects)

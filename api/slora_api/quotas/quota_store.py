@@ -36,7 +36,7 @@ _KEY_OWNER = select(schema.api_keys.c.tenant).where(schema.api_keys.c.key_id == 
 
 @dataclass(frozen=True, slots=True)
 class KeyQuotas:
-    """The quotas that limit the requests of one key. subjects: those of the tenant and the key that have a limit for
+    """The quotas that limit the requests of one key. subjects: the tenant and the key, each only if its quota limits
     requests.
     """
 

@@ -46,8 +46,8 @@ class RequestCounts(TypedDict):
 
 
 class BatchObject(TypedDict):
-    """A batch. Times are Unix times in seconds. output_file_id: null until the batch has ended, and if no line
-    succeeded. error_file_id: null until the batch has ended, and if no line failed.
+    """A batch. Times are Unix times in seconds. output_file_id: null until the batch has ended; also null if no line
+    succeeded. error_file_id: null until the batch has ended; also null if no line failed.
     """
 
     id: str

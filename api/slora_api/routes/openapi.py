@@ -2,8 +2,8 @@
 
 FastAPI derives the parameters, the bodies and the successful answers from the signature of a route. A route declares
 its own errors with `errors`, and a stream with `event_stream`. If a route reads the body itself, it declares the body
-with `json_body` or `form_body`. The document adds the errors that follow from the kind of a route. There are errors of
-all routes, of routes that need a key, of routes with parameters, and of routes with a body.
+with `json_body` or `form_body`. The document adds the errors that all routes share. It also adds those of routes that
+need a key, have parameters, or have a body.
 """
 
 import inspect
@@ -133,7 +133,7 @@ class OpenApiDocument:
 
 @router.get("/openapi.json", response_model=_Json)
 def get_openapi_document(request: Request) -> Response:
-    """This document. It needs no key, because it is the same for every server of a release."""
+    """Returns this document. It needs no key, because it is the same for every server of a release."""
     document: OpenApiDocument = request.app.state.openapi_document
     return Response(document.content(), media_type="application/json")
 

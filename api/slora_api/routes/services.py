@@ -44,9 +44,10 @@ from slora_api.tenants.usage_shipper import UsageShipper
 
 __all__ = ["Metered", "Services", "Wired", "open_meter"]
 
-# How many long answers are written concurrently. Each answer adds up to 1 ms to an iteration of the event loop.
+# How many long answers are written concurrently. Each answer delays an iteration of the event loop by at most 1 ms.
 _WRITING_SLOTS = 3
-# How many long answers of one tenant may wait for a slot. `RequestLimiter` already limits answers in progress to fewer.
+# How many long answers of one tenant may wait for a slot. The limit of answers in progress, in `RequestLimiter`, is
+# lower.
 _MAX_WRITING = 4096
 
 # How many queries of usage run concurrently, and how many of one tenant may wait for a slot.
@@ -56,7 +57,7 @@ _MAX_READING = 16
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of one server."""
+    """The objects that the routes of one process use."""
 
     settings: Settings
     reserve: DiskReserve

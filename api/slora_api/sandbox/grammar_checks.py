@@ -79,7 +79,7 @@ class GrammarChecks:
         digest = sha256(f"{output.kind} {output.text}".encode()).digest()
         if self._accepted.find(tenant, digest):
             return
-        # The child names the field in its errors, so the request contains it.
+        # The child names the field in its errors, so the request contains the field's name.
         request = pack_frame({"kind": output.kind, "text": output.text, "param": output.param})
         answer = await self._pool.ask(tenant, request)
         if answer.error is not None:

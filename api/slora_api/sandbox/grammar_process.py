@@ -46,8 +46,8 @@ def _compile(library: GrammarLibrary, request: Mapping[str, str]) -> tuple[str |
 
 
 def _try(grammar: LarkGrammar) -> None:
-    """Writes the beginning of a random answer with the compiled form. Later masks may fail in the library even if the
-    first one works.
+    """Tries the compiled form: writes masks for the first tokens of a random answer. A later mask may fail in the
+    library even if the first one works.
     """
     rng, matcher = random.Random(0), grammar.start({_EOS})
     words = np.empty(-(-len(_SPELLING.pieces) // 32), np.int32)

@@ -38,7 +38,7 @@ _MAX_RESIDENT_BYTES = 96 << 20
 class SandboxWork:
     """One kind of work.
 
-    start: starts a process. Its argument is the limit of the start in seconds.
+    start: starts a process. The argument is the time limit of the start in seconds.
     cpu_limit_s: limit of the CPU seconds of one request.
     verb, object: words for messages, such as "rendered" and "chat template".
     """

@@ -282,7 +282,7 @@ def background_work(
 def limit_garbage_collection() -> None:
     """Makes garbage collection cheaper. Call this when all objects that live as long as the process are made.
 
-    These objects are not examined any more. Otherwise, each full collection would block the event loop for 50 ms. New
+    Later collections skip these objects. Otherwise, each full collection would block the event loop for 50 ms. New
     objects are collected less often than by default, because the objects of requests in progress survive most
     collections. With many requests in progress, collections took a tenth of this process's CPU time.
     """

@@ -78,7 +78,7 @@ _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, 
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, StoreUnavailable):  # The answer to a tenant does not have the details.
+    if isinstance(error, StoreUnavailable):  # The answer to a tenant omits the details.
         logger.warning("request %s: %s", request.state.request_id, error)
     answer = error_response(error, for_operator=is_operator(request))
     if answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

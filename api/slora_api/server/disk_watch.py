@@ -41,7 +41,7 @@ class DiskWatch:
             self._reserve.watch()
             self._key_store.write_pending_revocations()
         except DiskFull:
-            pass  # `DiskReserve` has logged it
+            pass  # `DiskReserve` has logged the error.
         except (OSError, StoreUnavailable) as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:

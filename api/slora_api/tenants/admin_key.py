@@ -52,7 +52,7 @@ def explain_weak_key(given: str) -> str:
 def open_admin_key(given: str, directory: Path, pepper: Pepper, *, is_needed: bool = True) -> AdminKey | None:
     """Returns the key that is valid for this run: `given` if it is not empty, else the key from the first start.
 
-    is_needed: whether to generate a key if there is none. If False, the result is then None.
+    is_needed: whether to generate a key if there is none. If False, returns None in that case.
     """
     if given:
         if weakness := explain_weak_key(given):

@@ -28,7 +28,7 @@ PEPPER_BYTES = 32
 
 
 def _checksum(body: str) -> str:
-    """CRC32 in base62. Six characters suffice, because 62**6 > 2**32."""
+    """Returns the CRC32 of `body` in base62. Six characters suffice, because 62**6 > 2**32."""
     value, digits = zlib.crc32(body.encode()), ""
     for _ in range(_CHECKSUM_CHARS):
         value, digit = divmod(value, len(_BASE62))
@@ -59,7 +59,7 @@ def make_key() -> NewKey:
 
 
 def read_key_id(text: str) -> str | None:
-    """Returns the id of a well-formed key, or None for any other text. Does not check whether the key is valid."""
+    """Returns the id of a well-formed key, or None for any other string. Does not check whether the key is valid."""
     match = _KEY.fullmatch(text)
     return match[2] if match and _checksum(match[1]) == match[3] else None
 

@@ -165,7 +165,7 @@ class KeyStore:
         """Adds a key that was generated earlier. If the database already has the key, it stays unchanged, even if it is
         revoked.
 
-        Raises NotFound for an unknown tenant, and BadRequest for a text that is not a key.
+        Raises NotFound for an unknown tenant, and BadRequest for a string that is not a key.
         """
         key_id = read_key_id(secret)
         if key_id is None:
@@ -231,7 +231,7 @@ class KeyStore:
         keeps_operator: refuse to revoke the last valid key with the scope `admin`.
 
         Raises NotFound and KeyConflict. Raises TryAgain if neither the database nor the journal could be written. The
-        revocation then applies only in this process, which retries to write it. A restart before that loses the
+        revocation then applies only in this process, which retries to write it. A restart before this write loses the
         revocation. Also raises TryAgain if a database that several hosts share could not be written. The revocation
         then applies on this host, and on the other hosts as soon as the database answers again.
         """
@@ -468,7 +468,7 @@ class KeyStore:
 
 
 def _check_reference(adapter: str) -> None:
-    """Raises BadRequest if the text is not a reference to an adapter."""
+    """Raises BadRequest if `adapter` is not a reference to an adapter."""
     try:
         parse_reference(adapter)
     except BadAdapterName as error:

@@ -27,11 +27,11 @@ __all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "BatchUsage", "UsageFilter", "UsageLed
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
-# The columns for the part of the sums that lines of batches used.
+# The columns with the usage of batch lines. The other sums include this usage.
 _BATCH_SUMS = ("batch_requests", "batch_prompt_tokens", "batch_generated_tokens")
-# The name of a lock. Of several processes that delete old rows, one works and the others wait.
+# The name of a lock. Only one process at a time deletes old rows.
 _RETENTION = "usage retention"
-# Rows deleted in one transaction, so that other writers wait for milliseconds only.
+# The maximum number of rows deleted in one transaction. Other writers then wait only for milliseconds.
 _DELETED_AT_ONCE = 2000
 
 _r, _b = schema.usage_records.c, schema.usage_buckets.c
@@ -97,7 +97,7 @@ class UsageFilter:
 
 @dataclass(frozen=True, slots=True)
 class BatchUsage:
-    """The part of a sum that lines of batches used."""
+    """The part of a sum that comes from lines of batches."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -221,8 +221,8 @@ class UsageLedger:
             num_erased, after = num_erased + len(gone), max(gone)
 
     def delete_old(self, before: float) -> bool:
-        """Deletes a limited number of records, and of sums by minute and hour, from before the day (UTC) of `before`.
-        Returns whether more may be left.
+        """Deletes a limited number of old records, and of old sums by minute and hour. Old means before the UTC day of
+        `before`. Returns whether more old rows may be left.
         """
         parameters = {"before": int(before // DAY_S) * DAY_S}
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:

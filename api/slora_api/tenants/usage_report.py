@@ -41,12 +41,12 @@ FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 
 
 class UsageSums(TypedDict):
-    """The sums of one group. Requests that add up several adapters are a group of their own, with the names and digests
+    """The sums of one group. Requests that combine several adapters form their own group, with the names and digests
     joined by `+`.
 
     tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest.
 
-    num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that lines of batches used.
+    num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that comes from lines of batches.
     billed_input_tokens, billed_output_tokens: the tokens to bill. A token of a batch counts as a fraction, because it
     costs less.
     """
@@ -283,7 +283,7 @@ def _columns(asked: UsageFilter) -> list[str]:
 
 
 def _digests(row: UsageRow) -> list[str]:
-    """Returns the digests of a row's adapters: several for requests that add up adapters, none for the base model."""
+    """Returns the digests of a row's adapters: several for requests that combine adapters, none for the base model."""
     return row.adapter.split("+") if row.adapter else []
 
 

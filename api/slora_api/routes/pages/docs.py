@@ -37,7 +37,7 @@ class DocsPage:
 
 @router.get("/docs", response_class=HTMLResponse)
 def show_docs(request: Request) -> HTMLResponse:
-    """This reference. It needs no key, because it is the same for every server of a release."""
+    """Shows this reference. The page needs no key, because it is the same for every server of a release."""
     page: DocsPage = request.app.state.docs_page
     return HTMLResponse(page.content(), headers=_HEADERS)
 
