@@ -37,7 +37,7 @@ def check_memory(
     found_device, found_model = device.get_if_known(), model.get_if_known()
     weights = found_model.num_bytes if found_model else 0
     if server.get().is_slora:
-        # The running server already uses its memory, so the free memory says nothing about these settings.
+        # A running server has already taken its memory. The free memory then does not show whether these settings fit.
         yield fine(f"{format_bytes(free)} of host memory are free beside the running server{within}")
         return
     is_gpu = found_device is not None and found_device.type == "cuda"

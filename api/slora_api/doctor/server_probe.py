@@ -1,4 +1,4 @@
-"""Finds out what answers on the port of the settings: nothing, a server of slora, or another program."""
+"""Finds out what answers on the configured port: nothing, a slora server, or another program."""
 
 import errno
 from collections.abc import Iterator

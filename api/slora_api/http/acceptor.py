@@ -1,15 +1,15 @@
-"""Accepts connections from the listening socket, a few at a time, while there is room for them.
+"""Accepts connections from the listening socket, a few at a time, up to the connection limits.
 
 asyncio's own server accepts as many connections at once as its backlog holds. With the backlog of 2,048 used here, that
 blocks the event loop for 0.2 s. Without free file descriptors, asyncio retries up to 2,048 times and logs each failure.
 This acceptor accepts 16 at once. Without free descriptors it closes idle connections, logs one line per minute, and
 retries after a second.
 
-Several API processes may accept from the same socket. A process that has more connections than another one waits for
-some milliseconds, so that the other one can accept first.
+Several API processes may accept from the same socket. A process that has more connections than another process waits a
+few milliseconds, so that the other process can accept first.
 
-A connection for which there is no room is answered 503 at once. Its descriptor stays open for a second, so that the
-client can read the answer before the reset.
+A connection over a limit is answered 503 at once. Its descriptor stays open for a second, so that the client can read
+the answer before the reset.
 """
 
 import asyncio

@@ -35,10 +35,10 @@ __all__ = ["BodyLimitMiddleware", "BodyLimits"]
 
 # Mobile connections are interrupted for several seconds when the phone changes cells.
 _GRACE_S = 20.0
-# The memory for bodies holds this many bodies of the largest size.
+# The memory for bodies suffices for this many bodies of the maximum size.
 _MAX_BODIES = 64
 _LINGER_S = 5.0
-# Room for the multipart headers and the small fields that a form has besides its file.
+# The maximum size of a form's multipart headers and small fields, besides its file.
 _FORM_BYTES = 1 << 14
 _LINGER_BYTES = 256 << 20
 
@@ -84,8 +84,8 @@ class BodyLimits:
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
     def memory(self, board: HostBoard | None = None) -> PermitPool:
-        """Returns the permits for the memory of all bodies in all API processes, one for each byte. The default is 256
-        MiB. One tenant may use at most half of this memory.
+        """Returns the memory for all bodies in all API processes, as a pool with one permit for each byte. The default
+        is 256 MiB. One tenant may use at most half of this memory.
         """
         num_bytes = _MAX_BODIES * self.max_body_bytes
         return PermitPool(

@@ -55,7 +55,7 @@ def encode_answer(answer: ErrorAnswer) -> bytes:
 
 
 class _Reader:
-    """Measures how long the server has waited for the client to read its answer."""
+    """Measures how long the server waits for the client to read the answer."""
 
     __slots__ = ("_num_buffered", "_rested_at", "_since", "_timeout")
 

@@ -1,9 +1,9 @@
 """Prometheus metrics: vLLM's names, so that existing dashboards work, and additional ones that start with `slora_`.
 
-The API's own counters and histograms are kept here. With several API processes, each keeps them in files of its own,
-and any process answers a scrape with the sums over all files (prometheus_client's multiprocess mode). The files outlive
-a process that dies. Gauges and the engine's numbers are read at each scrape. Adapters are labelled with tenant and
-digest prefix, because names are not unique across tenants. Only the operator can read the metrics (see
+The API's own counters and histograms are kept here. With several API processes, each process keeps them in its own
+files. Any process answers a scrape with the sums over all files (prometheus_client's multiprocess mode). The files
+outlive a process that dies. Gauges and the engine's numbers are read at each scrape. Adapters are labelled with tenant
+and digest prefix, because names are not unique across tenants. Only the operator can read the metrics (see
 authentication.py).
 """
 
@@ -51,7 +51,7 @@ def allocate_files(directory: Path, num_processes: int) -> None:
 
 
 def share_metrics(directory: Path, process: int) -> None:
-    """Makes this process store its metrics in files of its own in `directory`. The counts continue those of an earlier
+    """Makes this process store its metrics in its own files in `directory`. The counts continue those of an earlier
     process with the same number. Call this before any metric is created.
     """
     # prometheus_client finds the files by this variable.
@@ -68,7 +68,7 @@ class Metrics:
     is_read_only: whether the disk of the data directory is full.
     usage_journal_bytes, usage_ledger_lag_s: see `UsageShipper`.
     requests: histograms of the stages of requests.
-    batches: numbers of unfinished batches by status, as the runner of this process read them last.
+    batches: the number of unfinished batches by status, as this process's batch runner last read them.
     """
 
     def __init__(self, model_name: str, directory: Path | None = None) -> None:

@@ -166,8 +166,8 @@ class QuotaMeter:
 
 
 class Spending:
-    """What one request uses, as the engine reports it. settle: called once with the used tokens, when the request has
-    ended and the engine has reported every part of it.
+    """What one request uses, as the engine reports it. settle: called once with the used tokens, after the request has
+    ended and the engine has reported all its parts.
     """
 
     def __init__(self, settle: Callable[[int], None]) -> None:

@@ -20,7 +20,7 @@ _EntryId = Annotated[int, Query(ge=1, lt=2**63)]
 
 
 class AuditEntryObject(TypedDict):
-    """One entry of the audit log. created: Unix time in seconds. actor: the id of a key, or the user of a command.
+    """One entry of the audit log. created: Unix time in seconds. actor: the id of a key, or the user who ran a command.
     details: fields that depend on the action.
     """
 

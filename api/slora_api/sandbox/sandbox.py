@@ -23,7 +23,7 @@ import msgpack
 
 __all__ = ["MEMORY_BYTES", "SandboxAnswer", "pack_frame", "read_length", "serve_requests"]
 
-# Limit of the process's private memory, which excludes shared libraries.
+# Limit of the process's private memory. Shared libraries do not count.
 MEMORY_BYTES = 256 << 20
 # Niceness. Processes that serve requests have a higher priority.
 _NICE = 10

@@ -89,8 +89,8 @@ class ApiWorkers:
         self._board = board
         self._on_restart = on_restart
         self._numbers = {_name(config.number): config.number for config in configs}
-        # The dict of stalls is not used: while one worker is stalled, the others continue to answer, so the stall is
-        # only logged.
+        # The dict of stalls is not used. The supervisor only logs the stall of a worker, because the other workers
+        # continue to answer.
         self._supervisor = Supervisor(_children(configs, secrets), restart_after_s, {}, self._clear)
 
     async def run(self) -> None:

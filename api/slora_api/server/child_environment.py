@@ -31,14 +31,14 @@ LOADER_VARIABLES: tuple[str, ...] = (
 # A value that the operator sets takes precedence over these defaults.
 _DEFAULTS = {
     # OpenMP threads that spin while they wait occupy the cores of this process and of other programs. A decode step of
-    # 64 rows on 2 cores then took 2 to 8 times longer (medians, CPU bench). Threads that sleep at once
-    # (OMP_WAIT_POLICY=PASSIVE) cost a quarter of the speed on free cores. A few microseconds of spinning bridge the
+    # 64 rows on 2 cores then took 2 to 8 times longer (medians, CPU bench). If threads sleep at once
+    # (OMP_WAIT_POLICY=PASSIVE), the speed on free cores drops by a quarter. Spinning for a few microseconds bridges the
     # gaps within a step.
     "GOMP_SPINCOUNT": "10000",
     # oneDNN compiles a matmul for each shape of a weight and each number of rows. That takes 0.55 ms of CPU time and
-    # 0.6 MiB. By default it caches 1,024 primitives, two for each matmul. 512 hold the last 50 batch sizes of a model
-    # with five shapes, and take 150 MiB less. On simulated traffic, at most 9% more of the steps compile, which costs
-    # 0.7% of the time of steps.
+    # 0.6 MiB. By default, oneDNN caches 1,024 primitives, two for each matmul. A cache of 512 holds the last 50 batch
+    # sizes of a model with five shapes, and takes 150 MiB less. On simulated traffic, at most 9% more of the steps
+    # compile, which costs 0.7% of the time of steps.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
     # PyTorch has its own cache in front of oneDNN's, by default of 1,024 matmuls. The default kept up to 280 MiB of
     # matmuls that oneDNN had evicted. A miss costs 0.01 ms if oneDNN still has the matmul.

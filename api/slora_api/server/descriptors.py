@@ -28,8 +28,8 @@ def fit_connections(max_connections: int, num_descriptors: int) -> int:
 
 
 def explain_few_descriptors(max_connections: int, num_descriptors: int) -> str:
-    """If the descriptors allow fewer connections than `max_connections`, returns why, and what to do. Otherwise returns
-    an empty text.
+    """If the descriptors allow fewer connections than `max_connections`, returns the reason and the remedy. Otherwise
+    returns an empty string.
     """
     allowed = _allowed_connections(num_descriptors)
     if max_connections <= allowed:

@@ -1,6 +1,6 @@
 """Passes the state of the host from the main process to the API workers.
 
-The state is: stalled processes, unfinished parts of the start, and the numbers of restarts.
+The state consists of the stalled processes, the unfinished parts of the start, and the restarts of each process.
 """
 
 import asyncio

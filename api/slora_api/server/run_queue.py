@@ -6,8 +6,8 @@ __all__ = ["RunQueue"]
 
 
 class RunQueue:
-    """The waits of one process. `pop_wait_s` returns 0 if the kernel does not count waits, or if the process is
-    gone.
+    """Measures the CPU waits of one process. `pop_wait_s` returns 0 if the kernel does not count waits, or if the
+    process has ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -15,7 +15,7 @@ class RunQueue:
         self._waited_ns = self._read()
 
     def pop_wait_s(self) -> float:
-        """Returns how long the thread with the longest wait has waited since the last call, in seconds."""
+        """Returns the seconds since the last call for which the thread with the longest wait has waited."""
         last, self._waited_ns = self._waited_ns, self._read()
         waits = (waited - last.get(thread, waited) for thread, waited in self._waited_ns.items())
         return max(waits, default=0) / 1e9

@@ -43,7 +43,7 @@ class AdminKey:
 
 
 def explain_weak_key(given: str) -> str:
-    """Returns why a given key is weak, or an empty text if it is not."""
+    """Returns why a given key is weak, or an empty string if the key is strong."""
     if len(given) >= _WEAK_CHARS:
         return ""
     return f"the admin key has only {len(given)} characters; use at least {_WEAK_CHARS} random ones"

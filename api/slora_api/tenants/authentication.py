@@ -62,7 +62,7 @@ PUBLIC_PATHS = frozenset(
 )
 _PUBLIC_FOLDER = "/console/"
 
-# How many keys are looked up concurrently, and how many lookups of one client address may wait. A lookup takes a
+# The maximum number of concurrent key lookups, and of waiting lookups of one client address. A lookup takes a
 # millisecond.
 _LOOK_UP_SLOTS = 4
 _MAX_LOOK_UPS = 128

@@ -16,9 +16,9 @@ __all__ = ["KeyCache"]
 
 # An entry takes about one kilobyte.
 _MAX_KEYS = 100_000
-# The number of unknown ids in the cache, and how long each stays. A client that repeats a wrong key causes one lookup
-# in that time. A client may send a key before another host creates it. The key is then refused until the id has left
-# the cache.
+# The maximum number of unknown ids in the cache, and the seconds for which each id stays. A client that repeats a wrong
+# key causes one lookup in this time. A client may send a key before another host creates it. The key is then refused
+# until the id has left the cache.
 _MAX_ABSENT, _ABSENT_S = 10_000, 1.0
 
 

@@ -22,9 +22,9 @@ __all__ = ["KeyUse"]
 _PERIOD_S = 10.0
 # The resolution of the times.
 _GRAIN_S = 60
-# The number of times that may wait. The cache of keys has the same size.
+# The maximum number of times that wait to be written. The cache of keys has the same size.
 _MAX_WAITING = 100_000
-# The number of keys in one transaction, which takes some milliseconds.
+# The maximum number of keys in one transaction. Such a transaction takes a few milliseconds.
 _KEYS_AT_ONCE = 500
 
 _k = schema.api_keys.c

@@ -265,7 +265,9 @@ def _share_row(share: TenantShare) -> dict[str, float]:
 
 
 def _check_floors(connection: Connection, share: TenantShare) -> None:
-    """Raises BadRequest if the floors of all tenants exceed the whole pool. share: the share that was just written."""
+    """Raises BadRequest if the sum of the floors of all tenants exceeds the pool. share: the share that was just
+    written.
+    """
     floors = [floor for (floor,) in connection.execute(select(_t.min_pool_share))]
     if (total := math.fsum(floors)) > MAX_FLOORS:
         left = max(0.0, 1 - (total - share.min_share))

@@ -166,10 +166,10 @@ class UsageLedger:
             return len(new)
 
     def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
-        """Returns the prompt and generated tokens of a tenant, or of one of its keys, since `since`,
-        rounded down to the minute.
+        """Returns the tokens (prompt plus generated) that a tenant, or one of its keys, has used since the minute of
+        `since` began.
 
-        If `since` is within a day that is older than the retention, tokens of that day may be missing.
+        If the day of `since` is older than the retention, tokens of that day may be missing.
         """
         day = _round_up(since, DAY_S)
         hour = min(_round_up(since, HOUR_S), day)

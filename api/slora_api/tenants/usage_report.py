@@ -33,7 +33,7 @@ _DEFAULT_BUCKETS: Mapping[int, int] = {MINUTE_S: 60, HOUR_S: 24, DAY_S: 7}
 _MAX_BUCKETS: Mapping[int, int] = {MINUTE_S: 1440, HOUR_S: 168, DAY_S: 31}
 # Name in `group_by` -> the ledger's column.
 _GROUPS = {"tenant": "tenant", "api_key_id": "key_id", "model": "adapter"}
-# The last second of the year 9999, which is the last year that ISO 8601 can write.
+# The last second of the year 9999. ISO 8601 cannot represent later years.
 _MAX_TIME = 253_402_300_799
 
 # Finds the names of adapter versions, such as `voice@2`. Versions that are deleted are not in the result.
