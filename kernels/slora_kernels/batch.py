@@ -17,7 +17,7 @@ from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `element_dtype`.
+    """The layout of K and V of one layer in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `element_dtype`.
 
     In FP8, the scales begin at byte `layout.scales_start`, one for each vector of head_dim elements.
 
@@ -60,7 +60,7 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTables:
-    """Where the adapter of each slot lies, one row per slot. A row is written when its adapter is loaded.
+    """Tables that locate the adapter of each slot, one row per slot. A row is written when its adapter is loaded.
 
     Kernels only read these tables.
 

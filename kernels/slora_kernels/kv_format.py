@@ -13,9 +13,9 @@ class KVFormat(StrEnum):
     token and head has one scale, and its V has another. A scale is the largest magnitude divided by 448, rounded up.
     Nothing is clipped or calibrated. What is stored for a token does not depend on other tokens.
 
-    If K or V of one token and head is not finite, K is written as NaN (in FP8, the scale of K) and V as 0. Attention
-    then gives NaN to every query that sees the token, and to no other query. V is not written as NaN, because queries
-    that do not see the token multiply V by a weight of 0, and 0 times NaN is NaN.
+    If K or V of one token and head is not finite, K is written as NaN and V as 0. In FP8, the scale of K is NaN.
+    Attention then gives NaN to every query that sees the token, and to no other query. V is not written as NaN, because
+    queries that do not see the token multiply V by a weight of 0, and 0 times NaN is NaN.
     """
 
     MODEL = "auto"

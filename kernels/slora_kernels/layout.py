@@ -325,7 +325,7 @@ class LoraTargets:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """Where each row of one packed adapter lies, in segments from its first byte.
+    """The position of each row of one packed adapter, in segments from the adapter's first byte.
 
     groups: int32 [num_sites, 2], (total rank, first segment of A) of each site.
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.

@@ -20,7 +20,7 @@ from slora_kernels.batch import (
 from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 
-# What shrink returns and expand reads. Its type is private to the implementation.
+# The output of shrink, which expand reads. Its type is private to the implementation.
 ShrinkOutput: TypeAlias = Any
 
 

@@ -23,6 +23,6 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 @cache
 def _make_offsets(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[256, 8]: for each byte, what its bits add to the logits of eight tokens."""
+    """Returns [256, 8]: for each byte of a mask, the numbers to add to the logits of its eight tokens."""
     bits = torch.arange(256)[:, None] >> torch.arange(8)
     return torch.where(bits & 1 == 1, 0.0, -torch.inf).to(device, dtype)

@@ -1,8 +1,9 @@
 """Samples one token per row of logits: temperature, then top_k, top_p and min_p, then the random choice.
 
-The order is that of transformers (generation/utils.py, _get_logits_processor), because the parity tests compare with
-it. top_p is a share of the probability mass that top_k left. min_p is compared with the unfiltered distribution. vLLM
-applies min_p first, so that its top_p is a share of the mass that min_p and top_k left. Nothing else differs.
+The order is the same as in transformers (generation/utils.py, _get_logits_processor), because the parity tests compare
+with transformers. top_p is a share of the probability mass that top_k left. min_p is compared with the unfiltered
+distribution. vLLM applies min_p first, so its top_p is a share of the mass that min_p and top_k left. Nothing else
+differs.
 
 After exp(), weights are converted to integers. Their sums are therefore exact in any order of addition, on every device
 and in every batch. A filter keeps every token whose weight is at least a cutoff, so tokens of equal weight are kept or

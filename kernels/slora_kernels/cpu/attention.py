@@ -166,7 +166,7 @@ def attend_token(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """Computes attention of one token's queries, rows [M, D], to keys first .. visible - 1.
+    """Computes attention of one token's queries, rows [M, D], to the keys from `first` to `visible - 1`.
 
     Updates sums [M, D] and state [M, 3], which the caller has initialised.
 
@@ -280,7 +280,7 @@ def attend_tile(
         add_weighted_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
 
 
-# Fields of an attention job: first those of the call, then of the model's rule, then of the step.
+# Fields of an attention job: the fields of the call come first, then the model's rule, then the step.
 #
 # LAYER_START and SCALE_START are where the layer's elements and scales begin in a page.
 # TILES [n, 4] are (sequence, first token, tokens, KV tokens before the first).

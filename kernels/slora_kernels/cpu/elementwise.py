@@ -191,7 +191,7 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
         still[i] = narrow(widen(rest[i]) * scale * gain[i], target)
 
 
-# Fields of a rotation job: first those of the call, then of the step.
+# Fields of a rotation job: the fields of the call come first, then the step.
 #
 # LAYER_START and SCALE_START are where the layer's elements and scales begin in a page.
 # COS_SIN has no columns if nothing is rotated.

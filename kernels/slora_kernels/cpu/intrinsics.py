@@ -71,7 +71,7 @@ def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
 def _cache_directory(user_choice: str) -> Path:
     """The cache directory for the current state of the sources in this folder.
 
-    numba only checks the worker's own file. After a change in another file it would load outdated machine code.
+    numba only checks the worker's own file. After a change in another file, numba would load outdated machine code.
     """
     here = Path(__file__).parent
     root = Path(user_choice) if user_choice else here / "__pycache__"

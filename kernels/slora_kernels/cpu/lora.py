@@ -171,7 +171,7 @@ def copy_narrowed(target: Array, sums: Array) -> None:
         target[i] = narrow(sums[i], target)
 
 
-# Fields of a job: first those of the call, then of the step, then of the site.
+# Fields of a job: the fields of the call come first, then the step, then the site.
 #
 # SHRUNK is the output of shrink and the input of expand. If it is already filled, NUM_SHRINK_ITEMS is 0.
 # With IS_WHOLE, an item is a whole tile. Otherwise the first NUM_SHRINK_ITEMS items shrink and the others expand.
@@ -211,7 +211,7 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 def lora_worker(job: Job) -> None:
     """Shrinks and expands the tiles of one site.
 
-    Each item of the job is a whole tile, or a part of one: a block of rows of A (shrink) or of output columns (expand).
+    Each item of the job is a tile or a part of a tile: a block of rows of A (shrink) or of output columns (expand).
     A block of columns waits until all blocks of rows of the same tile are done.
     """
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)

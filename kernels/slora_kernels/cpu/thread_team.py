@@ -5,8 +5,8 @@ left. A thread that the operating system delays therefore costs little, and resu
 computed which item.
 
 The threads belong to the OpenMP runtime that torch has loaded. The runtime's GOMP_parallel calls the worker on them. A
-second thread pool, such as numba's own, would compete with torch's threads for the cores: alternating a torch matmul
-with a kernel was then 15 to 30% slower (medians, two shared cores).
+second thread pool, such as numba's own, would compete with torch's threads for the cores. With two pools, alternating a
+torch matmul with a kernel was 15 to 30% slower (medians, two shared cores).
 
 This module depends on neither numba nor tensors.
 """

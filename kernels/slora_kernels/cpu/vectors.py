@@ -51,7 +51,7 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat16)
 
 
-# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes, others 16 registers of 8.
+# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes. Other CPUs have 16 registers of 8.
 LANES = 16 if _cpu_has("avx512f") else 8
 # Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
 HAS_BFLOAT16_DOT = LANES == 16 and _cpu_has("avx512bf16")

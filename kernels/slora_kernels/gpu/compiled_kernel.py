@@ -17,8 +17,8 @@ from triton.backends import nvidia
 
 _CUOBJDUMP = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-# _PTX_LOAD matches a load to registers, and finds its vector length and the bits of an element. _PTX_COPY matches a
-# copy to shared memory, and finds its bytes.
+# _PTX_LOAD matches a load to registers, and captures the vector length and the bits of an element. _PTX_COPY matches a
+# copy to shared memory, and captures the number of bytes.
 _PTX_LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _AMD_LOAD = re.compile(r"\b(?:buffer|global)_load_(\w+)")
@@ -37,7 +37,7 @@ class CompiledKernel:
 
     case: a description of the launch, such as "Llama-3.1-8B, site 0, tiles of 16, rank 8".
     registers: 32-bit registers per thread.
-    spills: what did not fit the registers. NVIDIA: bytes of a thread's stack. AMD: vector and scalar registers.
+    spills: amount of spilled data. NVIDIA: bytes of a thread's stack. AMD: number of vector and scalar registers.
     shared_bytes: shared memory (LDS) per program.
     load_bytes: the distinct widths in bytes of a thread's global loads, by pointer variable: `x` for
     `tl.load(x + ...)`. The key "" holds loads that the assembly attributes to a line without a `tl.load`.

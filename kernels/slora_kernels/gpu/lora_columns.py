@@ -1,6 +1,6 @@
 """Finds what a LoRA program reads and writes: its output columns, and the pages that hold its part of an adapter.
 
-Most programs read a part of an adapter that lies in one page or in two adjacent ones. They look up both page ids once.
+Most programs read a part of an adapter that lies in one page or in two adjacent pages. They look up both page ids once.
 Only models with small pages need a lookup for each segment.
 """
 
@@ -45,8 +45,8 @@ def find_rows(
     """Finds where `columns` [N] of an adapter's rows lie: [R, N], in elements from the start of the pool.
 
     table: the adapter's page ids. row_starts: int32 [R], the first segment of each row.
-    first, last: all segments that are read are between these. With TWO_PAGES they are in one page or in two adjacent
-    ones.
+    first, last: bounds of the segments that are read. With TWO_PAGES, these segments lie in one page or in two adjacent
+    pages.
     """
     segments = row_starts[:, None] + (columns // SEGMENT)[None, :]
     if TWO_PAGES:

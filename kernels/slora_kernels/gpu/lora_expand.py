@@ -76,8 +76,8 @@ def _lora_expand_kernel(
     mask = (tokens[:, None] < size) & inside
     # Loaded early to overlap with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
-    # All planes are loaded and summed at once, which takes 11 barriers. Adding them one by one took 25, because Triton
-    # converted the register layout of each plane separately.
+    # All planes are loaded and summed at once, which takes 11 barriers. Adding one plane at a time took 25 barriers,
+    # because Triton converted the register layout of each plane separately.
     planes = tl.arange(0, PLANES)[:, None, None]
     plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -60,7 +60,7 @@ class ShrinkTile:
 class ShrinkSizes:
     """Sizes of shrink, for input widths up to max_width.
 
-    max_width: None means no limit. splits: the most shares that the width is split into.
+    max_width: None means no limit. splits: the maximum number of shares that the width is split into.
     """
 
     max_width: int | None

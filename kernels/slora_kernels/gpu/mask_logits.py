@@ -1,7 +1,7 @@
 """Sets logits to minus infinity for the tokens that a grammar does not allow.
 
-One program masks a block of tokens of one row. It reads one bit for each token and writes only the logits that change,
-so masking is much cheaper than the sampling kernels, which read all logits.
+One program masks a block of tokens of one row. It reads one bit for each token and writes only the logits that change.
+Masking is therefore much cheaper than the sampling kernels, which read all logits.
 """
 
 import triton

@@ -2,16 +2,17 @@
 
 top_k and top_p both look for the greatest threshold t for which the tokens of weight t or more are enough. For top_k,
 their count has to reach top_k. For top_p, their mass has to reach the share top_p of the mass that top_k kept. The
-threshold is found by bisection between a value that is enough and one that is not. Counts and sums are integers, so
-they are exact in any order. The final t is the weight of some token, and all tokens of equal weight are kept.
+threshold is found by bisection between a value that is enough and a value that is too high. Counts and sums are
+integers, so they are exact in any order. The final t is the weight of some token, and all tokens of equal weight are
+kept.
 
 The bisection runs over the bit patterns of float32, which sort like the values. Between 1 and 2**42, each power of two
 has equally many bit patterns. Halving a range of bit patterns thus about halves a range of log(weight), that is, of
 logits. Each pass over the row halves the range once. After a few passes, the remaining candidate tokens fit registers.
 The program copies them side by side and finishes the bisection with them alone.
 
-One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer also
-bisects (in its sampling.cuh), but over real numbers.
+One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer also bisects
+(in its sampling.cuh), but over real numbers.
 """
 
 import torch
@@ -76,7 +77,9 @@ def _find_cutoff(
     MAX_CANDIDATES: tl.constexpr,
     UPPER_BITS: tl.constexpr,
 ):
-    """Finds the greatest threshold that `required` tokens reach or, if BY_MASS, tokens of a total mass of `required`.
+    """Finds the greatest threshold that at least `required` tokens reach.
+
+    If BY_MASS, the total mass of the tokens that reach the threshold has to be at least `required` instead.
 
     low: bits of a threshold that is enough, with the count and the mass of its tokens.
     Returns the bits of the cutoff, and the count and the mass of the tokens that reach it.

@@ -48,8 +48,8 @@ class TritonKernels:
 
     The shrink output is [splits, T, rank] of the model's dtype, and expand sums the splits.
 
-    launch: called with every launch, and runs it by default. Tests and measurements pass a function that records
-    launches.
+    launch: the function that is called with every launch. By default, it runs the launch. Tests and measurements pass a
+    function that records launches.
     sizes: block sizes of the LoRA kernels. None: the package's defaults.
     """
 
