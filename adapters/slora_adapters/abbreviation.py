@@ -14,6 +14,6 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _MAX_ITEMS
 
 
 def abbreviate(value: object) -> str:
-    """Returns `repr(value)`, shortened to 80 characters. The work is bounded however large the value is."""
+    """Returns `repr(value)`, shortened to 80 characters. The time is bounded, even for very large values."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

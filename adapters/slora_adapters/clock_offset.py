@@ -1,4 +1,4 @@
-"""How far another machine's clock is ahead of this one's."""
+"""Measures how far another machine's clock is ahead of this machine's clock."""
 
 import time
 from collections.abc import Callable
@@ -8,14 +8,16 @@ __all__ = ["ClockOffset", "measure_clock"]
 
 
 class ClockOffset(NamedTuple):
-    """seconds: negative if the other clock is behind. uncertainty_s: half of the round trip, the largest error."""
+    """The offset of another machine's clock. seconds: negative if that clock is behind. uncertainty_s: the largest
+    possible error, half of the round-trip time.
+    """
 
     seconds: float
     uncertainty_s: float
 
 
 def measure_clock(read_other: Callable[[], float]) -> ClockOffset:
-    """read_other: asks the other machine for its Unix time."""
+    """Measures the offset of another clock. read_other: returns the other machine's Unix time."""
     before = time.time()
     other = read_other()
     after = time.time()

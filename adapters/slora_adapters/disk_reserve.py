@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 # SQLite's write-ahead log grows to 4 MB before SQLite reuses it. A revocation adds about 12 KB to it.
 RESERVE_BYTES = 4 << 20
-# The disk counts as full when less than this is free outside the reserve. It counts as full until the
-# free space outside the reserve is as large as the reserve.
+# The disk counts as full once less than this is free outside the reserve. It stays full until the free space outside
+# the reserve is as large as the reserve.
 _MIN_FREE_BYTES = 256 << 10
 
 

@@ -15,8 +15,8 @@ __all__ = ["create_durably", "replace_durably", "sync_directory"]
 
 
 def create_durably(path: Path, content: bytes) -> bool:
-    """Creates the file unless it exists. Returns whether this call created it. Of several concurrent processes, exactly
-    one creates it.
+    """Creates the file unless it exists. Returns whether this call created it. If several processes call this at the
+    same time, exactly one of them creates the file.
     """
     with _synced_copy(path, content) as temporary:
         try:
@@ -52,7 +52,9 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def _synced_copy(path: Path, content: bytes) -> Iterator[str]:
-    """Yields a temporary file in the same directory. It is deleted at the end unless it was renamed."""
+    """Yields the path of a synced temporary file in the same directory. The file is deleted at the end unless it was
+    renamed.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

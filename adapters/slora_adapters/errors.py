@@ -102,7 +102,7 @@ class StoreUnavailable(AdapterError):
 
     @property
     def public_message(self) -> str:
-        """A message for tenants."""
+        """The message for tenants, without hosts and paths."""
         return "the storage of adapters is unavailable; try again shortly"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["has_space", "is_full"]
 
-# Errors of a full disk, an exceeded user quota, and an exceeded limit on file size.
+# Error numbers of a full disk, an exceeded user quota, and an exceeded limit on file size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -16,8 +16,8 @@ def is_full(error: BaseException) -> bool:
 
 
 def has_space(directory: Path, num_bytes: int) -> bool:
-    """Returns whether a file of this size can be written there. It tries to allocate one, because `statvfs` ignores the
-    user's quota.
+    """Returns whether a file of this size can be written in the directory. Tries to allocate such a file, because
+    `statvfs` ignores the user's quota.
     """
     try:
         with tempfile.TemporaryFile(dir=directory) as file:

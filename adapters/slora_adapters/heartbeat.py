@@ -79,7 +79,7 @@ class HeartbeatPage:
 
     @property
     def reason(self) -> str:
-        """The child's message about why it ended; empty if the child left none."""
+        """The reason why the child ended, as the child wrote it; empty if it wrote none."""
         num_bytes = min(self._words[_NUM_WORDS - 1], _MAX_REASON_BYTES)
         return self._map[_REASON_AT : _REASON_AT + num_bytes].decode(errors="replace")
 
@@ -96,8 +96,8 @@ class HeartbeatPage:
 
 
 class Heartbeat:
-    """The child's side of the heartbeat. descriptor: memfd of the supervisor's page; None if no supervisor started this
-    process.
+    """The child's side of the heartbeat. descriptor: the memfd of the supervisor's page; None if this process has no
+    supervisor.
 
     computes_here: whether this process does its work on the CPU and not on a GPU. Its CPU time then counts as progress.
     """

@@ -1,8 +1,9 @@
-"""Copies database, store and secrets into a directory while servers go on.
+"""Copies the database, the store and the secrets into a directory while servers keep running.
 
 One transaction reserves every blob that a version refers to, and takes a snapshot of the database at the same moment.
 So the copy of the database is consistent, and no blob that the copy needs is deleted during the backup. Changes after
-that moment are not in the backup. The directory gets its name only when every file has been read again and compared.
+that moment are not in the backup. The directory gets its final name only after every file has been read again and
+verified.
 """
 
 import hashlib
@@ -79,7 +80,9 @@ class _OldBackup:
     manifest: Manifest
 
     def link_blob(self, digest: str, work: Path) -> Mapping[str, StoredFile]:
-        """Links the files of a blob into `work`, and returns them by name. Empty if this backup lacks the blob."""
+        """Hard-links the files of a blob into `work`, and returns the files by name. The result is empty if this backup
+        lacks the blob.
+        """
         folder = _blob_folder(digest)
         found = {name: file for name, file in self.manifest.files.items() if name.startswith(f"{folder}/")}
         if found:
@@ -98,7 +101,7 @@ class _Backup:
         self._storage = RegistryStorage(database)
         self._store = store
         self._work = work
-        # The names of all reservations of this backup begin with this text.
+        # The names of all reservations of this backup begin with this prefix.
         self._holder = f"backup-{uuid.uuid4().hex}"
         self._files: dict[str, StoredFile] = {}
 
@@ -132,7 +135,7 @@ class _Backup:
                 self._files[f"{SECRETS}/{name}"] = hash_file(copy)
 
     def _copy_blobs(self, digests: Sequence[str], advance: Callable[[int], object]) -> None:
-        """advance: called with the number of blobs that were copied since the last call."""
+        """Copies blobs into the backup. advance: called with the number of blobs copied since the last call."""
         copies = FileStore(self._work / ADAPTERS)
         renewed_at = time.monotonic()
         for digest in digests:

@@ -27,7 +27,7 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """sha256: in hexadecimal."""
+    """The size and hash of one file. sha256: in hexadecimal."""
 
     num_bytes: int
     sha256: str
@@ -35,7 +35,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """created_at: Unix time. files: by path relative to the backup, with `/`. digests: those of the blobs."""
+    """The manifest of one backup. created_at: Unix time. files: by path relative to the backup, with `/`. digests: the
+    digests of the blobs in the backup.
+    """
 
     created_at: float
     files: Mapping[str, StoredFile]
@@ -52,7 +54,9 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises StoreUnfit if the directory is not a complete backup, or was made by a newer release."""
+    """Reads the manifest of a backup. Raises StoreUnfit if the directory is not a complete backup, or was made by a
+    newer release.
+    """
     try:
         content: dict[str, Any] = json.loads((directory / _NAME).read_text())
         if (found := content["format"]) != _FORMAT:

@@ -1,7 +1,7 @@
 """Restores a backup into a new data directory and, if asked, into a database and a store.
 
-Everything is verified and prepared in a directory beside the new one, which gets its name last. So a restore that
-fails, or is killed, leaves nothing that a server would mistake for its data.
+Everything is verified and prepared in a temporary directory, which is renamed to the new name last. So a restore that
+fails or is killed leaves nothing that a server would mistake for its data.
 """
 
 import shutil
@@ -37,8 +37,8 @@ def restore_backup(
     database: receives the tenants and names. None: they go into a SQLite file in `data_dir`.
     store: receives the weights. None: they go into `data_dir`.
 
-    The restored registry gets a new id, so that its servers and those of the original never delete each other's blobs
-    in a store that both use.
+    The restored registry gets a new id. If the original and the restored registry share a store, neither then deletes
+    the blobs of the other.
 
     Raises StoreUnfit if the backup is damaged or of a newer release, or if the directory or the database has data.
     """
@@ -119,6 +119,6 @@ def _fill(database: Database, source: Database, before_commit: Callable[[], None
 
 
 def _publish(work: Path, data_dir: Path) -> None:
-    """Gives the prepared directory its name. An empty directory of that name is replaced."""
+    """Renames the prepared directory to `data_dir`, and replaces an empty directory of that name."""
     work.rename(data_dir)
     sync_directory(data_dir.parent)

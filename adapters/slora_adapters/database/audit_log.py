@@ -1,10 +1,10 @@
-"""The audit log: one entry for each change of the control plane, with who made it, from where and when.
+"""The audit log: one entry for each change of the control plane, with the actor, the address and the time.
 
-An entry is written in the transaction of its change, so there is no change without an entry and no entry without a
-change. That transaction holds the lock CHANGES, so the ids of entries are in commit order. Entries hold no secrets.
+An entry is written in the transaction of its change, so either both are committed or neither is. That transaction holds
+the lock CHANGES, so the ids of entries are in commit order. Entries hold no secrets.
 
-Only the code that begins a change, such as the handling of an HTTP request, knows the actor. `acting_as` sets the actor
-there for all code that runs within. Without `acting_as`, the actor is the server itself.
+Only the code that begins a change, such as an HTTP handler, knows the actor. It calls `acting_as`, which sets the actor
+for all code in the block. Without `acting_as`, the actor is the server itself.
 """
 
 import getpass
@@ -38,7 +38,9 @@ __all__ = [
 
 
 class ActorKind(StrEnum):
-    """COMMAND is a command of `slora` that changes the database itself. SERVER is work that no request asked for."""
+    """The kind of an actor. COMMAND is a `slora` command that changes the database directly. SERVER is work of a server
+    without a request.
+    """
 
     OPERATOR = "operator"
     TENANT = "tenant"
@@ -48,10 +50,10 @@ class ActorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who makes a change.
+    """The person or program that makes a change.
 
-    name: the id of an API key, or the user who runs a command. address: the client's IP address, or the host on which a
-    command runs. request_id: the id in the answer's header `x-request-id`.
+    name: the id of an API key, or the user name under which a command runs. address: the client's IP address, or the
+    host on which a command runs. request_id: the value of the response header `x-request-id`.
     """
 
     kind: ActorKind
@@ -62,7 +64,9 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """action: such as `tenant.create`. target: what was changed, such as a key id or the name of an adapter."""
+    """One entry of the audit log. action: such as `tenant.create`. target: the id or name of the changed object, such
+    as a key id or an adapter name.
+    """
 
     entry_id: int
     created_at: float
@@ -75,8 +79,8 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """Which entries to read; None does not restrict. action: an action, or its first part, such as `tenant`. since,
-    until: Unix times, the second one exclusive.
+    """Selects the entries to read. A field that is None matches every entry. action: an action, or its first part, such
+    as `tenant`. since, until: Unix times; `until` is exclusive.
     """
 
     tenant: str | None = None
@@ -97,7 +101,7 @@ _ENTRIES = select(
 
 @contextmanager
 def acting_as(actor: Actor) -> Iterator[None]:
-    """Sets the actor of all changes in the block, also in the tasks and threads that asyncio starts from it."""
+    """Sets the actor of all changes in the block, including changes in tasks and threads that asyncio starts there."""
     token = _actor.set(actor)
     try:
         yield
@@ -110,7 +114,7 @@ def current_actor() -> Actor:
 
 
 def command_actor() -> Actor:
-    """Returns the actor for a command of `slora` that changes the database itself."""
+    """Returns the actor for a `slora` command that changes the database directly."""
     return Actor(ActorKind.COMMAND, getpass.getuser(), socket.gethostname())
 
 
@@ -122,7 +126,7 @@ def record_change(
     details: Mapping[str, Any] | None = None,
     actor: Actor | None = None,
 ) -> None:
-    """Adds an entry. The transaction of `connection` must hold the lock CHANGES. actor: the current one if None."""
+    """Adds an entry. The transaction of `connection` must hold the lock CHANGES. actor: None for the current actor."""
     actor = actor or current_actor()
     row = {
         "created_at": time.time(),

@@ -3,8 +3,8 @@
 A change is published in the transaction that makes it. That transaction holds the lock CHANGES, so the ids of changes
 are in commit order: a reader that has seen an id never misses a change with a smaller one.
 
-A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
-while the feed contains that change. The answer to an invalid cursor has `resync` set. A cursor becomes invalid if its
+A process reads the feed from a cursor. The cursor identifies the last change that the process has seen, and is valid
+while the feed contains that change. For an invalid cursor, the result has `resync` set. A cursor becomes invalid if its
 change is too old, or if the database was replaced or lost its last changes.
 """
 
@@ -21,9 +21,9 @@ from slora_adapters.version import AdapterVersion
 
 __all__ = ["KEPT_CHANGES", "Change", "Changes", "publish", "read_changes"]
 
-# Length of the feed. A process that has missed more changes than this looks everything up again.
+# Maximum length of the feed. A process that has missed more changes than this must read everything again.
 KEPT_CHANGES = 10_000
-# The most changes that one call returns.
+# Maximum number of changes that one call returns.
 _MAX_CHANGES = 1000
 
 _COLUMNS = schema.changes.c
@@ -47,11 +47,11 @@ _LAST = select(_COLUMNS.change_id, _COLUMNS.nonce).order_by(_COLUMNS.change_id.d
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the versions, aliases or pins of one of a tenant's names. If `name` is empty, the key `key_id` has
-    changed. If `key_id` is empty, too, the tenant itself has changed, for example its share.
+    """A change of the versions, aliases or pins of one adapter name. If `name` is empty, the API key `key_id` has
+    changed. If `key_id` is also empty, the tenant itself has changed, for example its share.
 
-    orphaned: versions that no name of the tenant has any more. moved_pin: whether the pins that engines apply changed.
-    purged: whether the tenant and everything that it had were deleted.
+    orphaned: deleted weights that no remaining version of the tenant uses. moved_pin: whether the versions that engines
+    must pin have changed. purged: whether the tenant and all of its data were deleted.
     """
 
     tenant: str
@@ -64,10 +64,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes after a cursor, oldest first. cursor: the cursor for the next call.
+    """The changes after a cursor, oldest first. cursor: pass it to the next call.
 
-    resync: earlier changes may be missing, so the reader must look everything up again. is_all: whether the feed has no
-    further changes.
+    resync: earlier changes may be missing, so the reader must read everything again. is_all: whether these are the last
+    changes in the feed.
     """
 
     cursor: str

@@ -1,9 +1,9 @@
 """The control plane's database: reads, transactions and named locks, on SQLite or PostgreSQL.
 
-Opening a database migrates it to this release; see `migration.py`. Every call blocks, so call it on a thread
-and not on an event loop.
+Opening a database migrates it to this release; see `migration.py`. Every call blocks, so no call may run on an event
+loop.
 
-SQLite has one writer at a time. On PostgreSQL, transactions take locks by name, so that the same rules hold there:
+SQLite has one writer at a time. On PostgreSQL, transactions take named locks, so that the same rules hold there:
 
 - CHANGES for a transaction that publishes a change or adds to the audit log. No other such transaction runs at the same
   time, on any host.
@@ -11,8 +11,8 @@ SQLite has one writer at a time. On PostgreSQL, transactions take locks by name,
 
 A transaction that needs both takes the lock of the blob first.
 
-On a full disk, a SQLite database is read-only. Opening an up-to-date database writes nothing. If the disk has no space
-even for the shared memory file that SQLite keeps beside the database, one connection reads without that file.
+On a full disk, a SQLite database is read-only. Opening an up-to-date database writes nothing. SQLite keeps a shared
+memory file beside the database. If the disk has no space even for that file, one connection reads without it.
 """
 
 import time
@@ -43,7 +43,7 @@ from slora_adapters.errors import DiskFull, StoreUnavailable
 __all__ = ["CHANGES", "Database", "Snapshot", "blob_lock"]
 
 CHANGES = "changes"
-# After a failed connection, calls fail for this long without trying to connect. Each try would block a thread until it
+# After a failed connection, calls fail for this long without a new attempt. Each attempt would block a thread until it
 # times out.
 _PAUSE_S = 1.0
 
@@ -54,7 +54,7 @@ def blob_lock(digest: str) -> str:
 
 
 class Snapshot:
-    """A connection whose queries all see the database as it was at `begin`."""
+    """A connection on which all queries see the database as it was at `begin`."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -87,13 +87,13 @@ class Database:
     ) -> None:
         url = parse_database_url(str(place))
         self._path = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
-        # The name of the database in messages. It contains no password.
+        # The name of the database in messages, without a password.
         self.label = label_database(url)
         self._reserve = reserve if self._path else None
         self._on_change = on_change
         self._engine = make_sqlite_engine(self._path) if self._path else make_postgresql_engine(url)
-        # Transactions of this process wait for CHANGES here, without a connection. Only one at a time waits in the
-        # database.
+        # Transactions of this process queue here for CHANGES, without a connection. Only one transaction at a time
+        # waits in the database.
         self._changing = Lock()
         # The error of the last connection to PostgreSQL; empty if it succeeded. While there is an error, only one call
         # at a time tries to connect.
@@ -165,7 +165,7 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Yields a connection for many queries that belong together. Other transactions go on meanwhile."""
+        """Yields a connection for several queries on one snapshot. Other transactions are not blocked."""
         with self._connection() as connection:
             if self._path is None:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")

@@ -26,15 +26,15 @@ _NAME_TABLES = (
 )
 # Not copied: these rows concern only the processes that use the source.
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
-# Rows of a large table in one statement.
+# Maximum number of rows of a large table in one statement.
 _ROWS_AT_ONCE = 2000
-# Parts of files in one statement. They are larger than other rows.
+# Maximum number of file parts in one statement. File parts are larger than other rows.
 _PARTS_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """How many tenants, keys and names were copied."""
+    """The numbers of tenants, keys and names that were copied."""
 
     num_tenants: int
     num_keys: int
@@ -81,7 +81,7 @@ def copy_database(source: Database, target: Database) -> Copied:
 
 
 def copy_everything(source: Connection, target: Connection) -> None:
-    """Copies all rows into a new database, a part at a time. source: see `Database.snapshot`."""
+    """Copies all rows into a new database, some rows at a time. source: see `Database.snapshot`."""
     target.execute(delete(schema.platform))
     for table in schema.metadata.sorted_tables:
         if table in _TRANSIENT:
@@ -133,8 +133,9 @@ def _copy_missing(source: Database, connection: Connection, table: Table) -> int
 
 
 def _copy_rows(source: Database, connection: Connection, table: Table, num_rows: int) -> None:
-    """Copies the rows whose primary key the target does not have, `num_rows` at a time: there may be millions. The sums
-    of usage of two sources have different primary keys, because each sum belongs to one API key.
+    """Copies the rows whose primary key the target does not have. Reads `num_rows` rows at a time, because there may be
+    millions of rows. Usage sums of two sources never have the same primary key, because each sum belongs to one API
+    key.
     """
     key = tuple(table.primary_key.columns)
     first: Select[Any] = table.select().order_by(*key).limit(num_rows)

@@ -1,4 +1,4 @@
-"""Looks at a database without creating or migrating it, for `slora doctor`."""
+"""Reads facts about a database without creating or migrating it, for `slora doctor`."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -24,7 +24,7 @@ _NOW = text("SELECT extract(epoch FROM clock_timestamp())")
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFacts:
-    """label: the database in messages, without a password. server: its product and version.
+    """Facts about a database. label: its name in messages, without a password. server: its product and version.
 
     revisions: None if a SQLite file does not exist yet.
     """
@@ -35,10 +35,11 @@ class DatabaseFacts:
 
 
 def read_database_facts(place: Path | str) -> DatabaseFacts:
-    """place: as `Database` takes it.
+    """Reads facts about a database. place: see `Database`.
 
-    Raises ValueError for a text that is no database, StoreUnfit if a server would refuse it because of its settings,
-    and StoreUnavailable if it does not answer or this release cannot migrate it.
+    Raises ValueError if `place` is not a path or URL of a database. Raises StoreUnfit if a server would refuse the
+    database because of its settings. Raises StoreUnavailable if the database does not answer or this release cannot
+    migrate it.
     """
     url = parse_database_url(str(place))
     label = label_database(url)
@@ -52,7 +53,9 @@ def read_database_facts(place: Path | str) -> DatabaseFacts:
 
 
 def measure_database_clock(place: str) -> ClockOffset | None:
-    """Returns None for SQLite, which has no clock of its own. Raises ValueError and StoreUnavailable."""
+    """Measures the offset of the database server's clock. Returns None for SQLite, which has no clock of its own.
+    Raises ValueError and StoreUnavailable.
+    """
     url = parse_database_url(place)
     if url.get_backend_name() == "sqlite":
         return None

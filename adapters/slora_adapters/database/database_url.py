@@ -1,4 +1,4 @@
-"""The URL of a database, as `--database` gives it."""
+"""Parses the URL of a database, the value of `--database`."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +13,7 @@ _POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 def parse_database_url(text: str) -> URL:
     """Parses postgresql://USER:PASSWORD@HOST/NAME, sqlite:///PATH, or a path of a SQLite file. Raises ValueError for
-    other texts, and if the package of the database is not installed. The message contains no password.
+    any other string, or if the package of the database is not installed. The message contains no password.
     """
     if "://" not in text:
         return URL.create("sqlite", database=str(Path(text)))
@@ -37,7 +37,7 @@ def parse_database_url(text: str) -> URL:
 
 
 def label_database(url: URL) -> str:
-    """Returns the name of a database in messages. It contains no password."""
+    """Returns the name of a database for messages, without a password."""
     return repr(
         url.database if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
     )

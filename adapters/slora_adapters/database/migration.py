@@ -1,8 +1,8 @@
 """Brings a database to the schema of this release.
 
 Every process that opens a database upgrades it if necessary. All missing revisions of `migrations/versions` are applied
-in one transaction, under a lock: of several processes that start at the same time, one migrates and the others wait. A
-process that dies before the end of the transaction changes nothing.
+in one transaction, under a lock. If several processes start at the same time, one of them migrates and the others wait.
+A process that dies before the end of the transaction changes nothing.
 
 A database that a newer release, another product or a release before 0.1 has written is refused.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # The lock of a migration.
 SCHEMA = "schema"
-# Not Alembic's default name, because other products may use that in the same database.
+# Alembic's default name is avoided, because another product may use it in the same database.
 VERSION_TABLE = "slora_schema"
 
 _SCRIPTS = Path(__file__).parent / "migrations"
@@ -49,7 +49,7 @@ _COLUMNS = {
     ),
 }
 _REVISION = select(table(VERSION_TABLE, column("version_num", Text)))
-# The table in which release 0.1 kept the schema version of each component, and the last version of each.
+# The table in which release 0.1 kept the schema version of each component, and each component's last version.
 _VERSIONS_OF_0_1 = "schema_versions"
 _LAST_OF_0_1 = {"registry": 6, "tenancy": 2}
 _NEWER = "was written by a newer release: run that release, or restore an older copy of the database"
@@ -58,7 +58,9 @@ Read = Callable[[Executable], Sequence[Any]]
 
 
 class Revisions(NamedTuple):
-    """found: the revision of a database; None if it is empty or was written by release 0.1. head: of this release."""
+    """Two revisions of the schema. found: the revision of a database; None if the database is empty or was written by
+    release 0.1. head: the latest revision of this release.
+    """
 
     found: str | None
     head: str
@@ -68,7 +70,7 @@ def is_current(read: Read, dialect: str, label: str) -> bool:
     """Returns whether the database has the schema of this release. Raises StoreUnavailable if `upgrade` would refuse
     it.
 
-    label: the database in error messages.
+    label: the name of the database in error messages.
     """
     found, head = find_revisions(read, dialect, label)
     return found == head
@@ -92,7 +94,7 @@ def upgrade(connection: Connection, label: str) -> None:
     before, head = _find_state(read, connection.dialect.name, label), scripts.get_current_head()
     if before == head:
         return  # another process was faster
-    # Alembic logs a line for each revision, although an operator needs only the one below.
+    # Alembic logs a line for each revision, but an operator needs only the line that is logged below.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if connection.dialect.name == "postgresql":
         connection.execute(text("SET LOCAL statement_timeout = 0"))
@@ -117,7 +119,7 @@ def upgrade(connection: Connection, label: str) -> None:
 
 
 def _is_about_schema(error: exc.DBAPIError) -> bool:
-    """Whether the error says that a table or column is missing or exists already. SQLite has one error code for
+    """Returns whether the error says that a table or column is missing or already exists. SQLite has one error code for
     these errors and for invalid SQL, so invalid SQL counts too.
     """
     code = getattr(error.orig, "sqlite_errorcode", None)

@@ -1,4 +1,4 @@
-"""PostgreSQL as the control plane's database, for several hosts."""
+"""PostgreSQL as the control plane's database, shared by several hosts."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["check_settings", "lock_by_name", "make_postgresql_engine"]
 
 # A request may wait for a connection, so an unreachable server must be detected soon.
 _CONNECT_S = 5
-# The most connections of one process. They serve lookups that are not cached, and one change at a time.
+# Maximum number of connections per process. They serve lookups that are not cached, and one change at a time.
 _MAX_CONNECTIONS = 16
 # A host that crashes must not keep its locks, so the server checks idle connections. A process that hangs in a
 # transaction must not keep its locks either, so the server ends idle transactions.
@@ -58,7 +58,7 @@ def make_postgresql_engine(url: URL) -> Engine:
 
 
 def lock_by_name(connection: Connection, name: str) -> None:
-    """Takes the lock of this name, which other transactions then wait for. It is held until the transaction ends."""
+    """Waits for the lock with this name and takes it. The lock is held until the transaction ends."""
     connection.execute(
         text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": f"slora {name}"}
     )

@@ -1,6 +1,6 @@
 """The tables of the control plane. All processes that share a database share these tables.
 
-The migrations in `migrations/versions` create them; a test proves that both agree. Times are Unix times.
+The migrations in `migrations/versions` create the same tables; a test compares both. Times are Unix times.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ __all__ = [
 
 metadata = MetaData()
 
-# Text that is sorted in byte order, as in SQLite. PostgreSQL would otherwise sort by its locale.
+# Text that PostgreSQL sorts in byte order, as SQLite does. By default, PostgreSQL sorts by its locale.
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
 
 
@@ -60,8 +60,8 @@ def _usage_columns() -> list[Column[Any]]:
     ]
 
 
-# One row. id: identifies this control plane; it claims a store of adapters under this id. pepper_check: the digest of
-# the empty text under the pepper of API keys; NULL until the first server has started.
+# This table has one row. id: identifies this control plane, which claims a store of adapters under this id.
+# pepper_check: the hash of the empty string with the pepper of API keys; NULL until the first server has started.
 platform = Table(
     "platform", metadata, Column("id", Text, primary_key=True), Column("pepper_check", LargeBinary)
 )
@@ -80,7 +80,7 @@ tenants = Table(
 )
 
 # tenant: NULL for an operator's key. scopes: separated by spaces. models: the allow-list, as a JSON list; NULL permits
-# all models. replaced_by: the id of the key that a rotation made.
+# all models. replaced_by: the id of the new key after a rotation.
 api_keys = Table(
     "api_keys",
     metadata,
@@ -101,7 +101,7 @@ api_keys = Table(
     Index("api_keys_of_tenant", "tenant", "created_at"),
 )
 
-# key_id: empty for the quota of the tenant. A column that is NULL sets no limit; see `slora_api.quotas.quota`.
+# key_id: empty for the quota of the tenant. NULL in a column means no limit; see `slora_api.quotas.quota`.
 quotas = Table(
     "quotas",
     metadata,
@@ -153,7 +153,8 @@ adapter_versions = Table(
     ),
 )
 
-# Chat templates and sampling defaults, for the versions that have any. Lists of versions do not read them.
+# Chat templates and sampling defaults of the versions that have them. Queries that list versions do not read this
+# table.
 adapter_extras = Table(
     "adapter_extras",
     metadata,
@@ -246,8 +247,8 @@ usage_records = Table(
     sqlite_with_rowid=False,
 )
 
-# Sums of the rows of `usage_records`, written in the same transaction. width: the length of a bucket in seconds. The
-# columns with `batch_` have the part of each sum that batches used.
+# Sums over the rows of `usage_records`, written in the same transaction as the rows. width: the length of a bucket in
+# seconds. The columns that begin with `batch_` contain the part of each sum that batches used.
 usage_buckets = Table(
     "usage_buckets",
     metadata,
@@ -284,7 +285,7 @@ files = Table(
     Index("files_expiring", "expires_at"),
 )
 
-# The bytes of files, in order of `number`. Part n of an answer file is the answer to line n of the input.
+# The content of files, in the order of `number`. Part n of an answer file is the answer to line n of the input.
 file_parts = Table(
     "file_parts",
     metadata,
@@ -297,7 +298,8 @@ file_parts = Table(
 )
 
 # status: as in OpenAI's API. metadata, errors, times: JSON; times maps the names of states to Unix times.
-# lease_owner, lease_until: the runner that works on the batch, and until when no other may take it over.
+# lease_owner: the runner that works on the batch. lease_until: until this time, no other runner may take over the
+# batch.
 batches = Table(
     "batches",
     metadata,
@@ -346,5 +348,5 @@ audit_log = Table(
     sqlite_autoincrement=True,
 )
 
-# Keys of purged tenants whose usage was erased. The ledger drops their records that arrive later.
+# Keys of purged tenants whose usage was erased. The ledger drops usage records of these keys that arrive later.
 erased_keys = Table("erased_keys", metadata, Column("key_id", _KEY, primary_key=True))

@@ -1,10 +1,10 @@
-"""SQLite as the control plane's database: one file, for any number of processes on one host.
+"""SQLite as the control plane's database: one file, shared by any number of processes on one host.
 
 A write-ahead log lets readers proceed without waiting. `BEGIN IMMEDIATE` makes writers queue instead of failing in the
 middle of a transaction. With `synchronous=FULL`, a committed transaction survives a power failure.
 
-SQLAlchemy's driver would begin transactions by itself, and only at the first write. So the connections are
-opened in autocommit mode, and `Database.transaction` begins each transaction.
+By default, SQLAlchemy's driver begins a transaction only at the first write. So the connections are opened in
+autocommit mode, and `Database.transaction` begins each transaction.
 """
 
 import os
@@ -29,9 +29,10 @@ __all__ = [
     "make_sqlite_engine",
 ]
 
-# How long a writer waits for another writer. Transactions here take milliseconds.
+# How long a writer waits for another writer. Transactions of the control plane take milliseconds.
 BUSY_TIMEOUT_S = 10.0
-# The space that SQLite may need at once: its shared memory is 32 KiB, and a transaction here writes a few pages.
+# The disk space that SQLite may need at once. Its shared memory file takes 32 KiB, and a transaction writes a few
+# pages.
 _PROBE_BYTES = 128 << 10
 
 _PRAGMAS = (
@@ -59,8 +60,8 @@ def make_sqlite_engine(path: Path) -> Engine:
 
 
 def make_exclusive_engine(path: Path) -> Engine:
-    """Returns an engine with one connection, which locks the whole file. SQLite then uses private memory in place of
-    the shared memory file, for which a full disk may have no room.
+    """Returns an engine with one connection, which locks the whole file. SQLite then uses private memory instead of the
+    shared memory file, because a full disk may have no space for that file.
     """
 
     def connect() -> sqlite3.Connection:
@@ -82,7 +83,7 @@ def make_reading_engine(path: Path) -> Engine:
 
 
 def check_writable(path: Path, label: str) -> None:
-    """Raises StoreUnfit if SQLite could not write the database. label: the database in error messages."""
+    """Raises StoreUnfit if SQLite could not write the database. label: the name of the database in error messages."""
     if path.exists() and not os.access(path, os.W_OK):
         raise StoreUnfit(f"the database {label} is read-only: make the file writable")
     if path.parent.exists() and not os.access(path.parent, os.W_OK):

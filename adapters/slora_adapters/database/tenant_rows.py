@@ -1,6 +1,6 @@
-"""The rows of one tenant in all tables.
+"""Deletes or renames the rows of one tenant in all tables.
 
-Every table with a column `tenant` is handled, so a new table need not be named here. A table whose rows belong to a
+Every table with a column `tenant` is included, so a new table need not be listed here. A table whose rows belong to a
 tenant must have that column, even if its key is something else, such as the id of an API key.
 """
 
@@ -11,7 +11,8 @@ from slora_adapters.database import schema
 
 __all__ = ["MAX_FLOORS", "delete_tenant_rows", "rename_tenant_rows"]
 
-# The largest sum of all tenants' `min_pool_share`: the whole pool, with room for rounding errors as in 0.7 + 0.2 + 0.1.
+# The largest sum of all tenants' `min_pool_share`: the whole pool, plus a tolerance for rounding errors such as in 0.7
+# + 0.2 + 0.1.
 MAX_FLOORS = 1 + 1e-9
 # Rows that outlive a tenant: the usage ledger, the audit log, and the changes that other processes have yet to read.
 _LEDGER = (schema.usage_records, schema.usage_buckets)
@@ -25,7 +26,7 @@ _OWN = tuple(
 
 
 def delete_tenant_rows(connection: Connection, tenant: str) -> dict[str, int]:
-    """Deletes the tenant and its rows, but not its usage. Returns the number of rows by table."""
+    """Deletes the tenant and its rows, except its usage. Returns the number of deleted rows by table."""
     counts = {
         table.name: connection.execute(delete(table).where(table.c.tenant == tenant)).rowcount
         for table in _OWN
@@ -35,7 +36,7 @@ def delete_tenant_rows(connection: Connection, tenant: str) -> dict[str, int]:
 
 
 def rename_tenant_rows(connection: Connection, tenant: str, name: str) -> None:
-    """Renames the tenant in all of its rows, its usage included. No tenant has the name `name` yet."""
+    """Renames the tenant in all of its rows, its usage included. No tenant may already have the name `name`."""
     own = schema.tenants.c.name == tenant
     row = connection.execute(select(schema.tenants).where(own)).mappings().one()
     connection.execute(insert(schema.tenants), {**row, "name": name})

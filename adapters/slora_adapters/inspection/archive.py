@@ -2,8 +2,8 @@
 
 An archive is untrusted. It may contain names that lead outside the directory, links, devices, false sizes, or a
 megabyte that expands to a terabyte. So only files that an adapter may have are created, directly in the given
-directory. Any other member is skipped, or is a reason to refuse the whole archive. Decompressed bytes are counted,
-because sizes in headers are not trusted. The size of the headers is limited before they are parsed.
+directory. Any other member is skipped or makes the archive invalid. Decompressed bytes are counted, because sizes in
+headers are not trusted. The size of the headers is limited before they are parsed.
 
 This module does not interpret the contents of the files.
 """
@@ -31,7 +31,7 @@ _MAX_NAME_CHARS = 255
 # Decompressed bytes allowed for skipped members and headers, in addition to the tensors.
 _OTHER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-# Limit on the bytes of the list of members at the end of a zip. It suffices for more than MAX_MEMBERS long names.
+# Maximum size in bytes of a zip's central directory. It suffices for more than MAX_MEMBERS long names.
 _MAX_ZIP_READ_BYTES = 1 << 20
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".jar", ".whl")
 _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -170,7 +170,7 @@ class _Unpacker:
 
 
 def _check_name(name: str) -> tuple[str, ...]:
-    """Returns the parts of the path in the archive."""
+    """Returns the parts of a member's path. Raises AdapterInvalid if the name is not allowed."""
     fault = _name_fault(name)
     if fault is not None:
         _refuse("archive_name", f"the archive's member {_quote(name)} {fault}")
@@ -211,7 +211,7 @@ class _ZipMember:
 
     @property
     def name(self) -> str:
-        # `filename` of zipfile may be truncated at a NUL, or replaced by an extra field.
+        # zipfile's `filename` may be truncated at a NUL, or replaced by the name in an extra field.
         return self.info.orig_filename
 
     @property
@@ -236,15 +236,15 @@ class _ZipMember:
         return None
 
     def open(self) -> AbstractContextManager[_Readable]:
-        # zipfile adds the size of the data before the archive to each offset, and does not check the sum.
+        # zipfile adds the number of bytes that precede the archive to each offset, and does not check the result.
         if self.info.header_offset < 0:
             raise zipfile.BadZipFile(f"file {self.name!r} starts before the archive")
         return self.archive.open(self.info)
 
 
 class _BoundedReads:
-    """A file for zipfile that limits each read. zipfile reads the list of all members in one read, and the untrusted
-    archive states the size of that list.
+    """A file for zipfile that limits the size of each read. zipfile reads the central directory in one read, whose size
+    the untrusted archive states.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""The certificate of an adapter that passed every check. The owner of the adapter can compare it with what was trained.
+"""The certificate of an adapter that passed every check. The owner can compare the certificate with the training run.
 
 An adapter that covers only half of the trained modules, or whose delta is zero in some modules, passes every check but
 is wrong. The certificate shows such mistakes.
@@ -24,9 +24,10 @@ _COLUMNS = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class ModuleSummary:
-    """All modules of the base model with one name, such as q_proj.
+    """A summary of all modules of the base model that have one name, such as q_proj.
 
-    adapted: how many of the `total` modules have an adapter. max_norm: the greatest Frobenius norm of their deltas.
+    adapted: how many of the `total` modules the adapter changes. max_norm: the greatest Frobenius norm of these
+    modules' deltas.
     """
 
     adapted: int

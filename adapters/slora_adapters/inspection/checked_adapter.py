@@ -25,7 +25,7 @@ _NUM_EMBEDDED_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdapter:
-    """The result of an inspection.
+    """The summary of an adapter that passed the inspection.
 
     rank: the greatest rank of any module.
     tensor_bytes: size of the uploaded factors.
@@ -92,7 +92,9 @@ def summarise(
 
 
 def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
-    """Returns the tokens with the largest columns of A. The columns of tokens that training never saw remain zero."""
+    """Returns the ids of the tokens with the largest columns of A. A token that did not occur in training has a zero
+    column.
+    """
     pair = adapter.pairs.get(shape.embedding_module)
     if pair is None:
         return ()

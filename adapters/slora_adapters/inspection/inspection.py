@@ -1,4 +1,4 @@
-"""All checks of an untrusted adapter's files: unpack, read, validate, and summarise.
+"""Runs all checks of an untrusted adapter's files: unpacks, reads, validates and summarises them.
 
 `inspection_process.py` runs them in a process of its own, with limits on memory and CPU time.
 """

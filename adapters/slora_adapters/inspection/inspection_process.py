@@ -2,8 +2,8 @@
 
 This process is the first to open untrusted files. So if they exhaust memory, take endless time or crash the
 interpreter, only this process ends. The kernel limits its memory and CPU time. The process is killed when its server
-dies. Otherwise it would still read the quarantine while the next server empties it. It inherits no secret, writes only
-to its scratch directory, and opens no connection.
+dies. Otherwise it would still read uploaded files while the next server deletes them. The process inherits no secret,
+writes only to its scratch directory, and opens no connection.
 """
 
 import json
@@ -25,7 +25,7 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]
 
-# Lower priority than the processes that serve requests on the same cores.
+# A nice value that gives priority to the processes that serve requests on the same cores.
 _NICE = 10
 
 
@@ -35,7 +35,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InspectionTask:
-    """What to inspect, and the limits of the process. source, scratch, shape, limits: arguments of `inspect`.
+    """The files to inspect, and the limits of the process. source, scratch, shape, limits: arguments of `inspect`.
 
     memory_bytes: limit on private memory; mapped files are not counted. cpu_seconds: limit on CPU time. parent: id of
     the process that waits for the answer.
@@ -77,7 +77,7 @@ def _bound(task: InspectionTask) -> None:
     # The soft limit sends SIGXCPU, which the server recognises. The hard limit sends SIGKILL, which can also have other
     # causes.
     resource.setrlimit(resource.RLIMIT_CPU, (task.cpu_seconds, task.cpu_seconds + 5))
-    # Not RLIMIT_AS, which also counts mapped files such as the base model's.
+    # RLIMIT_AS would also count mapped files, such as the files of the base model.
     resource.setrlimit(resource.RLIMIT_DATA, (task.memory_bytes, task.memory_bytes))
 
 
@@ -111,7 +111,7 @@ def decode_answer(line: bytes) -> CheckedAdapter:
 def main() -> None:
     task = InspectionTask.from_json(sys.argv[1])
     _bound(task)
-    # `json.dumps` writes ASCII here, because a message may quote lone surrogates.
+    # `json.dumps` escapes everything except ASCII. A message may quote lone surrogates, which UTF-8 cannot encode.
     sys.stdout.write(json.dumps(_answer(task), default=str) + "\n")
 
 

@@ -20,7 +20,7 @@ _BLOCK_BYTES = 512
 # A tar ends with two blocks of zeros.
 _END_BYTES = 2 * _BLOCK_BYTES
 _CHUNK_BYTES = 1 << 20
-# A member has at most four extension headers: a long name, a long link, a pax header and a global one.
+# A member normally has at most four extension headers: a long name, a long link, a pax header and a global pax header.
 _MAX_EXTENSIONS = 8
 # Names, times and attributes need a few hundred bytes per member; macOS adds a few kilobytes.
 _MAX_EXTENSION_BYTES = 64 << 10
@@ -55,7 +55,7 @@ class _Readable(Protocol):
 
 
 class _Bytes:
-    """The bytes of a tar after decompression. They are counted, and limited to `max_bytes`."""
+    """The decompressed bytes of a tar, limited to `max_bytes`."""
 
     def __init__(self, file: _Readable, max_bytes: int) -> None:
         self.position = 0
@@ -63,7 +63,7 @@ class _Bytes:
         self._max_bytes = max_bytes
 
     def read(self, size: int) -> bytes:
-        """Returns at most `size` bytes, and no bytes at the end of the tar."""
+        """Returns at most `size` bytes; empty at the end of the tar."""
         chunk = self._file.read(size)
         self.position += len(chunk)
         if self.position > self._max_bytes:
@@ -107,7 +107,7 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member. Its content must be read before the next member is requested.
+    """One member of a tar. Its content must be read before the next member is requested.
 
     oddity: the kind of a member that is neither a file nor a directory; None otherwise.
     """
@@ -154,7 +154,7 @@ def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
 
 
 class _Extensions:
-    """Reads the extension headers before a member's own header."""
+    """Reads the extension headers that precede a member's own header."""
 
     def __init__(self, source: _Bytes) -> None:
         self._source = source

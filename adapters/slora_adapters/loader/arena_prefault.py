@@ -2,7 +2,7 @@
 
 Linux allocates and zeroes each page of an arena when the page is first touched. Measured on a virtual machine, this
 takes 0.8 s per GB, which is more than reading and hashing the data that is written there. So a thread of the lowest
-priority touches the pages up to AHEAD_BYTES beyond the used part. The pages after these take no memory yet.
+priority touches the pages up to AHEAD_BYTES beyond the used part. Later pages take no memory yet.
 """
 
 import mmap
@@ -12,7 +12,7 @@ from threading import Condition, Thread, get_native_id
 from slora_adapters.peft.packing import ByteArray
 
 AHEAD_BYTES = 512 << 20
-# Bytes touched at a time. They take a few milliseconds, which is the longest that `close` waits.
+# Bytes touched at a time. This takes a few milliseconds, the longest time that `close` waits.
 _STRETCH_BYTES = 4 << 20
 
 

@@ -1,4 +1,4 @@
-"""Which adapters the host cache of a loader process holds, as an engine knows it from the loader's messages."""
+"""Tracks the content of a loader process's host cache, from the messages that the loader sends to an engine."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -11,11 +11,11 @@ __all__ = ["CacheCounts", "CachedVersions"]
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """What a host cache holds. Sizes are in bytes.
+    """A summary of the content of a host cache. Sizes are in bytes.
 
     capacity_bytes: size of the host cache; 0 while no loader is connected.
-    tenants: bytes by tenant, of those that hold the most. labels: those adapters of a given selection that are cached,
-        as `AdapterVersion.label` names them.
+    tenants: bytes by tenant, for the tenants with the most bytes. labels: the requested adapters that are cached, as
+        `AdapterVersion.label` names them.
     """
 
     num_adapters: int = 0
@@ -26,7 +26,7 @@ class CacheCounts:
 
 
 class CachedVersions:
-    """The cached adapters of one connection. capacity_bytes: size of the host cache."""
+    """The adapters in the host cache of one connected loader. capacity_bytes: size of the host cache."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -38,7 +38,7 @@ class CachedVersions:
         self._sizes.update(added)
 
     def count(self, most: int, labels: Collection[str]) -> CacheCounts:
-        """most: the most tenants that are listed. labels: the adapters that are looked for."""
+        """Returns a summary. most: maximum number of tenants in it. labels: adapters to look for in the cache."""
         tenants: Counter[str] = Counter()
         for version, num_bytes in self._sizes.items():
             tenants[version.tenant] += num_bytes

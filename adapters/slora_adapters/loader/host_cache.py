@@ -1,4 +1,4 @@
-"""Packed adapters in one shared memory arena that other processes map: the host tier below the page pool.
+"""The host tier below the page pool: packed adapters in one shared memory arena that other processes map.
 
 The arena is a memfd of fixed size. Each adapter gets one contiguous region, aligned to OS memory pages. A region is
 written once and then only read. A reader holds a pin on the region. An unpinned adapter stays cached until its space is
@@ -6,12 +6,12 @@ needed. Regions never move, so a reader needs only an offset.
 
 Eviction removes the regions with the smallest total loss. The loss of a region is its reload time divided by the number
 of cache uses since its last use. This assumes that the next use is as far in the future as the last use is in the past.
-The rule is hyperbolic caching (Blankstein et al. 2017) in which each entry counts one use. Among adapters with the same
-reload time, the least recently used one is evicted.
+The rule is that of hyperbolic caching (Blankstein et al. 2017), with a use count of one for every entry. Among adapters
+with the same reload time, the least recently used one is evicted.
 
 A tenant's share is the arena size divided by the number of tenants with adapters in it, including the tenant that needs
-space. Adapters of a tenant that does not exceed its share are spared. So a tenant that loads more adapters than fit
-evicts its own adapters.
+space. Adapters of a tenant that does not exceed its share are evicted last. So a tenant that loads more adapters than
+fit evicts its own adapters.
 
 Worked example: tenant A has 60 of 100 MB, tenant B has 20 MB, and A needs 30 MB more. A share is 50 MB, so A's adapters
 are evicted, even though B's have been idle for longer. One adapter of A with 30 MB needs 20 ms to load and was last
@@ -87,8 +87,8 @@ class CachedAdapter:
 
 
 class HostCache:
-    """An arena of `num_bytes` (rounded up to OS memory pages). descriptor: the memfd of the arena, for
-    other processes.
+    """A cache in an arena of `num_bytes`, rounded up to OS memory pages. descriptor: the memfd of the arena, for other
+    processes.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -98,7 +98,7 @@ class HostCache:
         self.num_evictions = 0
         self.num_discards = 0
         self._num_uses = 0
-        # The end of the memory that adapters have used.
+        # The largest offset that any adapter's region has reached.
         self._used_end = 0
         self._entries: dict[AdapterVersion, CachedAdapter] = {}
         # Entries that were discarded while they were still pinned.
@@ -164,9 +164,7 @@ class HostCache:
             self._remove(entry)
 
     def discard(self, version: AdapterVersion) -> None:
-        """Removes a version. `find` does not return it any more, and its region is freed when its last pin
-        is released.
-        """
+        """Removes a version. `find` then returns None for it, and its region is freed when its last pin is released."""
         entry = self._entries.pop(version, None)
         if entry is None:
             return
@@ -177,7 +175,7 @@ class HostCache:
 
     def purge(self, tenant: str) -> None:
         """Discards all versions of a tenant, and overwrites every gap between regions with zeros. The cache does not
-        know which tenant left its bytes in a gap. Memory that was never used is not touched.
+        know which tenant's bytes are left in a gap. Memory that was never used is not touched.
         """
         for version in [version for version in self._entries if version.tenant == tenant]:
             self.discard(version)
@@ -188,9 +186,7 @@ class HostCache:
         self.memory[position : self._used_end] = 0
 
     def check(self) -> None:
-        """Asserts that regions are disjoint and inside the arena, and that regions and gaps add up to the
-        whole arena.
-        """
+        """Asserts that regions are disjoint and inside the arena, and that regions and gaps together fill the arena."""
         position = gaps = 0
         for entry in sorted(self._regions(), key=lambda entry: entry.offset):
             assert entry.offset % ALIGNMENT_BYTES == 0 and entry.num_bytes > 0, entry.version
@@ -227,7 +223,8 @@ class HostCache:
         gap, a run of adjacent regions is evicted.
         """
         regions = sorted(self._regions(), key=lambda entry: entry.offset)
-        # Prefix sums of the losses. The loss of adjacent regions is then one subtraction. Integers keep the sums exact.
+        # Prefix sums of the losses give the total loss of adjacent regions by one subtraction. Integers keep the sums
+        # exact.
         lost = [0, *accumulate(self._losses(regions, tenant, num_bytes))]
         pins = [0, *accumulate(entry.num_pins for entry in regions)]
         starts = [*(entry.offset for entry in regions), self.num_bytes]
@@ -246,7 +243,7 @@ class HostCache:
         return best
 
     def _losses(self, regions: list[CachedAdapter], tenant: str, num_bytes: int) -> Iterator[int]:
-        """Yields the loss of evicting each region when `tenant` needs `num_bytes` more."""
+        """Yields the loss of evicting each region if `tenant` needs another `num_bytes`."""
         held: Counter[str] = Counter({tenant: num_bytes})
         for entry in regions:
             held[entry.version.tenant] += entry.end - entry.offset

@@ -1,4 +1,4 @@
-"""The first schema of the control plane. It takes over what release 0.1 kept in the same SQLite file.
+"""Creates the first schema of the control plane, and copies the data that release 0.1 kept in the same SQLite file.
 
 Revision ID: 0001
 """
@@ -17,7 +17,7 @@ _OLD_TABLES = (
     *("api_keys", "tenants", "adapter_names", "adapter_versions", "adapter_extras", "adapter_aliases"),
     *("adapter_reservations", "adapter_changes", "adapter_registry"),
 )
-# Columns that are copied as they are, by table.
+# Columns that are copied without changes, by table.
 _COPIED = {
     "tenants": "name, created_at, weight, min_pool_share, max_pool_share, priority",
     "api_keys": "key_id, tenant, digest, adapter, created_at, revoked_at",
@@ -77,7 +77,7 @@ def _set_aside(connection: sa.Connection) -> list[str]:
 
 
 def _split_targets(connection: sa.Connection) -> None:
-    """Release 0.1 kept the targets of an alias as JSON, such as {"1": 90, "2": 10}."""
+    """Fills the table of targets. Release 0.1 kept the targets of an alias as JSON, such as {"1": 90, "2": 10}."""
     aliases = connection.execute(sa.text("SELECT tenant, name, alias, targets FROM old_adapter_aliases"))
     rows = [
         {"tenant": tenant, "name": name, "alias": alias, "number": int(number), "percent": percent}

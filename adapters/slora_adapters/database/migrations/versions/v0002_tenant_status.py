@@ -1,4 +1,4 @@
-"""Tenants can be suspended.
+"""Adds the status of tenants, so that a tenant can be suspended.
 
 Revision ID: 0002
 """

@@ -1,4 +1,4 @@
-"""The usage ledger: one row for each request, and their sums by minute, hour and day.
+"""Adds the usage ledger: one row for each request, and the sums of these rows by minute, hour and day.
 
 Revision ID: 0003
 """

@@ -1,4 +1,4 @@
-"""The audit log.
+"""Adds the audit log.
 
 Revision ID: 0004
 """

@@ -1,6 +1,6 @@
-"""Scopes, allow-lists, expiry and rotation of API keys, and operators' keys, which have no tenant.
+"""Adds scopes, allow-lists, expiry and rotation of API keys, and adds operators' keys, which have no tenant.
 
-The server defaults are for keys of the previous release, also for those that it still creates during a rolling upgrade.
+The server defaults apply to keys of the previous release, including keys that it creates during a rolling upgrade.
 
 Revision ID: 0005
 """

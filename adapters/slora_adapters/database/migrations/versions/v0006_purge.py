@@ -1,4 +1,4 @@
-"""The change feed tells that a tenant was purged.
+"""Adds a column to the change feed, which reports that a tenant was purged.
 
 Revision ID: 0006
 """

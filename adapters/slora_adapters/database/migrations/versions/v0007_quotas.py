@@ -1,4 +1,4 @@
-"""The quotas of tenants and keys.
+"""Adds the quotas of tenants and API keys.
 
 Revision ID: 0007
 """

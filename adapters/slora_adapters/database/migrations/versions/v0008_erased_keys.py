@@ -1,4 +1,4 @@
-"""The usage of a purged tenant stays erased.
+"""Adds a table of erased keys, so that the usage of a purged tenant stays erased.
 
 Revision ID: 0008
 """

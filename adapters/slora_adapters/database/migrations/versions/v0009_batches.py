@@ -1,4 +1,4 @@
-"""Files, batches, and the usage of batches as a class of its own.
+"""Adds files and batches, and counts the usage of batches separately.
 
 Revision ID: 0009
 """

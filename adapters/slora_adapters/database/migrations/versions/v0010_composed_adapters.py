@@ -1,4 +1,4 @@
-"""A quota limits the adapters that one request adds up.
+"""Adds a quota on the number of adapters that one request may combine.
 
 Revision ID: 0010
 """
