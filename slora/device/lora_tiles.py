@@ -4,7 +4,7 @@ The kernels limit the length of a tile. A row is in at most one tile of a layer:
 request, layer 1 the second adapters of composed requests, and so on. The model adds the layers' outputs in this order.
 
 All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. So the output head
-has tiles of its own. An adapter that does not change the head has no tile among them. This module uses no tensors:
+has tiles of its own. An adapter that does not change the head has no tiles at the head. This module uses no tensors:
 `StepBatch` uploads the tiles.
 """
 

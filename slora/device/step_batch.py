@@ -194,7 +194,10 @@ def _join_layers(layers: Iterable[TileLayer], tensors: Iterator[Tensor]) -> tupl
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
-    """Returns the arrays of `LoraTiles`: int32 [num_tiles, 3] and float32 [num_tiles]. Without tiles: an empty list."""
+    """Returns the arrays of `LoraTiles`: int32 [num_tiles, 3] and float32 [num_tiles].
+
+    Returns an empty list if there are no tiles.
+    """
     if not tiles:
         return []
     rows = np.array([tile[:3] for tile in tiles], np.int32)

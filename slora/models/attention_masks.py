@@ -50,7 +50,7 @@ def describe_mask_difference(
     edges = {factor * step + offset for step in steps for factor in (1, 2, 3) for offset in (-1, 0, 1)}
     points = torch.tensor(sorted(edge for edge in {0, *edges} if 0 <= edge < max_positions))
     queries, keys = points.repeat_interleave(len(points)), points.repeat(len(points))
-    # The points above do not contain the pairs just inside and just outside a window.
+    # Add the pairs just inside and just outside a window, which the points above do not contain.
     shifted = queries - keys
     queries, keys = torch.cat((queries, queries)), torch.cat((keys, shifted.clamp(min=0)))
     expected = keys <= queries

@@ -31,8 +31,7 @@ class Model(Protocol):
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows in `output_rows`.
 
-        The rows of `pooled` are those of transformers' `last_hidden_state`. The others are the input of the output
-        head.
+        The rows of `pooled` equal transformers' `last_hidden_state`. All other rows are the input of the output head.
         """
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:

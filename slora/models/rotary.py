@@ -66,7 +66,7 @@ def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _scale_yarn(waves: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
-    """Keeps dimensions below the first bound, scales those above the second, and interpolates between them."""
+    """Keeps dimensions below the first bound, scales dimensions above the second bound, interpolates in between."""
     first, last = _yarn_bounds(rope, scaling)
     ramp = ((torch.arange(len(waves), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Numbers of pages: those of the whole pool that are not free, or those that one tenant owns.
+    """Numbers of pages by content. They count all pages of the pool that are not free, or the pages of one tenant.
 
     kv: KV of running sequences. prefixes: cached prefixes, which no sequence uses now.
     adapters: adapters that are in use or being loaded. idle_adapters: adapters that stay cached.

@@ -9,8 +9,8 @@ _DECAY = 0.999
 class ReuseRate:
     """Of the items that became idle, the fraction that was used again before eviction.
 
-    weight: the initial rate of one half counts as this many outcomes. After as many recorded outcomes, it contributes
-        half of the value.
+    weight: the initial rate of one half counts as this many outcomes. After `weight` recorded outcomes, the initial
+        rate contributes half of the value.
 
     Worked example: with weight 8, after 8 items that were evicted unused the rate is 4 / 16 = a quarter; after 100
     about 4%.

@@ -22,7 +22,7 @@ __all__ = ["DeviceFacts", "find_device"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What torch finds on this machine.
+    """The facts that torch finds about this machine.
 
     type: `cpu` or `cuda`. AMD GPUs also have the type `cuda`. device: a readable name.
     num_gpus: number of GPUs that torch sees. num_threads: number of threads that torch uses on a CPU.

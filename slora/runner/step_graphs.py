@@ -118,8 +118,8 @@ class StepGraphs:
     def find_shape(self, batch: StepBatch) -> StepShape | None:
         """The shape of a step that can be replayed.
 
-        Returns None if the step has too many tokens, tiles or layers of tiles, if an adapter changes the embedding, or
-        if logits of prompt tokens are requested. The graphs contain neither LoRA at the embedding nor such logits. Once
+        Returns None if the step has too many tokens, tiles or layers of tiles. Also returns None if an adapter changes
+        the embedding or if logits of prompt tokens are requested, because the graphs compute neither of these. Once
         there are too many graphs, also returns None for a new shape.
         """
         shape = self._shape_of(batch)

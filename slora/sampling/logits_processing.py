@@ -80,7 +80,7 @@ def apply_penalties_to_all_tokens(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """Like `apply_penalties`, computed over whole rows. The results are equal bit for bit."""
+    """Like `apply_penalties`, but computes all tokens of each row. The results of both are equal bit for bit."""
     values = logits[index]
     logits[index] = torch.where(
         token_counts > 0, _compute_penalised(values, token_counts, repetition, presence, frequency), values

@@ -72,7 +72,7 @@ def compute_prompt_logprobs(
         scores: list[TokenLogprobs | None] = []
         for block, tokens in blocks:
             scores += token_logprobs(project(block, rows.sequence).float(), tokens, [count] * len(tokens))
-        # Update both together: if a block fails, the whole chunk is computed and scored again.
+        # Update `scores` and `num_scored` together: if a block fails, the whole chunk is computed and scored again.
         rows.sequence.scores.extend(scores)
         rows.sequence.num_scored += len(rows.targets)
         begin = end

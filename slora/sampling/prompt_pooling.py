@@ -46,7 +46,7 @@ def pool_hidden_states(hidden: Tensor, pooled_rows: list[PooledRows]) -> None:
         pooled, end = rows.sequence.pooled, begin + len(rows.tokens)
         assert pooled is not None
         total = hidden[begin:end].sum(0, dtype=torch.float32)
-        # Update both together: if a later part of the step fails, the chunk is computed again.
+        # Update `total` and `next_token` together: if a later part of the step fails, the chunk is computed again.
         pooled.total = total if pooled.total is None else pooled.total + total
         pooled.next_token += len(rows.tokens)
         if pooled.next_token == rows.sequence.num_prompt:

@@ -79,7 +79,7 @@ class AdapterLoading:
         return self._residency.find(version)
 
     def num_pages(self, version: AdapterVersion) -> int | None:
-        """Number of pages of an adapter that is in the pool or on the host; None if it is in neither."""
+        """Number of pages of an adapter that is in the pool or on the host; None if the adapter is in neither place."""
         resident = self._residency.find(version)
         if resident is not None:
             return len(resident.pages)

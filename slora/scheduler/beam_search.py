@@ -1,13 +1,14 @@
 """Beam search: the scores of the beams, the finished hypotheses, and the choice of continuations.
 
 The search follows transformers (generation/utils.py, _beam_search), which our tests compare with. In each step all
-continuations of all beams are ranked by the sum of their log-probabilities. Among the first `width` of this ranking,
-those that end with a stop token or reach the maximum length become hypotheses. Hypotheses are ranked by
+continuations of all beams are ranked by the sum of their log-probabilities. The first `width` continuations of this
+ranking become hypotheses if they end with a stop token or reach the maximum length. Hypotheses are ranked by
 sum / length ** length_penalty, and the best `width` are kept. The first `width` continuations that do not end are the
 next beams.
 
-The search is over when every beam has reached the maximum length. Once there are `width` hypotheses, it is also over if
-`early_stopping` is set, or if the best beam, scored at its current length, would not beat the worst hypothesis.
+The search is over when every beam has reached the maximum length. Once there are `width` hypotheses, the search is also
+over in two cases: `early_stopping` is set, or the best beam, scored at its current length, would not beat the worst
+hypothesis.
 
 Worked example, width 2, length_penalty 1: "a b </s>" with log-probabilities -0.5, -0.5, -0.2 scores -1.2 / 3 = -0.4. It
 beats "c </s>" with -0.4, -0.6, which scores -1.0 / 2 = -0.5.
@@ -89,7 +90,7 @@ class _Beam:
 
 
 class _Continuation(NamedTuple):
-    """Entry `place` of a beam's proposal. total: the beam's sum including this token."""
+    """Continuation number `place` of a beam's proposal. total: the beam's sum including this token."""
 
     total: float
     beam: int

@@ -5,7 +5,8 @@ preempted. When all beams have proposed, the best continuations are kept. The fi
 beam's sequence and blocks. Further continuations become forks that share these blocks. A beam without a continuation
 releases its pages at once. The search keeps finished hypotheses as tokens, not as sequences.
 
-A preempted beam withdraws its proposal. So every beam that has proposed is running, and forks can share its KV.
+A preempted beam withdraws its proposal. So every beam that has proposed is running, and forks can share the KV of this
+beam.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What tenants are charged for their requests, in virtual tokens (VTC, OSDI'24).
+"""Charges tenants for their requests, in virtual tokens (VTC, OSDI'24).
 
 As in the paper, a prompt token costs 1 and a generated token costs 2. A drafted token that is rejected costs 1. Each
 token is charged once: recomputed tokens after a preemption and tokens found in the prefix cache are free. Loading an

@@ -64,8 +64,8 @@ class Preemption:
     def may_evict_pinned(self, sequence: Sequence) -> bool:
         """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is starving.
 
-        Waiting does not help if no other sequence runs. Nor does it help if all other running sequences belong to other
-        tenants with a floor, because these tenants go ahead as long as they are below their floors. A request is
+        Waiting does not help if no other sequence runs. Waiting also does not help if all other running sequences
+        belong to other tenants with a floor. Such a tenant goes ahead as long as it is below its floor. A request is
         accepted without regard to pins, so it might otherwise wait forever.
         """
         if sequence.is_starving and not sequence.is_background:

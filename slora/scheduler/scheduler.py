@@ -94,7 +94,7 @@ class Scheduler:
         costs: Costs,
         grammars: GrammarSource | None = None,
     ) -> None:
-        """grammars: None means that no request has a structured form."""
+        """grammars: the source of compiled grammars. None if no request uses structured output."""
         self.num_deadlines_missed = 0
         self.num_not_finite = 0
         self.paging = UnifiedPaging(config, costs)
@@ -155,8 +155,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could make progress now. Requests that only wait for an adapter fetch do not count as work.
 
-        After a step that did something, a pinned adapter that is not in the pool counts as work, because the step may
-        have freed room for it. Once a step finds nothing to do, the adapter no longer counts as work.
+        A pinned adapter that is not in the pool counts as work after a step that did something, which may have freed
+        room. It no longer counts as work after a step that found nothing to do.
         """
         if len(self._batch) or len(self._lifecycle.queue) or self.adapters.num_loading:
             return True

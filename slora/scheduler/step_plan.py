@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes and copies.
+    """The work of one step: the chunks that it computes and the bytes that it copies.
 
     chunks: sorted by slots and weights, so that tokens with the same adapters and weights are contiguous.
     loads: adapter slices to copy from the host.

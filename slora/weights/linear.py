@@ -50,9 +50,10 @@ def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = Non
     One row is rounded as it would be in a batch of rows, except with a plain float32 weight.
 
     Measured with oneDNN on AVX-512: a row has the same bits in batches of 2 to 513 rows. If a row would have other bits
-    when it is alone, it is computed twice, as a batch of two rows. That takes up to 16% longer with a packed bfloat16
-    weight, and no longer otherwise. With a plain float32 weight, batches of 1, 2 and 3 rows all have other bits than
-    larger batches. A single row is computed alone in this case, because four rows take twice as long.
+    when it is alone, it is computed twice, as a batch of two rows. The second row makes the product up to 16% slower
+    with a packed bfloat16 weight, and not slower otherwise. With a plain float32 weight, batches of 1, 2 and 3 rows all
+    have other bits than larger batches. A single row is computed alone in this case, because four rows take twice as
+    long.
     """
     if len(x) == 1 and x.device.type == "cpu" and _differs_alone(x, isinstance(weight, PackedWeight)):
         return _multiply(x.repeat(2, 1), weight, bias)[:1]

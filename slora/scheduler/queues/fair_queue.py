@@ -2,12 +2,12 @@
 
 Each tenant has a counter of the service that it received, divided by its weight (`TenantAccount.service`). The tenant
 with the smallest counter is served next. So two tenants that always have waiting requests each get their share,
-however many requests or adapters the other one uses. Within a tenant, the request's own priority counts first, then
+however many requests or adapters the other tenant uses. Within a tenant, the request's own priority counts first, then
 arrival.
 
 The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
-counter among the waiting tenants. If no tenant waits, it is raised to the counter of the last tenant that waited. Only
-tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out all
+counter among the waiting tenants. If no tenant waits, the counter is raised to that of the last tenant that waited.
+Only tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out all
 others.
 
 Priority classes come before counters: while a tenant of one class waits, all later classes wait.
@@ -109,7 +109,8 @@ class FairQueue:
 
     def _lift(self, tenant: TenantAccount) -> None:
         # Only tenants of the same class count. A tenant of a later class may have a very small counter, because earlier
-        # classes go first. A tenant with so small a counter would lock out the others of its own class for long.
+        # classes go first. Raising a counter only to such a small value would let its tenant lock out the others of its
+        # own class for long.
         group = tenant.share.priority
         services = (other.service for other in self._heaps if other.share.priority == group)
         tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))
