@@ -55,7 +55,7 @@ def test_short_prompts_are_tokenized_at_once_and_long_ones_on_a_thread() -> None
 
 def test_a_text_that_the_context_cannot_hold_is_not_tokenized_to_its_end() -> None:
     tokenizer = CountedTokenizer()
-    with pytest.raises(ContextTooLong, match="first 131072 of the 4000000 characters") as caught:
+    with pytest.raises(ContextTooLong, match="first 131072 of its 4000000 characters") as caught:
         asyncio.run(encode(tokenizer, ["x" * 4_000_000]))
     assert caught.value.param == "prompt"
     assert (tokenizer.encoded, tokenizer.counted) == ([], [65_536, 65_536])
