@@ -24,9 +24,9 @@ _MAX_FIRST_TOKENS, _MAX_INTERVALS, _MAX_STEPS = 1024, 2048, 1024
 class StepRates(NamedTuple):
     """What recent steps computed.
 
-    tokens_per_s: generated tokens, by tenant. adapters: in the order of their work.
-    tokens_per_step: computed tokens. steps: times of the steps. first_tokens, intervals: times by tenant, and those of
-        all tenants under an empty name.
+    tokens_per_s: generated tokens, by tenant. adapters: those with the most computed tokens first.
+    tokens_per_step: computed tokens. steps: times of the steps.
+    first_tokens, intervals: times by tenant. The key "" holds the times of all tenants together.
     """
 
     tokens_per_s: Mapping[str, float]
@@ -131,7 +131,7 @@ def _count_accepted(chunk: Chunk, sampled: Sequence[SampledToken]) -> int:
 
 
 def _quantiles(recorded: Iterable[tuple[float, str, float]], now: float) -> dict[str, Quantiles]:
-    """Returns the quantiles of the recent seconds by tenant, and those of all tenants under an empty name."""
+    """Returns the quantiles of recent times by tenant. The key "" holds the quantiles of all tenants together."""
     by_tenant: dict[str, list[float]] = {}
     for at, tenant, seconds in recorded:
         if at > now - _RECENT_S:

@@ -120,7 +120,7 @@ class AsyncLLM:
     async def remove_adapter(self, adapter: AdapterLike) -> None:
         """Removes an adapter from pool and host as soon as no request uses it.
 
-        Adapters given as tensors are kept until then.
+        An adapter given as tensors stays in memory until it is removed.
         """
         if (version := self._builder.discard(adapter)) is not None:
             await self._engine.remove_adapter(version)

@@ -128,7 +128,7 @@ class LLM:
     def remove_adapter(self, adapter: AdapterLike) -> None:
         """Removes an adapter from pool and host as soon as no open stream uses it.
 
-        Adapters given as tensors are kept until then.
+        An adapter given as tensors stays in memory until it is removed.
         """
         if (version := self._builder.discard(adapter)) is not None:
             self._engine.remove_adapter(version)

@@ -1,4 +1,4 @@
-"""Sets the slices of a GPU beside the whole of it, under one load."""
+"""Compares a whole GPU with its slices under the same load."""
 
 from dataclasses import replace
 
@@ -12,12 +12,13 @@ _MPS_SHARES = ("50%", "25%")
 
 
 def compare_slices(question: Question, progress: Progress, *, max_tokens: int) -> dict[str, Plan | str]:
-    """The plans of the whole device, of each MIG profile, and of MPS shares, by name. A text says why there is no plan.
+    """Returns plans of the whole device, each MIG profile and some MPS shares, by name.
 
-    Each slice is an engine of its own. The adapters are divided among the engines, and requests follow them.
+    A string instead of a plan is the reason why there is none. Each slice runs its own engine. The adapters are divided
+    among the engines, and each request goes to the engine that has its adapter.
     """
     whole = question.device
-    # The last profile is the whole GPU again.
+    # The last profile is the whole GPU, which is already in the list.
     profiles = list(whole.profiles)[:-1]
     devices = [whole, *(cut_device(whole, name) for name in (*profiles, *_MPS_SHARES))]
     plans: dict[str, Plan | str] = {}

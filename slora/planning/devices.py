@@ -1,11 +1,12 @@
-"""The devices that `slora plan` knows, by their data sheets, and the slices that a GPU can be divided into.
+"""The devices that `slora plan` knows, with figures from data sheets, and the slices that a GPU can be divided into.
 
-Memory is what the driver reports for the whole GPU. FLOP/s are those of dense 16-bit matrix products. Bandwidth to the
-host is that of the PCIe link in one direction.
+Memory is the size that the driver reports for the whole GPU. FLOP/s count dense 16-bit matrix products. Bandwidth to
+the host is the bandwidth of the PCIe link in one direction.
 
-MIG cuts a GPU into slices with compute, memory and bandwidth of their own (NVIDIA's MIG user guide): a profile such as
-`2g.20gb` has 2 sevenths of the compute and 2 eighths of the memory and of its bandwidth. MPS lets processes share a GPU
-without such walls. A share of N percent here means N percent of everything, which holds while all shares are busy.
+MIG divides a GPU into slices, each with its own compute, memory and bandwidth (NVIDIA's MIG user guide). For example,
+profile `2g.20gb` has 2 sevenths of the compute, and 2 eighths of the memory and its bandwidth. MPS lets processes
+share a GPU without this isolation. Here an MPS share of N percent has N percent of every resource, as is the case
+while all shares are busy.
 """
 
 import re
@@ -18,26 +19,26 @@ __all__ = ["DEVICES", "Device", "cut_device", "find_device"]
 
 _MIB = 1 << 20
 _COMPUTE_PARTS, _MEMORY_PARTS = 7, 8
-# What the driver reports for a MIG slice, over its eighths of the GPU's memory.
+# The driver reports this share of the nominal memory of a MIG slice.
 _MIG_MEMORY_SHARE = 0.95
 _MPS_SHARE = re.compile(r"([1-9][0-9]?|100)%")
 
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """compute: sevenths. memory: eighths."""
+    """The size of a MIG slice. compute: sevenths of the GPU. memory: eighths of the GPU."""
 
     compute: int
     memory: int
 
     @property
     def count(self) -> int:
-        """How many slices of this profile one GPU has."""
+        """Number of slices of this profile that fit on one GPU."""
         return min(_COMPUTE_PARTS // self.compute, _MEMORY_PARTS // self.memory)
 
 
 def _profiles(*names: str) -> Mapping[str, MigProfile]:
-    """names: of the profiles with these sizes, in this order."""
+    """Returns the profiles of a GPU by name. names: one for each entry of `sizes`, in order."""
     sizes = ((1, 1), (1, 2), (2, 2), (3, 4), (4, 4), (7, 8))
     return {name: MigProfile(*size) for name, size in zip(names, sizes, strict=True)}
 
@@ -46,7 +47,7 @@ def _profiles(*names: str) -> Mapping[str, MigProfile]:
 class Device:
     """A GPU, or one of `count` equal slices of it.
 
-    bandwidth, host_bandwidth: bytes per second, of the device's memory and of the link to the host.
+    bandwidth: of the device's memory, in bytes per second. host_bandwidth: of the link to the host.
     flops: floating-point operations per second.
     has_fp8: whether it computes with 8-bit floats (compute capability 8.9 or later).
     """
@@ -72,7 +73,7 @@ _GB_80 = _profiles("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80
 _GB_141 = _profiles("1g.18gb", "1g.35gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb")
 _GB_180 = _profiles("1g.23gb", "1g.45gb", "2g.45gb", "3g.90gb", "4g.90gb", "7g.180gb")
 
-# From small to large, so that the first that suffices is the smallest.
+# From small to large, so that the first device with enough capacity is the smallest.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -90,7 +91,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def find_device(name: str) -> Device:
-    """Finds a device by its name, in any case. Raises ConfigError with the known names."""
+    """Finds a device by its name, ignoring case. Raises ConfigError with the known names for an unknown name."""
     key = name.strip().upper().replace("_", "-").replace(" ", "-")
     device = DEVICES.get({"RTX4090": "RTX-4090", "4090": "RTX-4090"}.get(key, key))
     if device is None:
@@ -102,7 +103,7 @@ def find_device(name: str) -> Device:
 
 
 def cut_device(device: Device, name: str) -> Device:
-    """One slice of a device. name: a MIG profile such as 1g.10gb, or an MPS share such as 25%.
+    """Returns one slice of a device. name: a MIG profile such as 1g.10gb, or an MPS share such as 25%.
 
     Raises ConfigError for a profile that the device does not have.
     """

@@ -12,15 +12,16 @@ from slora_kernels.layout import ModelShape
 __all__ = ["ModelSize", "measure_activations", "measure_model"]
 
 _FLOAT_BYTES = 4
-# Bytes of a logit while a token is sampled: in the model's dtype, as float32 in a few copies, and sorted with indices.
+# Bytes per logit during sampling: one copy in the model's dtype, some in float32, and a sorted one with indices.
 _SAMPLING_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """weight_bytes: of all weights and tables on the device. step_bytes: what one step reads of them.
+    """Bytes and operations of a model.
 
-    token_flop: operations of one token in the layers, apart from attention. head_flop: of one row of logits.
+    weight_bytes: size of all weights and tables on the device. step_bytes: the part of them that each step reads.
+    token_flop: operations in the layers for one token, without attention. head_flop: operations for one row of logits.
     """
 
     weight_bytes: int
@@ -31,7 +32,10 @@ class ModelSize:
 
 
 def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
-    """Raises ConfigError if config.json is not enough: transformers' models may have modules that it does not tell."""
+    """Computes a model's size from config.json, or from its checkpoint if transformers' classes compute the model.
+
+    Raises ConfigError if the checkpoint is needed but missing.
+    """
     element = ELEMENT_BYTES[spec.resolve_dtype(config.dtype)]
     shape, model = spec.shape(spec.resolve_dtype(config.dtype)), spec.decoder
     head = shape.vocab_size * shape.hidden_size
@@ -62,7 +66,7 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
 
 
 def measure_activations(shape: ModelShape, num_tokens: int, num_rows: int) -> int:
-    """Bytes of the activations of the largest step, about. num_rows: sequences that sample a token."""
+    """Approximate bytes of the largest step's activations. num_rows: number of sequences that sample a token."""
     widest = max(linear.out_width for linear in shape.linears)
     by_token = shape.element_bytes * (
         4 * shape.hidden_size + 3 * widest + 2 * shape.num_heads * shape.head_dim

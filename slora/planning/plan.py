@@ -1,7 +1,8 @@
-"""Plans an engine on a device: what fits into its memory, and what it then serves.
+"""Plans an engine on a device: whether model and adapters fit into its memory, and how much traffic it can serve.
 
-The engine's own functions size the pool (`slora.pool.pool_sizing`), and the kernels' own layout counts its pages. So an
-engine with the planned settings has the planned pages. What it serves is simulated (`slora.planning.traffic`).
+The plan sizes the pool with the engine's own functions (`slora.pool.pool_sizing`) and the kernels' own page layout. So
+an engine with the planned settings has the planned number of pages. Its throughput and latency are simulated
+(`slora.planning.traffic`).
 """
 
 from collections.abc import Callable
@@ -48,22 +49,22 @@ __all__ = [
 ]
 
 _GIB, _MIB = 1 << 30, 1 << 20
-# Driver, CUDA context and libraries.
+# Memory of the driver, the CUDA context and libraries.
 _RESERVED_BYTES = 5 * _GIB // 4
-# An engine that is busier than this has no room for bursts.
+# Above this utilization, an engine has no room for bursts.
 SAFE_UTILIZATION = 0.85
 # The host cache needs some room to place adapters of different sizes.
 _HOST_CACHE_MARGIN = 1.1
-# Requests by which the share of the busiest engine is estimated.
+# Number of requests from which the busiest engine's share of the load is estimated.
 _RATE_SAMPLE = 2000
 _MAX_ADAPTERS = 1_000_000
-# Gets what is simulated, and the part of it that is done.
+# Receives the name of the running simulation, and the fraction of it that is done.
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned. device: of `device.count` slices, each of which is an engine with its part of the load."""
+    """The input of a plan. device: a GPU, or one of `count` slices that share the load."""
 
     spec: ModelSpec
     config: EngineConfig
@@ -83,10 +84,14 @@ class AdapterSize:
 class Memory:
     """The memory of one engine.
 
-    reserved_bytes: driver and libraries. activation_bytes: of the largest step. pool_bytes: 0 if nothing is left.
-    kv_tokens: tokens of KV in the whole pool. adapters_at_once: how many fit into the pool if no request runs.
-    adapter_pages: of all adapters of this engine together. requests_at_once: of mean length, each with an adapter of
-    its own. host_cache_bytes: that hold all adapters. swap_bytes: host memory for preempted sequences.
+    reserved_bytes: memory of the driver and libraries. activation_bytes: activations of the largest step.
+    pool_bytes: 0 if no memory is left for the pool.
+    kv_tokens: number of tokens whose KV fills the whole pool.
+    adapter_pages: pages of all adapters of this engine together.
+    adapters_at_once: number of adapters that fit into the pool while no request runs.
+    requests_at_once: number of requests of mean length that can run at once with their adapters.
+    host_cache_bytes: size of a host cache that holds all adapters.
+    swap_bytes: host memory for preempted sequences.
     """
 
     device_bytes: int
@@ -110,9 +115,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """device: its name. engines: how many engines share the load. config: with the planned sizes.
+    """A planned engine, and what it serves.
 
-    rate: requests per second of one engine. capacity, latencies: of one engine; None if they were not simulated.
+    device: the name of the device. engines: number of engines that share the load. config: has the planned sizes.
+    rate: requests per second that arrive at one engine.
+    capacity, latencies: simulated values of one engine; None if they were not simulated.
     problem: why the load does not fit; None if it does.
     """
 
@@ -132,21 +139,24 @@ class Plan:
 
     @property
     def utilization(self) -> float | None:
-        """The load over the capacity."""
+        """The request rate divided by the capacity, or None without a simulated capacity."""
         if self.capacity is None or not self.capacity.requests_per_s:
             return None
         return self.rate / self.capacity.requests_per_s
 
 
 def plan_memory(question: Question) -> Plan:
-    """A plan without simulations. Raises ConfigError for values that no device could serve."""
+    """Makes a plan without simulations. Raises ConfigError for values that no device could serve."""
     return _start_plan(question, _Planner(question))
 
 
 def make_plan(
     question: Question, progress: Progress, *, max_tokens: int, with_latencies: bool = True
 ) -> Plan:
-    """Raises ConfigError for values that no device could serve. max_tokens: of answers, in each simulation."""
+    """Makes a plan with simulations, if the load fits into the memory.
+
+    max_tokens: limit on the answer tokens of each simulation. Raises ConfigError for values that no device could serve.
+    """
     device, planner = question.device, _Planner(question)
     plan = _start_plan(question, planner)
     if plan.problem is not None:
@@ -180,7 +190,7 @@ def _start_plan(question: Question, planner: "_Planner") -> Plan:
 
 
 class _Planner:
-    """Computes the parts of one plan. config: of the question, with the planned sizes."""
+    """Computes the parts of one plan. config: the config of the question, completed with the planned sizes."""
 
     def __init__(self, question: Question) -> None:
         _check(question)
@@ -195,7 +205,7 @@ class _Planner:
         self.memory = self._measure_memory()
 
     def find_problem(self) -> str | None:
-        """Why no request, or not each of the requests, fits into the memory."""
+        """Returns why some or all requests do not fit into the memory, or None if every request fits."""
         memory, load = self.memory, self._question.load
         taken = memory.reserved_bytes + memory.weight_bytes + memory.activation_bytes
         if not self._num_pages:
@@ -224,7 +234,7 @@ class _Planner:
         return None
 
     def measure_rate(self) -> float:
-        """Requests per second of the busiest engine."""
+        """Estimates the requests per second that arrive at the busiest engine."""
         if self._engines == 1:
             return self._question.load.rate
         whole = self._make_trace(_RATE_SAMPLE)
@@ -236,7 +246,7 @@ class _Planner:
         num_ended = choose_num_backlog(concurrency, output_tokens, max_tokens)
         wanted = num_ended + 2 * concurrency
         trace = share_trace(self._make_trace(wanted * self._engines), self._engines)
-        trace = merge(*[trace] * -(-wanted // len(trace)))  # The trace of a file may be short.
+        trace = merge(*[trace] * -(-wanted // len(trace)))  # A trace from a file may be too short.
         return measure_capacity(self._setup(), trace, num_ended, progress)
 
     def measure_latencies(self, max_tokens: int, progress: Callable[[float], None]) -> Latencies:
@@ -253,19 +263,22 @@ class _Planner:
         return KVFootprint(self._question.config.block_tokens, self._question.spec.window)
 
     def _make_trace(self, num_requests: int) -> Trace:
-        """Requests of all engines. Each of them fits into the pool beside its adapter."""
+        """Makes the requests of all engines. Each synthetic request fits into the pool together with its adapter."""
         question, memory = self._question, self.memory
         largest = max((one.pages for one in memory.adapter_sizes), default=0)
         longest = min(self._max_model_len, (memory.num_pages - largest) * memory.block_tokens)
         return question.load.make_trace(question.adapters, num_requests, longest)
 
     def _size_pool(self) -> tuple[EngineConfig, int, int]:
-        """The config with the size of the pool, its pages, and the longest sequence. No pages if nothing is left."""
+        """Returns the config with the pool's size, the number of pages, and the maximum length of a sequence.
+
+        Both numbers are 0 if too little memory is left.
+        """
         question = self._question
         config, spec, device = question.config, question.spec, question.device
         free = device.memory_bytes - _RESERVED_BYTES - self._size.weight_bytes - self._activations
         if config.pool_bytes is None:
-            # In whole MiB, so that the flag says exactly this.
+            # Whole MiB, so that a flag can give the exact size.
             pool_bytes = choose_pool_bytes(config, max(0, free), on_gpu=True) // _MIB * _MIB
         elif config.pool_bytes > free:
             raise ConfigError(
@@ -296,7 +309,7 @@ class _Planner:
         request_pages = self._footprint.pages(load.prompt_tokens + load.output_tokens)
         mean_pages = sum(map(_multiply, counts, pages)) / count if count else 0.0
         at_once = int(self._num_pages / (request_pages + mean_pages))
-        # An engine with few adapters has them all, and requests share them.
+        # If all adapters fit into the pool, requests share them.
         beside_all = (self._num_pages - sum(map(_multiply, counts, pages))) // request_pages
         sizes = {
             rank: AdapterSize(rank, num_bytes, num_pages)

@@ -1,4 +1,4 @@
-"""What to change if a load does not fit, each with what it would bring."""
+"""Suggests changes when a load does not fit on an engine, and estimates the effect of new settings or devices."""
 
 import math
 from dataclasses import replace
@@ -9,14 +9,14 @@ from slora.planning.plan import SAFE_UTILIZATION, Plan, Progress, Question, make
 
 __all__ = ["find_remedies"]
 
-# A pool that is held to this share has no room for more sequences.
+# Above this share of held pages, the pool has no room for more sequences.
 _FULL = 0.9
-# Adapters that take more than this share of what is held push out sequences.
+# Above this share of the held bytes, adapters leave too little room for sequences.
 _LARGE_ADAPTER_SHARE = 0.3
 
 
 def find_remedies(question: Question, plan: Plan, progress: Progress, *, max_tokens: int) -> list[str]:
-    """Sentences for the operator, the cheapest change first. Empty if the plan fits with room for bursts."""
+    """Returns suggestions for the operator, the cheapest change first. Empty if the plan fits with room for bursts."""
     usage = plan.utilization
     if plan.fits and (usage is None or usage < SAFE_UTILIZATION):
         return []
@@ -38,7 +38,7 @@ def find_remedies(question: Question, plan: Plan, progress: Progress, *, max_tok
 
 
 def _find_options(question: Question, plan: Plan) -> list[tuple[str, Question]]:
-    """Other settings and devices that may help, with what the operator would have to do."""
+    """Returns other settings and devices that may help. Each name is the flag that the operator would set."""
     config, device = question.config, question.device
     own = question.spec.decoder
     options: list[tuple[str, Question]] = []
@@ -53,7 +53,7 @@ def _find_options(question: Question, plan: Plan) -> list[tuple[str, Question]]:
 
 
 def _find_larger_device(question: Question, plan: Plan) -> tuple[str, Question] | None:
-    """The smallest device that has the memory, and whose bandwidth and FLOP/s promise enough requests per second."""
+    """Returns the smallest device with enough memory, bandwidth and FLOP/s for the load, as a flag and a question."""
     device = question.device
     needed = 0.0
     if plan.capacity is not None and plan.capacity.requests_per_s:

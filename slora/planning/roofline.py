@@ -1,11 +1,12 @@
 """Times of steps on a device that was never measured, from its data sheet (a roofline model).
 
-A step reads the weights once and multiplies all of its tokens with them. It takes as long as the slower of the two. It
-also reads the KV of its decode rows and the distinct adapters of its tokens. Adapters are copied from the host while
-the step computes. Each part reaches only a share of what the data sheet says. These shares, and the time that the host
-needs to plan and to launch a step, were fitted to rows of an H200 with Llama-3.1-8B, which are in
-bench/results/gpu-2026-11-22.json.
-docs/performance.md says how far predictions are from these rows.
+A step reads the weights once and multiplies them with all of its tokens; the slower of these two counts. A step also
+reads the KV of its decode rows and the distinct adapters of its tokens. Adapters are copied from the host while the
+step computes.
+
+Each part reaches only a share of the data sheet's figure. These shares were fitted to measurements of Llama-3.1-8B on
+an H200 (bench/results/gpu-2026-11-22.json). So was the time that the host needs to plan and launch a step.
+docs/performance.md compares predictions with these measurements.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ __all__ = ["EFFICIENCIES", "Roofline"]
 WEIGHT_READS = 0.72
 QUANTIZED_READS = 0.6  # not measured on a GPU yet
 KV_READS = 0.72
-KV_FP8_READS = 0.35  # FP8 has half the bytes of 16-bit KV, and takes longer to read
+KV_FP8_READS = 0.35  # FP8 KV has half the bytes of 16-bit KV, but takes no less time to read.
 ADAPTER_READS = 0.6
 MATRIX_PRODUCTS = 0.38
 HOST_COPIES = 0.75
@@ -35,13 +36,13 @@ EFFICIENCIES = {
     "matrix products": MATRIX_PRODUCTS,
     "copies from the host": HOST_COPIES,
 }
-# Planning, launching a recorded step and sampling: for each step, and for each decode row.
+# Time of planning, sampling and launching a recorded step: a fixed part, and a part for each decode row.
 _STEP_S, _ROW_S = 0.9e-3, 8e-6
-# Shrink and expand at one site of one layer, apart from the bytes of the adapters.
+# Time of shrink and expand at one site of one layer, without reading the adapters.
 _LORA_SITE_S = 13e-6
-# Launching an unrecorded step takes the host this long for each layer, and for each site with adapters.
+# Time that the host needs to launch an unrecorded step, for each layer and for each site with adapters.
 _LAUNCH_LAYER_S, _LAUNCH_SITE_S = 0.45e-3, 0.17e-3
-# Steps with prompts are recorded up to this many tokens (`slora/runner/step_graphs.py`).
+# Steps with prompts are recorded if they have at most this many tokens (`slora/runner/step_graphs.py`).
 RECORDED_TOKENS = 1536
 # Products of float32 do not use the fast matrix units.
 _FLOAT32_SHARE = 1 / 8
@@ -51,10 +52,14 @@ _FLOAT32_SHARE = 1 / 8
 class Roofline:
     """Seconds of the parts of a step.
 
-    weights_s: reading all weights. token_s: matrix products of one token. logits_s: of one row of logits.
-    context_token_s: reading the KV of one token of context. lora_s: of any step with adapters. adapter_byte_s: reading
-    one byte of a distinct adapter. launch_s, lora_launch_s: launching an unrecorded step, and its LoRA work.
-    recorded_tokens: the most tokens of a recorded step with prompts.
+    weights_s: reading all weights.
+    token_s: the layers' matrix products and attention for one token.
+    logits_s: the matrix product for one row of logits.
+    context_token_s: reading the KV of one token of context.
+    lora_s: fixed time of shrink and expand in a step with adapters.
+    adapter_byte_s: reading one byte of a distinct adapter.
+    launch_s: launching an unrecorded step. lora_launch_s: launching its LoRA kernels.
+    recorded_tokens: maximum number of tokens in a recorded step with prompts.
     """
 
     weights_s: float
@@ -81,7 +86,10 @@ class Roofline:
         adapted: tuple[str, ...],
         prompt_tokens: float,
     ) -> "Roofline":
-        """adapted: the modules that adapters change. prompt_tokens: mean length of prompts, for their attention."""
+        """Computes the times of a device and a model.
+
+        adapted: paths of the modules that adapters change. prompt_tokens: mean length of prompts, for attention.
+        """
         flops = device.flops * MATRIX_PRODUCTS * (_FLOAT32_SHARE if shape.element_bytes > 2 else 1.0)
         # A token of a prompt attends to half of the prompt on average: two products with each of its K and V.
         attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * prompt_tokens / 2
@@ -106,7 +114,7 @@ class Roofline:
 
     @property
     def costs(self) -> CostModel:
-        """What the scheduler bases its decisions on. It has no term for the adapters of a step."""
+        """The cost model for the scheduler. It has no term for reading the adapters of a step."""
         return CostModel(
             step_s=_STEP_S + self.weights_s,
             token_s=self.token_s,

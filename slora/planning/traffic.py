@@ -1,7 +1,7 @@
 """Simulates how much traffic an engine serves, and how long requests wait under a load, in bounded time.
 
 The production scheduler plans every step (`slora.simulation`), so a simulation takes longer with more tokens and steps.
- The number of requests is chosen so that each simulation takes seconds.
+The number of requests is chosen so that each simulation takes seconds.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from slora.simulation.traces import Trace
 __all__ = ["Capacity", "Latencies", "Progress", "choose_num_backlog", "choose_num_requests"]
 __all__ += ["measure_capacity", "measure_latencies"]
 
-# Gets the part of a simulation that is done, from 0 to 1.
+# Receives the fraction of a simulation that is done, from 0 to 1.
 Progress = Callable[[float], None]
-# Simulating a step takes about as long as simulating this many tokens of answers: 15 us each.
+# Simulating a step takes about as long as simulating this many answer tokens. Each token takes about 15 us.
 _TOKENS_PER_STEP = 10
 _MIN_REQUESTS, _MAX_REQUESTS = 60, 2000
 _MAX_BACKLOG_PROMPT_TOKENS = 4_000_000
@@ -27,10 +27,10 @@ _WARM_UP = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine serves while requests are always waiting.
+    """The throughput of an engine whose queue is never empty.
 
-    running: mean number of running sequences. held_share: part of the pool that they and their adapters hold.
-    adapter_share: part of the held bytes that are adapters.
+    running: mean number of running sequences. held_share: share of the pool that they and their adapters hold.
+    adapter_share: share of the held bytes that belongs to adapters.
     """
 
     requests_per_s: float
@@ -43,9 +43,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What clients see under a load.
+    """The latencies that clients see under a load.
 
-    seconds: simulated time. hit_share: of the starts with an adapter, those that found it in the pool.
+    seconds: simulated time. hit_share: share of the admissions with an adapter that found it in the pool.
     """
 
     ttft_p50_s: float
@@ -73,21 +73,22 @@ class _Ticker:
 
 
 def choose_num_backlog(concurrency: int, output_tokens: float, max_tokens: int) -> int:
-    """How many requests must end until a capacity is known. concurrency: how many run at once."""
+    """Returns how many requests must end to measure a capacity. concurrency: number of requests that run at once."""
     return max(_MIN_REQUESTS, min(2 * concurrency, int(max_tokens / output_tokens)))
 
 
 def choose_num_requests(rate: float, output_tokens: float, step_s: float, max_tokens: int) -> int:
-    """How many requests of a load are simulated. step_s: the shortest time of a step."""
+    """Returns how many requests of a load to simulate. step_s: the shortest time of a step."""
     rows = max(1.0, rate * output_tokens * step_s)
     most = max_tokens * min(1.0, rows / _TOKENS_PER_STEP) / output_tokens
     return int(min(_MAX_REQUESTS, max(_MIN_REQUESTS, most)))
 
 
 def measure_capacity(setup: Setup, trace: Trace, num_ended: int, progress: Progress) -> Capacity:
-    """Runs requests that all wait from the start, until `num_ended` of them have ended. The trace must be longer.
+    """Measures the capacity: runs requests that all arrive at time 0, until `num_ended` of them have ended.
 
-    The engine starts empty, so it has computed more prompts than an engine that runs for ever. Their time is deducted.
+    The trace must have more than `num_ended` requests. The engine starts empty, so it computes more prompts than in a
+    steady state. The time of these additional prompts is deducted.
     """
     meter = PoolMeter(only_backlog=False)
     simulation = Simulation(setup, [meter, _Ticker(num_ended, progress)])
@@ -106,7 +107,7 @@ def measure_capacity(setup: Setup, trace: Trace, num_ended: int, progress: Progr
     prompt_tokens = sum(request.prompt_tokens for request in trace) / len(trace)
     output_tokens = sum(request.output_tokens for request in trace) / len(trace)
     totals, use = simulation.totals, meter.result()
-    # The first token of an answer comes from the step that ends its prompt.
+    # The step that ends a prompt samples the first answer token, so it is not a decode token.
     answers = totals.decode_tokens / (output_tokens - 1) if output_tokens > 1 else _count_ended(simulation)
     excess_tokens = max(0.0, totals.prefill_tokens - answers * prompt_tokens)
     seconds = simulation.now - excess_tokens * setup.machine.costs.token_s

@@ -11,16 +11,17 @@ from slora_kernels.layout import ModelShape
 __all__ = ["Adapters", "Load", "find_modules", "share_trace"]
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
-# The longest prompts and answers over the mean.
+# Prompts and answers are at most this many times their mean length.
 _LONGEST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """count: how many there are. ranks: adapter i has rank `ranks[i % len(ranks)]`.
+    """The adapters of a plan.
 
+    count: number of adapters. ranks: adapter i has rank `ranks[i % len(ranks)]`.
     targets: names of modules, as in PEFT's target_modules, or `attention` or `all-linear`.
-    alpha: adapter k (from 1) is asked for in proportion to k ** -alpha; 0: all equally.
+    alpha: the popularity of adapter k (from 1) is proportional to k ** -alpha; with 0, all are equally popular.
     """
 
     count: int
@@ -31,7 +32,10 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """rate: requests per second. prompt_tokens, output_tokens: mean lengths. trace: replaces the others if given."""
+    """The requests of a plan.
+
+    rate: requests per second. prompt_tokens, output_tokens: mean lengths. trace: if given, the requests themselves.
+    """
 
     rate: float
     prompt_tokens: int
@@ -40,7 +44,7 @@ class Load:
 
     @staticmethod
     def of_trace(trace: Trace) -> "Load":
-        """Raises ConfigError for a trace whose requests all arrive at one moment: it has no rate."""
+        """Makes a load from a trace. Raises ConfigError if all requests arrive at the same time."""
         first, last = trace[0].arrival_s, trace[-1].arrival_s
         if last <= first:
             raise ConfigError(
@@ -55,7 +59,7 @@ class Load:
         )
 
     def make_trace(self, adapters: Adapters, count: int, max_model_len: int, seed: int = 0) -> Trace:
-        """The first `count` requests. No prompt and answer together are longer than `max_model_len`."""
+        """Returns `count` requests, or fewer if the trace is shorter. Synthetic requests fit into `max_model_len`."""
         if self.trace:
             return list(self.trace[:count])
         whole = self.prompt_tokens + self.output_tokens
@@ -76,7 +80,7 @@ class Load:
 
 
 def find_modules(shape: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths of the targeted modules, as in `Machine.adapted`. Raises ConfigError for a name without a module."""
+    """Returns the paths of the targeted modules. Raises ConfigError for a target that matches no module."""
     paths = [*(linear.path for linear in shape.linears), shape.embedding_path, shape.head_path]
     linears = paths[:-2]
     found: list[str] = []
@@ -96,9 +100,10 @@ def find_modules(shape: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]
 
 
 def share_trace(trace: Trace, num_engines: int) -> Trace:
-    """The requests of the busiest of several engines, if each adapter is on one of them and they share the load evenly.
+    """Returns the requests of the busiest engine, if each adapter is on one of `num_engines` engines.
 
-    Adapters are dealt out by their requests, the busiest first. Requests of the base model go to the engines in turn.
+    The most requested adapters are assigned first, each to the least loaded engine. Requests for the base model go to
+    the engines in turn.
     """
     if num_engines == 1:
         return trace

@@ -22,7 +22,7 @@ MAX_TOKENS = 2048
 
 class Shape(Protocol):
     def draw(self, count: int, random: np.random.Generator) -> FloatArray:
-        """Draws `count` positive numbers with any mean."""
+        """Draws `count` positive numbers. Their mean does not matter, because the caller scales them."""
 
 
 @dataclass(frozen=True, slots=True)
