@@ -1,9 +1,9 @@
 """Finds values that a model computes from a token's index in the batch, instead of its position in the sequence.
 
-A step holds tokens of many sequences, so a token's batch index has no meaning for its sequence. A model that uses it
-would change a sequence's answer whenever other sequences come before it in the batch. Short prompts may not show the
-difference: Llama 4 scales queries by index, but only from the 8,192nd token on. So this module traces the model's
-arithmetic instead.
+A step holds tokens of many sequences, so a token's batch index has no meaning for its sequence. A model that uses the
+batch index would change a sequence's answer whenever other sequences come before it in the batch. Short prompts may not
+show the difference: Llama 4 scales queries by index, but only from the 8,192nd token on. So this module traces the
+model's arithmetic instead.
 """
 
 from collections.abc import Iterator, Mapping

@@ -29,7 +29,7 @@ _MOST_LAYERS = 10_000
 class ModelConfig:
     """A decoder with causal attention and gated MLPs. Widths are in elements.
 
-    ropes, rope_of_layer: the model's different rotary embeddings, and the index into them for each layer.
+    ropes, rope_of_layer: the model's different rotary embeddings, and for each layer the index of its embedding.
     window_of_layer: how many tokens a token of the layer sees, itself included; None: all earlier tokens.
     attention_softcap, final_softcap: scaled scores and logits s become softcap * tanh(s / softcap). None: no softcap.
     embedding_scale: factor on embeddings. The decoder rounds it to the model's dtype. None: no factor.

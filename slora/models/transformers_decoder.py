@@ -160,7 +160,10 @@ class _LayerAttention:
         self._layer = layer
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """query [1, Hq, T, D], key and value [1, Hk, T, D], already rotated -> [1, T, Hq, D]."""
+        """Computes attention of the step's tokens over the pages.
+
+        query [1, Hq, T, D], key and value [1, Hk, T, D], already rotated -> [1, T, Hq, D].
+        """
         step = self._current.step
         qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).flatten(1)
         memory, kernels = step.memory, step.kernels

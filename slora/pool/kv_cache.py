@@ -12,7 +12,7 @@ finds the block by its key.
 
 A cached block can be evicted only while no cached block follows it. So a prefix is evicted from its end, the rest of it
 stays usable, and eventually every cached page can be evicted. With a sliding window a sequence frees early blocks, so a
-block may outlive the block before it. Requests find it again once the block before it has been recomputed.
+block may outlive the block before it. Requests find such a block again once the block before it has been recomputed.
 
 This module handles pages and keys. It does not depend on tokens, sequences or torch.
 """

@@ -39,7 +39,7 @@ _HALF_LIFE_S = 30.0
 _FIT_EVERY_S = 1.0
 # Positions of token_s and decode_s among the fields of CostModel.
 _TOKEN, _DECODE = 1, 2
-# Less than the resolution of any clock.
+# Timings are at least this long. The value is less than the resolution of any clock.
 _MIN_S = 1e-9
 # Median regression is computed as a few weighted least-squares fits. Each of them is solved by coordinate descent over
 # the six costs. A fit starts at the previous estimate, so a few rounds are enough.
@@ -76,7 +76,7 @@ class LearnedCosts:
         start = replace(start, decode_s=max(start.decode_s, start.token_s))
         self.current = bounds.clamp(start)
         self._bounds = bounds
-        # Keyed by kind of step; the kind with the latest timing is last.
+        # The timings of each kind of step. The kind with the latest timing is last.
         self._timings: OrderedDict[tuple[int, ...], deque[_Timing]] = OrderedDict()
         self._fitted_at_s = -np.inf
 

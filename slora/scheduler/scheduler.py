@@ -9,7 +9,8 @@ its ceiling is skipped.
 
 Background requests: interactive requests are planned first. Background requests fill the rest of the step, as far as
 the step then takes little longer (`background_budget`). No background request is admitted while an interactive request
-could run but waits. Background requests are preempted first. They are preempted even to admit an interactive request.
+waits although it could run. Background requests are preempted first. They are preempted even to admit an interactive
+request.
 
 Pages come from three sources, in this order:
 

@@ -2,8 +2,8 @@
 
 The number of names is bounded. The busiest names have counters of their own, and all other names are counted together.
 Every few minutes, the busiest of the other names may replace the least busy listed name. The counters of the replaced
-name are dropped, and its later requests are counted with those of all other names. So the counters of a name only grow
-while the name is listed.
+name are dropped, and its later requests are counted with the requests of all other names. So the counters of a name
+only grow while the name is listed.
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
 """How much background work one step may compute.
 
 In a step with interactive requests, background work may lengthen the step by at most `MAX_GROWTH` of its estimated
-duration. So the time between two tokens of an interactive request hardly changes. Often not even one row fits, for
-example on a CPU, where each row takes additional time. Background requests then wait for a step without interactive
-requests.
+duration. So the time between two tokens of an interactive request hardly changes. Often not even one background row
+fits, for example on a CPU, where each row takes additional time. Background requests then wait for a step without
+interactive requests.
 
 A step without interactive requests is also kept short (`short_prefill_s`), because an interactive request that arrives
 during the step must wait until the step ends. The first row of such a step is computed even if it takes longer, for

@@ -14,8 +14,9 @@ The kernels compute each drafted token as a decode row, with the block table of 
 their KV before attention reads it. So the results are bit-identical to those of separate steps. KV of rejected tokens
 is overwritten before any token attends to it, and is never offered to the prefix cache.
 
-Drafts pay where more rows make a step only a little longer, so mostly in small batches. They only use what a step has
-left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted and nothing is evicted for them.
+Drafts pay where additional rows make a step only a little longer. This is mostly the case in small batches. Drafts
+only use what a step has left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted and
+nothing is evicted for a draft.
 
 Beams, structured output, and requests with penalties, `allowed_token_ids` or `bad_words` get no drafts. What they may
 sample depends on the earlier tokens in ways that a step does not compute for several positions at once.
@@ -103,7 +104,7 @@ class Drafting:
         step_s = costs.step_seconds(work._replace(swapped_pages=0, loaded_bytes=0))
         # The time that one more sampled token is worth.
         token_s = step_s / num_rows
-        # Not even drafts that are certain to be accepted would pay.
+        # Return if not even drafts that are certain to be accepted would pay.
         if token_s <= _MIN_GAIN * costs.decode_s:
             return
         candidates = self._find_candidates(plan, token_s)
@@ -215,7 +216,7 @@ def _choose_lengths(
     num_free: the most drafted tokens in all.
     step_s: seconds of the step without drafts.
     token_s: seconds that one more token is worth.
-    has_others: whether the step also computes chunks without drafts, which only become slower.
+    has_others: whether the step also computes chunks without drafts, which a longer step only delays.
     """
     growing, allowed_s, seconds = candidates, _MAX_DELAY * step_s, step_s
     while growing:
