@@ -116,7 +116,7 @@ class ModelShape:
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
 
     A module is one linear of one layer, or the embedding, or the head. A site is one group of one layer, or the
-    embedding, or the head. Both are numbered layer by layer. The embedding and the head come last.
+    embedding, or the head. Modules and sites are numbered layer by layer. The embedding and the head come last.
     """
 
     num_layers: int
@@ -272,7 +272,7 @@ def llama_shape(
     vocab_size: int,
     element_bytes: int,
 ) -> ModelShape:
-    """A decoder whose layers have Llama's seven linears. Most model families share them."""
+    """Returns the shape of a decoder whose layers have Llama's seven linears, as in most model families."""
     query, key = num_heads * head_dim, num_kv_heads * head_dim
     return ModelShape(
         num_layers=num_layers,
@@ -296,7 +296,7 @@ def llama_shape(
 
 
 def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
-    """The same decoder with the linears of each group fused into one linear.
+    """Returns the shape of the same decoder with the linears of each group fused into one linear.
 
     The fused linear of group g is called `paths[g]`. Its output is the concatenation of the group's outputs.
     """

@@ -49,8 +49,8 @@ class TilePass:
     sees, and ends with the last token that the tile's last query sees.
 
     tokens: int64 [n, Q], token index of each query. A tile with fewer than Q queries repeats its last token.
-    limits: int64 [n, Q], number of tokens from the start of the tile's walk to the last one that the query sees. With a
-    window, the query sees the last `window` of them.
+    limits: int64 [n, Q], number of tokens from the start of the tile's walk to the last token that the query sees. With
+    a window, the query sees the last `window` of these tokens.
     page_ids: int64 [n, W], page ids of each tile's walk. W is the number of pages in the longest walk. Entries past the
     end of a walk are any valid ids.
     walks: number of tokens in each tile's walk.
@@ -156,7 +156,7 @@ def _quantize_kv(sides: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _replace_wrong(sides: Tensor) -> Tensor:
-    """Replaces K by NaN and V by 0 where either is not finite. sides: K and V [T, 2, Hk, D]."""
+    """Replaces K by NaN and V by 0 where K or V is not finite. sides: K and V [T, 2, Hk, D]."""
     wrong = ~sides.isfinite().all(-1, keepdim=True).all(1, keepdim=True)
     return torch.where(wrong, sides.new_tensor((torch.nan, 0.0))[:, None, None], sides)
 

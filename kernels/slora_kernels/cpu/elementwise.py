@@ -125,7 +125,7 @@ def gelu_row(out: Array, gate: Array, up: Array) -> None:
 
 @compiled
 def gelu_tanh_row(out: Array, gate: Array, up: Array) -> None:
-    """Uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
+    """out = gelu_tanh(gate) * up, computed with (1 + tanh(y)) / 2 = sigmoid(2 y)."""
     for i in range(out.shape[0]):
         value = widen(gate[i])
         factor = sigmoid(_GELU_SCALE * (value + _GELU_CUBE * value * value * value))
@@ -221,7 +221,10 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 
 @compiled
 def compute_scale(largest: Int) -> Int:
-    """Bits of the bfloat16 scale of a K or V vector (see `KVFormat`). largest: its greatest magnitude, float32 bits."""
+    """Returns the bits of the bfloat16 scale of a K or V vector (see `KVFormat`).
+
+    largest: greatest magnitude in the vector, as float32 bits.
+    """
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF before taking it rounds up.
     return max((exact + 0xFFFF) >> 16, _SMALLEST_SCALE)

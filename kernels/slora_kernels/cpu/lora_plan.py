@@ -136,7 +136,7 @@ def _sort_by_cost(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tens
     return torch.from_numpy(rows[order]), torch.from_numpy(tiles.weights.numpy()[order])
 
 
-# The two caches never evict an entry, because jobs hold the addresses of the cached tensors.
+# The caches of the next two functions never evict an entry, because jobs hold addresses of the cached tensors.
 @cache
 def _split_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
     """Cuts the output columns of a site into blocks.

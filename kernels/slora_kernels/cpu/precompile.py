@@ -2,8 +2,8 @@
 
     python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 
-Each argument is a dtype, or a dtype and a KV format. Without this, the first start of a server compiles the kernels
-that it needs, one after the other.
+Each argument is a dtype, or a dtype and a KV format. Without this step, the first start of a server compiles
+the kernels that it needs, one after the other.
 """
 
 import os

@@ -23,7 +23,7 @@ Enter = Callable[[int, int, int], None]
 
 
 def _find_runtimes() -> list[str]:
-    """Paths of the OpenMP runtimes loaded into this process. The one that torch ships comes first."""
+    """Paths of the OpenMP runtimes loaded into this process. The runtime that torch ships comes first."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if _RUNTIME.search(line)}
     return sorted(paths, key=lambda path: ("/torch" not in path, path))

@@ -20,7 +20,10 @@ def measure_magnitudes(numbers):
 
 @triton.jit
 def encode_scale(largest):
-    """Bits of the scale in bfloat16, as int32. largest: greatest magnitude of the K or V vector, int32 bits."""
+    """Returns the bits of the bfloat16 scale of a K or V vector, as int32.
+
+    largest: greatest magnitude in the vector, as the int32 of its float32 bits.
+    """
     exact = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF before taking it rounds up.
     return tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
@@ -28,7 +31,7 @@ def encode_scale(largest):
 
 @triton.jit
 def encode_elements(numbers, scale):
-    """Rounds float32 values to e4m3 as uint8: to nearest, ties to even. scale: the bits of their scale."""
+    """Rounds float32 values to e4m3 as uint8: to nearest, ties to even. scale: bits of the bfloat16 scale."""
     scaled = tl.div_rn(numbers, (scale << 16).to(tl.float32, bitcast=True))
     bits = scaled.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF

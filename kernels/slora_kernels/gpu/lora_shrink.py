@@ -94,7 +94,10 @@ def _lora_shrink_kernel(
 
 
 def choose_block_tokens(tiles: LoraTiles) -> int:
-    """BLOCK_M, the rows of a program's `tl.dot`: the small tile size if no tile has more tokens, else the full size."""
+    """Returns BLOCK_M, the number of rows of a program's `tl.dot`.
+
+    It is the small tile size if no tile has more tokens than that, else the full tile size.
+    """
     return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
 
 

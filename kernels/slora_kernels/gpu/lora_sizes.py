@@ -58,7 +58,7 @@ class ShrinkTile:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkSizes:
-    """Sizes of shrink, for input widths up to max_width.
+    """Sizes of the shrink kernel, for input widths up to max_width.
 
     max_width: None means no limit. splits: the maximum number of shares that the width is split into.
     """
@@ -98,9 +98,9 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpandSizes:
-    """Sizes of expand, for sites whose modules have up to max_width output columns in total.
+    """Sizes of the expand kernels, for sites whose modules have up to max_width output columns in total.
 
-    max_width: None means no limit. rows: for decode rows. tiles: for all other tokens.
+    max_width: None means no limit. rows: sizes for decode rows. tiles: sizes for all other tokens.
     """
 
     max_width: int | None
@@ -113,7 +113,7 @@ class ExpandSizes:
 
 @dataclass(frozen=True, slots=True)
 class LoraSizes:
-    """The sizes for one GPU. Both lists are in ascending order of max_width, and the last entry has no limit."""
+    """The sizes for one GPU. `shrink` and `expand` are in ascending order of max_width; the last entry has no limit."""
 
     shrink: tuple[ShrinkSizes, ...]
     expand: tuple[ExpandSizes, ...]
@@ -126,7 +126,7 @@ class LoraSizes:
 
 
 def name_architecture(device: torch.device) -> str:
-    """The device's name in the table: sm_90, gfx942. A device that is not a GPU is "default"."""
+    """The device's name in the table, such as sm_90 or gfx942. The name is "default" if the device is not a GPU."""
     if device.type != "cuda":
         return _DEFAULT
     if torch.version.hip is not None:

@@ -37,7 +37,7 @@ def _cap_scores(scores, CAP: tl.constexpr):
 
 @triton.jit
 def _widen(scales):
-    """bfloat16 scales as float32, by their bits.
+    """Converts bfloat16 scales to float32 by shifting their bits.
 
     After a plain conversion, LLVM narrows the product of a scale and an 8-bit number to float16 before it multiplies.
     LLVM only checks that the mantissas fit, so most scales below 2**-14 lose bits (seen on an H200, Triton 3.6).
@@ -131,7 +131,7 @@ def count_iteration_tokens(geometry: KVGeometry, most: int) -> int:
 
 
 def pad_head_dim(geometry: KVGeometry) -> int:
-    """The lanes of a program: the head dim rounded up to a power of two, and at least the 16 that `tl.dot` needs."""
+    """Number of lanes of a program: the head dim rounded up to a power of two, at least 16 because of `tl.dot`."""
     lanes: int = triton.next_power_of_2(geometry.head_dim)
     return max(16, lanes)
 

@@ -5,7 +5,7 @@ handles one block of the weight's rows and one block of tokens. It widens elemen
 the whole input width in order, and multiplies the float32 sum by the scale.
 
 The product is weight times x transposed. On Hopper, an operand that is widened in registers has to be the left one,
-because the right one is read from shared memory.
+because the right operand is read from shared memory.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ def _rms_norm_kernel(
 
 
 def bind_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Launch, Tensor]:
-    """Norm of x [T, H]. With a residual [T, H], adds x to the residual in place and computes the norm of the sum.
+    """Binds x [T, H] and weight [H]. A residual [T, H] is changed in place to residual + x, which is then normalised.
 
     Returns the launch and its output [T, H].
     """

@@ -101,8 +101,8 @@ def _find_cutoff(
     if high - low > 1:
         least, greatest = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
         written = _compact_candidates(source, row_candidates, least, greatest, WIDTH, BLOCK)
-        # The first barrier makes the writes of other threads visible. The second one ends all reads before
-        # `row_candidates` is overwritten.
+        # The first barrier makes the writes of other threads visible. The second barrier waits for all
+        # reads, because `row_candidates` will be overwritten.
         tl.debug_barrier()
         places = tl.arange(0, MAX_CANDIDATES)
         left = tl.load(row_candidates + places, mask=places < written, other=-1.0)

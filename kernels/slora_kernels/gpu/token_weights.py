@@ -1,4 +1,4 @@
-"""The weight of each token relative to the most probable one, in whole multiples of 2**-42.
+"""Computes the weight of each token relative to the most probable token, in whole multiples of 2**-42.
 
 Weights are whole numbers stored as float32, which takes half the bytes of int64. This is exact, because the integral
 part of a float32 is itself a float32. Kernels that sum weights convert them to int64, so no sum is rounded. Logits are
