@@ -382,7 +382,7 @@ class RefusalReason(TypedDict):
 
 
 class ErrorDetails(TypedDict):
-    """param: the field that is wrong. reasons: all rules that a refused adapter breaks."""
+    """The details of an error. param: the field that is wrong. reasons: all rules that a refused adapter breaks."""
 
     message: str
     type: str

@@ -162,7 +162,9 @@ class TextFields(BaseModel):
 
 
 class ReasoningFields(BaseModel):
-    """effort: as `reasoning_effort` in /v1/chat/completions. The server returns the reasoning as the model wrote it."""
+    """The options of reasoning. effort: as `reasoning_effort` in /v1/chat/completions. The server returns the reasoning
+    as the model wrote it.
+    """
 
     model_config = STRICT
     effort: ReasoningEffort | None = None
@@ -177,8 +179,8 @@ class ReasoningFields(BaseModel):
 
 
 class ResponsesStreamOptions(BaseModel):
-    """include_obfuscation: padding of events against traffic analysis, which is not supported. The usage is always
-    sent.
+    """The options of a stream. The usage is always sent. include_obfuscation: padding of events against traffic
+    analysis, which is not supported.
     """
 
     model_config = STRICT

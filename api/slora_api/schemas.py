@@ -192,8 +192,8 @@ _Metadata = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """include_usage: if true, a last chunk has the usage. continuous_usage_stats: as in vLLM, if this and
-    `include_usage` are true, every chunk has the usage so far.
+    """The options of a stream. include_usage: if true, a last chunk has the usage. continuous_usage_stats: as in vLLM,
+    if this and `include_usage` are true, every chunk has the usage so far.
     include_timing: if this and `include_usage` are true, the last chunk also has `metrics`: how long each stage took.
     include_obfuscation: padding of chunks against traffic analysis, which is not supported.
     """

@@ -147,7 +147,9 @@ Tools = Annotated[
 
 
 class NamedFunction(BaseModel):
-    """description, parameters, strict: no effect. Clients may send the whole tool as the choice."""
+    """The function that a tool choice names. Clients may send the whole tool as the choice. description, parameters,
+    strict: no effect.
+    """
 
     model_config = STRICT
     name: Name

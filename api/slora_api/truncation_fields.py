@@ -42,7 +42,7 @@ class TruncationFields(BaseModel):
         return self.truncate_prompt_tokens is not None
 
     def truncate(self, token_ids: list[int], room: int) -> list[int]:
-        """Returns the tokens that are kept. room: the most tokens that the prompt may have, at least 1."""
+        """Returns the tokens that are kept. room: the maximum number of tokens of the prompt, at least 1."""
         wanted = self.truncate_prompt_tokens
         if wanted is None:
             return token_ids

@@ -168,7 +168,9 @@ def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info:
 
 
 def _max_own_pages(owner: Tenant, info: EngineInfo) -> int:
-    """Returns the most pages that the tenant's pins may use, rounded in the same way as in the engine."""
+    """Returns the maximum number of pages that the tenant's pins may use. It is rounded in the same way as in the
+    engine.
+    """
     return int(owner.share.max_share * info.num_pages + 1e-6)
 
 

@@ -37,8 +37,8 @@ _SWEEP_S = 60.0
 class BatchRunner:
     """Claims batches and works on several at once.
 
-    app: the routes, without the layers that authenticate clients. num_lines: the most lines in flight in this
-        process.
+    app: the routes, without the layers that authenticate clients. num_lines: the maximum number of lines in flight in
+        this process.
     """
 
     def __init__(

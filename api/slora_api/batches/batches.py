@@ -104,7 +104,9 @@ class LineAnswer:
 
 
 class Batches:
-    """The batches of all tenants. max_unfinished: the most unfinished batches of one tenant. clock: Unix time."""
+    """The batches of all tenants. max_unfinished: the maximum number of unfinished batches of one tenant. clock: Unix
+    time.
+    """
 
     def __init__(
         self, database: Database, files: Files, max_unfinished: int, clock: Callable[[], float] = time.time

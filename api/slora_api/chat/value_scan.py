@@ -31,7 +31,7 @@ def hold_value(reader: TextReader, quotes: str = JSON_QUOTES) -> Waiting[str]:
 
 
 def value_parts(reader: TextReader, quotes: str = JSON_QUOTES) -> Generator[str | None, None, None]:
-    """Yields the parts of the next value as they arrive, and None when it needs more text."""
+    """Yields the parts of the next value as they arrive, and None when more text is needed."""
     first = yield from reader.peek()
     if not first or first not in "{[" + quotes:
         yield (yield from reader.match(_SCALAR))

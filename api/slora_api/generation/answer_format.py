@@ -30,8 +30,8 @@ __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "
 
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
-# Makes a list from a function that yields its items. The items are made at once, or (`LongList`) only while the JSON is
-# written.
+# Makes a list from a function that yields its items. The items are made immediately, or only while the JSON is written
+# (`LongList`).
 _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
 

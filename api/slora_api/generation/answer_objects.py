@@ -85,8 +85,8 @@ class Completion(TypedDict):
 
 
 class CompletionChunkChoice(TypedDict):
-    """finish_reason: null except in the last chunk of a choice. prompt_token_ids: only in the first chunk of a
-    choice.
+    """One choice in a chunk of a stream. finish_reason: null except in the last chunk of a choice. prompt_token_ids:
+    only in the first chunk of a choice.
     """
 
     index: int
@@ -98,7 +98,7 @@ class CompletionChunkChoice(TypedDict):
 
 
 class CompletionChunk(TypedDict):
-    """One event of a stream. The last one has the usage and no choices, if the request asks for it."""
+    """One event of a stream. If the request asks for the usage, the last event has it and no choices."""
 
     id: str
     object: Literal["text_completion"]
@@ -126,7 +126,9 @@ class ChatLogprobs(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """arguments: JSON, as the model wrote it. The JSON may be invalid, or incomplete if the answer was cut off."""
+    """The function of a tool call. arguments: JSON, as the model wrote it. The JSON may be invalid, or incomplete if
+    the answer was cut off.
+    """
 
     name: str
     arguments: str
@@ -143,7 +145,9 @@ ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class ChatAnswer(TypedDict):
-    """content: null if the answer has only tool calls or reasoning. reasoning, reasoning_content: the same text."""
+    """The message of an answer. content: null if the answer has only tool calls or reasoning. reasoning,
+    reasoning_content: the same text.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -174,14 +178,14 @@ class ChatCompletion(TypedDict):
 
 
 class CalledFunctionDelta(TypedDict):
-    """name: only in the first delta of a call."""
+    """A part of the function of a tool call. name: only in the first delta of a call."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """id, type: only in the first delta of a call."""
+    """A part of a tool call. id, type: only in the first delta of a call."""
 
     index: int
     id: NotRequired[str]
@@ -198,7 +202,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """finish_reason: null except in the last chunk of a choice."""
+    """One choice in a chunk of a stream. finish_reason: null except in the last chunk of a choice."""
 
     index: int
     delta: ChatDelta
@@ -208,7 +212,7 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatCompletionChunk(TypedDict):
-    """One event of a stream. The last one has the usage and no choices, if the request asks for it.
+    """One event of a stream. If the request asks for the usage, the last event has it and no choices.
 
     prompt_token_ids: only in the first chunk.
     """

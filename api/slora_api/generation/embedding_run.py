@@ -35,8 +35,8 @@ class EmbeddedInput:
 def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) -> int:
     """Returns how many inputs of one request are computed at a time.
 
-    most_permits: the most permits that a tenant may hold. most_answers: the tenant's quota of answers in progress, if
-    any.
+    most_permits: the maximum number of permits that a tenant may hold. most_answers: the tenant's quota of answers in
+    progress, if any.
     """
     most = most_permits if most_answers is None else min(most_permits, most_answers)
     return max(1, min(num_inputs, _MAX_LANES, most))
