@@ -498,7 +498,7 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
             None,
             None,
         )
-    # The first element is "body", "query" or "path".
+    # The first element of `loc` is "body", "query" or "path".
     location = [str(part) for part in first["loc"][1:]]
     if not location and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None

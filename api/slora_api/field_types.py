@@ -1,4 +1,4 @@
-"""What the schemas of JSON bodies share: their configuration, the types of text, and checks of values."""
+"""Definitions that the schemas of JSON bodies share: their configuration, the types of text, and checks of values."""
 
 import json
 from collections.abc import Set
@@ -30,7 +30,9 @@ _SHOWN_CHARS = 64
 
 
 def make_refusal(text: str, **values: object) -> PydanticCustomError:
-    """Returns the error of an invalid value. values: the placeholders of the text; `param` names another field."""
+    """Returns the error of an invalid value. values: the values of the placeholders in the text. The value `param`
+    names another field as the cause.
+    """
     return PydanticCustomError("invalid_value", text, values)
 
 

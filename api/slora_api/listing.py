@@ -17,7 +17,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 
 
 class ListObject(TypedDict, Generic[T]):
-    """A whole list."""
+    """A complete list in one answer."""
 
     object: Literal["list"]
     data: list[T]

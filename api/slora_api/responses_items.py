@@ -171,8 +171,8 @@ Input = Annotated[
 ]
 
 
-# Messages are copies of these templates. Copying takes a tenth of the time of model_construct. It also avoids a second
-# check of the texts, which may be long.
+# Messages and calls are copies of these templates. Copying takes a tenth of the time of model_construct. It also avoids
+# a second check of the texts, which may be long.
 _MESSAGE = ChatMessage(role="user", content="")
 _CALL = SentCall(id="", function=SentFunction(name="", arguments=""))
 

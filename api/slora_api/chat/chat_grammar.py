@@ -54,7 +54,7 @@ class ChatGrammar:
             return ""
         if not self.syntax.prompt_thinks:
             return f"({self._literal(THINK_START)} thought)?"
-        # The text may then also be reasoning without an end.
+        # If any text is allowed, the answer may also consist of reasoning that does not end.
         return "thought?" if self.allows_text and THINK_END not in self.special_ids else "thought"
 
     def _write_thought(self) -> list[str]:
