@@ -78,7 +78,7 @@ def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
-    """One layer as a view: pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D]."""
+    """Returns one layer as a view: pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D]."""
     first = layer * geometry.layout.num_bytes
     numbers = pages[:, first : first + geometry.layout.scales_start].view(geometry.element_dtype)
     return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)

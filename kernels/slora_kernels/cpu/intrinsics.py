@@ -47,8 +47,8 @@ INFINITY_BITS = 0x7F800000
 # fastmath lets the compiler reorder sums. The order is fixed when a kernel is compiled, so results are the same in
 # every call.
 #
-# _nrt=False turns off numba's run-time and its reference counts. Counts are not needed, because jobs own no
-# memory, and they took a third of the time of short rows. Without the run-time a function must not return an array.
+# _nrt=False turns off numba's run-time and its reference counts. Jobs own no memory, so they need no counts.
+# Counting took a third of the time of short rows. Without the run-time, a function must not return an array.
 _OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
 
 

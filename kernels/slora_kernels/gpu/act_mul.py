@@ -39,7 +39,7 @@ def _act_mul_kernel(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
 
 
 def bind_act_mul(gate_up: Tensor, activation: Activation) -> tuple[Launch, Tensor]:
-    """Binds gate_up [T, 2I]. Returns the launch and its output [T, I]."""
+    """Binds the kernel to gate_up [T, 2I]. Returns the launch and its output [T, I]."""
     width = gate_up.shape[1] // 2
     out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
     return Launch(

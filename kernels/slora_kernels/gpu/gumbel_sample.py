@@ -73,8 +73,9 @@ def _gumbel_sample_kernel(
 def bind_gumbel_sample(
     weights: Tensor, cutoffs: Tensor | None, sampling: SamplingTensors, vocab_size: int
 ) -> tuple[Launch, Tensor]:
-    """Binds weights float32 [N, width], whole numbers. cutoffs: float32 [N], or None if no row is filtered.
+    """Binds the kernel to weights float32 [N, width], whole numbers.
 
+    cutoffs: float32 [N], or None if no row is filtered.
     Returns the launch and the tokens it fills, int64 [N].
     """
     width = weights.shape[1]

@@ -117,7 +117,7 @@ def bind_lora_expand(
     tiles: LoraTiles,
     sizes: LoraSizes,
 ) -> list[Launch]:
-    """Binds out [T, sum(site.widths)] of the model dtype, changed in place, and shrunk [splits, T, columns].
+    """Binds the kernels to shrunk [splits, T, columns], and to out [T, sum(site.widths)], which they change in place.
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.

@@ -104,7 +104,7 @@ def choose_block_tokens(tiles: LoraTiles) -> int:
 def bind_lora_shrink(
     x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles, sizes: LoraSizes
 ) -> tuple[Launch, Tensor]:
-    """Binds x [T, in] of the model dtype and pages uint8 [num_pages, full_page_bytes].
+    """Binds the kernel to x [T, in] of the model dtype and pages uint8 [num_pages, full_page_bytes].
 
     Returns the launch and the shrink output that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16].
     Rows in no tile and columns past a tile's rank are not written.

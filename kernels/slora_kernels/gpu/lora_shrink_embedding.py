@@ -64,7 +64,7 @@ def bind_lora_shrink_embedding(
     tiles: LoraTiles,
     dtype: torch.dtype,
 ) -> tuple[Launch, Tensor]:
-    """Binds token_ids int64 [T] and pages uint8 [num_pages, full_page_bytes] with elements of `dtype`.
+    """Binds the kernel to token_ids int64 [T] and pages uint8 [num_pages, full_page_bytes] with elements of `dtype`.
 
     Returns the launch and the shrink output that it fills: `dtype`, [1, T, max_group_rank rounded up to 16]. Rows in no
     tile and columns past a tile's rank are not written.

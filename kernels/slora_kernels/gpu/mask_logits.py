@@ -28,7 +28,7 @@ def _mask_logits_kernel(
 
 
 def bind_mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Launch:
-    """Binds logits [B, V], rows int64 [N] and masks int32 [N, ceil(V / 32)]. The launch writes to logits."""
+    """Binds the kernel to logits [B, V], changed in place, rows int64 [N] and masks int32 [N, ceil(V / 32)]."""
     vocab = logits.shape[1]
     assert logits.stride(1) == masks.stride(1) == 1, f"strides {logits.stride(1)} and {masks.stride(1)}"
     return Launch(

@@ -179,7 +179,7 @@ def bind_paged_attention_decode(
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> list[Launch]:
-    """Binds q [T, Hq, D] and out [T, Hq * D]. Rows of sequences with several queries are not written."""
+    """Binds the kernel to q [T, Hq, D] and out [T, Hq * D]. Rows of sequences with several queries are not written."""
     sequences = batch.context_lens.shape[0]
     splits = count_splits(rule.count_visible(batch.max_context_len))
     rows = (sequences, geometry.num_heads, splits)

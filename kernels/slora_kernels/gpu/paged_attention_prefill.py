@@ -142,7 +142,7 @@ def bind_paged_attention_prefill(
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> Launch:
-    """Binds q [T, Hq, D] and out [T, Hq * D]. Rows of sequences with a single query are not written."""
+    """Binds the kernel to q [T, Hq, D] and out [T, Hq * D]. Rows of sequences with a single query are not written."""
     sequences = batch.context_lens.shape[0]
     rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
     tile_queries = rows // geometry.group_heads

@@ -92,9 +92,10 @@ def _quantized_linear_kernel(
 def bind_quantized_linear(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> tuple[Launch, Tensor]:
-    """Binds x [T, K] with contiguous rows, values int8 or float8_e4m3fn [N, K], scales float32 [N], bias [N] or None.
+    """Binds the kernel to x [T, K], values int8 or float8_e4m3fn [N, K], scales float32 [N], and bias [N] or None.
 
-    Returns the launch and the output that it fills, [T, N] of x's dtype. On NVIDIA, float8_e4m3fn needs sm_89 or later.
+    Rows of x are contiguous. On NVIDIA, float8_e4m3fn needs sm_89 or later.
+    Returns the launch and the output that it fills, [T, N] of x's dtype.
     """
     num_tokens, num_rows = x.shape[0], values.shape[0]
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)

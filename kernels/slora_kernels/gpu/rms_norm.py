@@ -31,8 +31,9 @@ def _rms_norm_kernel(
 
 
 def bind_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Launch, Tensor]:
-    """Binds x [T, H] and weight [H]. A residual [T, H] is changed in place to residual + x, which is then normalised.
+    """Binds the kernel to x [T, H] and weight [H].
 
+    If there is a residual [T, H], the launch first adds x to it in place, and computes the norm of the sum.
     Returns the launch and its output [T, H].
     """
     out = torch.empty_like(x)

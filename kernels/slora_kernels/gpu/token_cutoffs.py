@@ -77,10 +77,9 @@ def _find_cutoff(
     MAX_CANDIDATES: tl.constexpr,
     UPPER_BITS: tl.constexpr,
 ):
-    """Finds the greatest threshold that at least `required` tokens reach.
+    """Finds the greatest threshold that enough tokens of the row reach.
 
-    If BY_MASS, the total mass of the tokens that reach the threshold has to be at least `required` instead.
-
+    required: the number of tokens that is enough or, if BY_MASS, the total mass of tokens that is enough.
     low: bits of a threshold that is enough, with the count and the mass of its tokens.
     Returns the bits of the cutoff, and the count and the mass of the tokens that reach it.
     """

@@ -50,7 +50,7 @@ def _token_weights_kernel(
 def bind_token_weights(
     logits: Tensor, max_logits: Tensor, sampling: SamplingTensors
 ) -> tuple[Launch, Tensor]:
-    """Binds logits [B, V] and max_logits float32 [B]. Returns the launch and weights float32 [N, V].
+    """Binds the kernel to logits [B, V] and max_logits float32 [B]. Returns the launch and weights float32 [N, V].
 
     V is padded with zeros to whole blocks.
     """
