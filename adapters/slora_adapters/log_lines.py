@@ -1,4 +1,4 @@
-"""What log lines look like: text, or JSON with one object for each line. Every process of a server sets this up."""
+"""Sets up logging as text lines, or as JSON with one object per line. Every process of a server uses this module."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ __all__ = ["LOG_FORMATS", "set_up_logging"]
 
 LOG_FORMATS = ("text", "json")
 
-# Attributes of a record that JSON shows if a filter has set them.
+# Attributes of a record that JSON lines contain if a filter has set them.
 _FIELDS = ("request_id", "tenant")
 
 
@@ -53,8 +53,8 @@ def set_up_logging(
     """Makes this process log to standard error.
 
     log_format: one of LOG_FORMATS. process: the name of the process in JSON lines. filters: applied to each record
-    before it is formatted. label: a part of each line of text, such as the number of a worker. mask: returns the text
-    to write in place of a formatted line.
+    before it is formatted. label: part of each text line, such as the number of a worker. mask: maps a formatted line
+    to the line that is written.
     """
     lines = (
         _JsonLines(process)

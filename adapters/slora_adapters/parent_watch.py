@@ -12,7 +12,7 @@ def end_with_stdin() -> None:
     """Ends this process as soon as its standard input closes."""
 
     def watch() -> None:
-        # Read the descriptor, not sys.stdin: if a thread holds the lock of sys.stdin at exit, Python aborts.
+        # Read the descriptor instead of sys.stdin. Python aborts if a thread holds the lock of sys.stdin at exit.
         while os.read(0, 4096):
             pass
         os._exit(0)

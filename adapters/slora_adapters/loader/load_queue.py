@@ -2,7 +2,7 @@
 
 Tenants are served round robin, each up to its share of running loads. If every waiting tenant already runs its share,
 the tenant with the fewest running loads may start more, up to a higher limit. One slot then stays free for the next
-tenant. The loads of one tenant run in first-come, first-served order.
+tenant. Loads of one tenant start in the order of their requests.
 
 The queue does no locking.
 """
@@ -15,7 +15,7 @@ from slora_adapters.version import AdapterVersion
 class LoadQueue:
     """The requested loads that have not started, and the number of running loads of each tenant.
 
-    max_running: loads that may run at once.
+    max_running: maximum number of running loads of all tenants.
     share: loads that each tenant may run at once, even while other tenants wait.
     max_alone: loads that a tenant may run at once while every waiting tenant already runs its share.
     """
@@ -32,7 +32,7 @@ class LoadQueue:
         self._waiting.setdefault(version.tenant, deque()).append(version)
 
     def pop(self) -> AdapterVersion | None:
-        """Removes the next load from the queue and counts it as running. Returns None if no load may start."""
+        """Removes and returns the next load, and counts it as running. Returns None if no load may start."""
         tenant = self._next_tenant()
         if tenant is None:
             return None

@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 LOADS_PER_TENANT = 2
-# Attempts of one load. A copy in the store may be replaced, or found corrupt, while it is read. Another copy may then
+# Attempts of one load. While a load reads a copy, the copy may be replaced or found corrupt. Another copy may then
 # exist.
 _MAX_ATTEMPTS = 3
-# How long a load waits until readers release enough space in the host cache.
+# How long a load waits for readers to release enough space in the host cache.
 WAIT_FOR_ROOM_S = 30.0
 
-# The callback of `load`. It is called once, from a loader's thread or inside `load`, and must not block. A
-# CachedAdapter that it receives is pinned until `release`.
+# The callback of `load`. It is called once, on a thread of the loader or inside `load`, and must not block. It receives
+# a CachedAdapter that stays pinned until `release`, or an error.
 Done = Callable[[CachedAdapter | FetchFailed], None]
 
 
@@ -56,7 +56,7 @@ class ServedFormat:
 
 
 class Loader:
-    """Loads from `store` into `cache`, and owns `cache`. Methods may be called from any thread."""
+    """Loads adapters from `store` into `cache`. The loader owns `cache`. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Loader:
         # cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four or six ran at the same time.
         self._queue = LoadQueue(num_threads, loads_per_tenant, max_alone=os.cpu_count() or 1)
         self._buffers: list[list[bytearray]] = []
-        # Fetch times, by the tier that the adapters were loaded from.
+        # Load times, by the tier that the adapters were loaded from.
         self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)
         self._num_completed = 0  # completed loads, and completed pieces of running loads
         self._num_running = self._num_without_room = 0
@@ -119,7 +119,7 @@ class Loader:
         done(entry)
 
     def release(self, entry: CachedAdapter) -> None:
-        """Releases one copy that `load` returned."""
+        """Releases one pin of a copy that `done` received."""
         with self._changed:
             self._cache.unpin(entry)
             self._changed.notify_all()
@@ -205,8 +205,8 @@ class Loader:
             return FetchFailed(version, "unavailable", message)
 
     def _try_to_load(self, version: AdapterVersion) -> CachedAdapter | None:
-        """Returns None if another attempt may succeed: the copy in the store was corrupt, or disappeared during the
-        read.
+        """Makes one attempt at a load. Returns None if the copy in the store was corrupt or disappeared during the
+        read. Another attempt may then succeed.
         """
         since = time.monotonic()
         with closing(self._store.open(version.digest)) as blob:
@@ -226,8 +226,8 @@ class Loader:
                 return None
 
     def _allocate(self, version: AdapterVersion, layout: AdapterLayout) -> CachedAdapter:
-        """Waits until readers have released enough space. Raises StoreUnavailable on a timeout, and ValueError if the
-        adapter can never fit.
+        """Allocates a region, and waits until readers have released enough space. Raises StoreUnavailable on a timeout,
+        and ValueError if the adapter can never fit.
         """
         deadline = time.monotonic() + self._wait_for_room_s
         with self._changed:
@@ -270,8 +270,8 @@ class Loader:
 
     @contextmanager
     def _lent_buffers(self) -> Iterator[list[bytearray]]:
-        """Yields buffers for one load. Later loads reuse them, because the kernel zeroes new memory, and that takes ten
-        times as long as reading data into it.
+        """Yields buffers for one load. Later loads reuse the buffers. New memory would be ten times as slow, because
+        the kernel zeroes it first.
         """
         with self._changed:
             buffers = self._buffers.pop() if self._buffers else []

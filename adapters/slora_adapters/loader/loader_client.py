@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 0.05
 # A loader that accepts a connection but sends nothing is stuck. Requests must not wait for it without a limit.
 HANDSHAKE_S = 5.0
-# A request fails if it has waited this long and no loader is connected.
+# A request fails after this time if no loader is connected.
 GIVE_UP_S = 30.0
 # A request fails if this many loaders died while it was in flight, because it may have caused the crashes.
 MAX_DEATHS = 3
@@ -48,7 +48,7 @@ MAX_DEATHS = 3
 
 @dataclass(slots=True)
 class _Request:
-    """A requested version. It stays until `poll` has delivered the result."""
+    """A requested version. The request is kept until `poll` has returned its result."""
 
     number: int
     since: float
@@ -72,9 +72,9 @@ class _Connection:
 
 
 class LoaderClient:
-    """Implements `source.AdapterSource` with a loader process.
+    """Implements `source.AdapterSource` by requests to a loader process.
 
-    notify: called from this client's thread when `poll` would return something.
+    notify: called from this client's thread when `poll` would return a result.
     on_arena: called from the same thread with each arena, before any copy in the arena is delivered. Its return value
       is kept until the connection has ended and no copy in the arena is held.
     give_up_s: how long a request waits while no loader is connected.
@@ -112,16 +112,16 @@ class LoaderClient:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Size of the arena. None while no loader is connected. The engine then sets no limit, so every request is
-        queued here, and all of them fail together if no loader connects.
+        """Size of the arena; None while no loader is connected. With None, the engine sets no limit, so all requests
+        are queued here. They fail together if no loader connects.
         """
         connection = self._connection
         return len(connection.arena) if connection is not None else None
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """The paces that loaders reported last. A tier that the current loader has not used keeps the pace that an
-        earlier loader reported.
+        """The last reported pace of each tier. If the current loader has not used a tier, the pace is from an earlier
+        loader.
         """
         return self._paces
 
@@ -153,7 +153,9 @@ class LoaderClient:
                 del self._held[version]
 
     def discard(self, version: AdapterVersion) -> None:
-        """The message is sent only to a connected loader, because a new loader process starts with an empty cache."""
+        """Tells the connected loader, if any, to drop a deleted version. A new loader process starts with an empty
+        cache.
+        """
         with self._changed:
             self._send(encode_call("discard", version))
 
@@ -202,7 +204,7 @@ class LoaderClient:
                     connection = _handshake(sock)
                     sock.settimeout(None)
                     self._serve(replace(connection, kept=self._on_arena(connection.arena)))
-            except (OSError, BrokenFrame) as error:  # a timeout is an OSError, too
+            except (OSError, BrokenFrame) as error:  # a timeout is also an OSError
                 logger.debug("cannot connect to the loader at %s: %s", self._path, error)
             except LoaderMismatch as error:
                 logger.error("%s", error)
@@ -271,7 +273,9 @@ class LoaderClient:
 
 
 def _handshake(sock: socket.socket) -> _Connection:
-    """Raises OSError or BrokenFrame if the loader disconnects, and LoaderMismatch if it is of another release."""
+    """Receives the arena and the `hello` of a loader. Raises OSError or BrokenFrame if the loader disconnects, and
+    LoaderMismatch if it is from another release.
+    """
     _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
     if not descriptors:
         raise BrokenFrame("the loader closed the connection before it sent its memory descriptor")

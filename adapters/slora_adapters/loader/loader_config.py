@@ -16,7 +16,7 @@ class LoaderConfig:
 
     socket: path of the Unix socket to which engines connect.
     store, warm: URLs for `open_store`.
-    shape, dtype: shape and dtype of the base model, as the engine resolved them.
+    shape, dtype: shape and dtype of the base model, as the engine determined them.
     host_cache_bytes: size of the arena that is shared with engines.
     """
 
@@ -39,7 +39,7 @@ class LoaderConfig:
 
     @staticmethod
     def from_json(text: str) -> "LoaderConfig":
-        """Raises ValueError if the text is not a valid config."""
+        """Parses a config. Raises ValueError if the text is not a valid config."""
         raw = json.loads(text)
         unknown = raw.keys() - {field.name for field in fields(LoaderConfig)}
         if unknown:

@@ -24,7 +24,9 @@ Message = dict[str, Any]
 
 
 class LoaderMismatch(SloraError):
-    """The loader is from another release. Its layout of packed adapters or its protocol differs from the client's."""
+    """The loader is from another release: its protocol or its layout of packed adapters differs from that of the
+    client.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def encode_hello(arena_bytes: int) -> Message:
 
 
 def decode_hello(message: Message) -> Hello:
-    """Raises LoaderMismatch if the protocol or the layout version differs."""
+    """Decodes a `hello`. Raises LoaderMismatch if the protocol or the layout version differs."""
     found = (message.get("protocol"), message.get("layout"))
     if found != (PROTOCOL_VERSION, LAYOUT_VERSION):
         raise LoaderMismatch(
@@ -50,7 +52,7 @@ def decode_hello(message: Message) -> Hello:
 
 
 def encode_call(op: str, version: AdapterVersion, number: int = 0) -> Message:
-    """Encodes a message of a client. op: "load", "release" or "discard"."""
+    """Encodes a message from a client to the loader. op: "load", "release" or "discard"."""
     return {"op": op, "version": [version.tenant, version.digest], "number": number}
 
 
@@ -100,7 +102,7 @@ def encode_failed(failed: FetchFailed, number: int) -> Message:
 
 
 def encode_cache(added: Iterable[tuple[AdapterVersion, int]], removed: Iterable[AdapterVersion]) -> Message:
-    """Encodes changes of the host cache. added: versions with their bytes."""
+    """Encodes changes of the host cache. added: each version with its size in bytes."""
     return {
         "op": "cache",
         "added": [[version.tenant, version.digest, size] for version, size in added],
@@ -109,6 +111,6 @@ def encode_cache(added: Iterable[tuple[AdapterVersion, int]], removed: Iterable[
 
 
 def decode_cache(message: Message) -> tuple[list[tuple[AdapterVersion, int]], list[AdapterVersion]]:
-    """Returns the versions that were added, with their bytes, and those that were removed."""
+    """Returns the added versions, each with its size in bytes, and the removed versions."""
     added = [(AdapterVersion(tenant, digest), size) for tenant, digest, size in message["added"]]
     return added, [AdapterVersion(tenant, digest) for tenant, digest in message["removed"]]

@@ -5,7 +5,7 @@ Each loader process creates its own arena. An engine that outlives the loader ke
 engine can never use offsets of one arena to read another.
 
 The process exits when its standard input is closed, so it never outlives its parent. It prints nothing on standard
-output. Exit code 2 means that its configuration can never work. Exit code 75 means that the store does not answer yet.
+output. Exit code 2 means that the configuration can never work. Exit code 75 means that the store does not answer yet.
 """
 
 import argparse
@@ -40,8 +40,8 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 logger = logging.getLogger("slora.loader")
 
-# A nice value that gives the engine priority on shared cores. A load uses the CPU time that the engine leaves, but at
-# least a tenth of a core. So a load does not delay the tokens of running requests.
+# A nice value that gives the engine priority on shared cores, so that a load does not delay the tokens of running
+# requests. A load uses the CPU time that the engine leaves, but at least a tenth of a core.
 _NICE = 10
 _SWITCH_INTERVAL_S = 5e-4
 # _REFUSED_EXIT: the configuration can never work; argparse exits with the same code. _TRY_LATER_EXIT: the store may
@@ -51,7 +51,7 @@ _TRY_LATER_EXIT = os.EX_TEMPFAIL
 
 
 class _Client:
-    """One connected engine and the copies that it holds. They are released when the engine disconnects."""
+    """One connected engine and its held copies. The copies are released when the engine disconnects."""
 
     def __init__(self, loader: Loader, writer: asyncio.StreamWriter) -> None:
         self._loader = loader
@@ -59,12 +59,12 @@ class _Client:
         self._loop = asyncio.get_running_loop()
         self._held: defaultdict[AdapterVersion, list[CachedAdapter]] = defaultdict(list)
         self._gone = False
-        # What the engine knows of the cache, after so many changes.
+        # The number of cache changes up to the last message to the engine, and the cache content at that time.
         self._num_changes = 0
         self._told: dict[AdapterVersion, int] = {}
 
     def tell_cache(self) -> None:
-        """Sends what has changed in the cache since the last call."""
+        """Sends the changes of the cache since the last call."""
         found = self._loader.read_cache(self._num_changes)
         if found is None:
             return
@@ -99,7 +99,9 @@ class _Client:
         self._held.clear()
 
     def _call_in_loop(self, result: CachedAdapter | FetchFailed, number: int) -> None:
-        """Sends the result of a load, from any thread: `Loader` calls it on its own threads or in the event loop."""
+        """Sends the result of a load. May be called from any thread, because `Loader` calls it on its own threads or on
+        the event loop.
+        """
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._answer, result, number)
 
@@ -142,8 +144,8 @@ class LoaderServer:
 
 
 def _pass_descriptor(writer: asyncio.StreamWriter, descriptor: int) -> None:
-    """Sends the descriptor with one byte. The transport has written nothing before, so the byte is sent at once and in
-    order.
+    """Sends the descriptor with one byte. The transport has written nothing yet, so the byte is the first one that the
+    engine receives.
     """
     transport_socket = writer.get_extra_info("socket")
     with socket.fromfd(transport_socket.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as plain:
@@ -194,8 +196,8 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
     parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
-    # A thread that hashes or copies needs the GIL briefly between two pieces. It must not wait the default 5 ms while
-    # another thread parses a header.
+    # A thread that hashes or copies briefly needs the GIL between two pieces. With the default interval, it would wait
+    # 5 ms whenever another thread parses a header.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.nice(_NICE)
     arguments = parser.parse_args()

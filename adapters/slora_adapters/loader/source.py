@@ -1,4 +1,4 @@
-"""How an engine gets adapters to the host: it requests them, continues to step, and polls for the results.
+"""How an engine gets adapters to the host: it requests adapters, continues to run steps, and polls for the results.
 
 `AdapterSource` is the interface. `DirectorySource` reads PEFT directories in the engine's own process, for the `LLM`
 class and for tests. `LoaderClient` uses a loader process that serves many tenants.
@@ -8,7 +8,7 @@ Every implementation follows these rules:
 - `request` never blocks. While a request for a version is in flight, further requests for it join the first one.
 - Each request (or group of joined requests) is answered by exactly one `Fetched` or `FetchFailed` from `poll`.
 - A `Fetched` copy stays in place, unchanged, until `release` is called once for each `Fetched`.
-- `discard` reports that the version was deleted. Its copy is dropped as soon as it is not held any more.
+- `discard` reports that a version was deleted. Its copy is dropped as soon as the last `Fetched` is released.
 """
 
 import logging
@@ -65,8 +65,8 @@ class AdapterSource(Protocol):
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """Recent load time in seconds per packed byte, by the tier that adapters came from. Tiers without a load are
-        missing.
+        """Recent load time in seconds per packed byte, by the tier that adapters were loaded from. Contains only tiers
+        with a load.
         """
 
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
@@ -85,7 +85,7 @@ class AdapterSource(Protocol):
         """Drops the host copy of a deleted version."""
 
     def purge(self, tenant: str) -> None:
-        """Drops all host copies of a tenant, and overwrites what adapters have left in free host memory."""
+        """Drops all host copies of a tenant, and overwrites adapter data in free host memory."""
 
 
 class DirectorySource:
@@ -93,10 +93,10 @@ class DirectorySource:
     `request`).
 
     It also serves adapters without a directory, which stay packed in memory until they are discarded. Copies of
-    directories are not cached: each fetch reads the directory again. A fetch fails if the weights differ from the
-    weights that were added.
+    directories are not cached: each fetch reads the directory again. A fetch fails if the weights in the directory have
+    changed since the adapter was added.
 
-    notify: called, from any thread, whenever `poll` would return something.
+    notify: called from any thread whenever `poll` would return a result.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class DirectorySource:
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """Empty: the engine does not use the paces of this source."""
+        """Always empty, because the engine does not use the paces of this source."""
         return {}
 
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
-        """Nothing: this source has no host cache."""
+        """Returns empty counts, because this source has no host cache."""
         return CacheCounts()
 
     def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:

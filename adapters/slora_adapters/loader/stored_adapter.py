@@ -1,12 +1,12 @@
 """Reads an adapter from a blob of a store: first its config and header, then its tensors in batches.
 
-Tensors are read in the order in which the digest hashes them. Stores keep files in the same order (`bundle.py`), so
-such a file is read sequentially. While one batch of rows is read, earlier batches are hashed on one thread and packed
-on another. So a load takes as long as the slowest of the three stages, and holds only a few batches in memory.
+Tensors are read in the order in which the digest hashes them. Files in stores have the same order (`bundle.py`), so
+they are read sequentially. While one batch of rows is read, earlier batches are hashed on one thread and packed on
+another. So a load takes as long as the slowest of the three stages, and holds only a few batches in memory.
 
-Values that the digest covers are not checked again: the upload's checks scanned the weights, and the same digest means
-the same weights. Checks whose result depends on this server are repeated. Shapes, ranks and scales are checked from the
-header. Overflow of the served dtype is checked during conversion.
+The upload's checks have already scanned the weights, and the same digest means the same weights. So only checks whose
+result depends on this server are repeated. Shapes, ranks and scales are checked from the header. Overflow of the served
+dtype is checked during conversion.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ def make_buffers() -> list[bytearray]:
 
 
 class StoredAdapter:
-    """An adapter in a blob. If `pour` returns, the adapter has the given digest.
+    """An adapter in a blob. `pour` raises an error unless the adapter has the given digest.
 
     The constructor reads config and header, and raises AdapterCorrupt if they are not valid on this server. It also
     raises what reading the blob raises.
@@ -102,7 +102,9 @@ class StoredAdapter:
     def _read(
         self, digest: AdapterHash, packer: Packer, spare: list[bytearray], on_read: Callable[[], None]
     ) -> None:
-        """Raises AdapterInvalid if a value overflows. Both threads have ended when this method returns or raises."""
+        """Reads, hashes and packs all tensors. Raises AdapterInvalid if a value overflows. Both threads have ended when
+        this method returns or raises.
+        """
         under_way: deque[tuple[bytearray, Future[None], Future[None]]] = deque()
         with (
             ThreadPoolExecutor(1, "adapter-hash") as hashing,
@@ -195,7 +197,7 @@ def _finish(buffer: bytearray, hashed: Future[None], packed: Future[None]) -> by
 
 
 def _read_config(blob: Blob) -> PeftConfig:
-    """Raises ValueError if the config is missing or invalid."""
+    """Reads the config of a blob. Raises ValueError if it is missing or invalid."""
     config, reasons = parse_peft_config(
         _read(blob, CONFIG_NAME, 0, _size(blob, CONFIG_NAME, MAX_CONFIG_BYTES))
     )
@@ -215,7 +217,7 @@ def _read_header(blob: Blob, limits: AdapterLimits) -> tuple[int, dict[str, Tens
 
 
 def _size(blob: Blob, name: str, max_bytes: int) -> int:
-    """Raises ValueError if the member does not exist or is too large."""
+    """Returns the size of a member. Raises ValueError if the member does not exist or is too large."""
     if name not in blob.members:
         raise ValueError(f"{name} is missing")
     if blob.members[name] > max_bytes:

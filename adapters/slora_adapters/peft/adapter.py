@@ -85,7 +85,9 @@ class Adapter:
         return sum(pair.a.values.nbytes + pair.b.values.nbytes for pair in self.pairs.values())
 
     def ranks(self, shape: ModelShape) -> list[int]:
-        """Returns the rank of each module of the base model, 0 where not adapted, as `lay_out_adapter` expects."""
+        """Returns the rank of each module of the base model, as `lay_out_adapter` expects; 0 for modules that are not
+        adapted.
+        """
         return list_ranks(self.pairs, shape)
 
 

@@ -31,7 +31,7 @@ _ROWS = 1024
 
 
 def find_copies(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> frozenset[str]:
-    """Returns the names of the tensors that are named like the base model's embedding or head."""
+    """Returns the names of the tensors that have the name of the base model's embedding or head."""
     return frozenset(name for name in tensors if parse_copy_name(name, shape) is not None)
 
 

@@ -1,4 +1,4 @@
-"""The files of an adapter as stores keep them: the blob of a digest.
+"""Builds the files of an adapter as stores keep them: the blob of a digest.
 
 A blob has two members: the config and the tensor file. The config is rewritten from the fields that change the
 arithmetic. The uploaded tensor file is kept if its tensors are in name order and all of them are needed. Otherwise it
@@ -6,7 +6,8 @@ is rewritten in name order, without the tensors that PEFT copied into it from th
 in name order too, so a loader can hash a blob while it reads the file sequentially.
 
 The key of a blob is the digest of the arithmetic (`digest.py`), not of the bytes. The reader of a blob
-(`stored_adapter.py`) recomputes that digest from the bytes that it read. So it verifies exactly what will be served.
+(`stored_adapter.py`) recomputes that digest from the bytes that it has read. So exactly the weights that will be served
+are verified.
 
 All blobs of one digest compute the same results, so tenants that upload the same weights share one stored blob. Data of
 one tenant (names, chat template, sampling defaults, origin) is kept in the registry, not in the blob.

@@ -24,8 +24,8 @@ class AdapterHash:
     """Computes the digest incrementally. Call it with the tensors in name order: `describe(tensor)`, then the tensor's
     bytes, in pieces of any size.
 
-    Pass several pieces to one `update`. Each call releases the GIL for other threads, and each thread switch costs as
-    much as hashing tens of KB.
+    Pass several pieces to one `update`. Each call releases the GIL, and the resulting thread switch takes as long as
+    hashing tens of KB.
     """
 
     def __init__(self, config: PeftConfig) -> None:

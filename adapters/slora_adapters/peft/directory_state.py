@@ -20,7 +20,7 @@ _FileState = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """The state of every file that affects an adapter's output. Take it before the files are read."""
+    """The state of every file that affects an adapter's output. The state must be taken before the files are read."""
 
     files: tuple[_FileState | None, ...]
     read_ns: int

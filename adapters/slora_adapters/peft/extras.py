@@ -1,4 +1,4 @@
-"""The optional text files of an adapter: chat template, sampling defaults, and the tokenizer's added tokens.
+"""Reads the optional text files of an adapter: chat template, sampling defaults, and the tokenizer's added tokens.
 
 This module returns the texts unchanged. It does not render templates or load tokenizers.
 """
@@ -16,7 +16,7 @@ ADDED_TOKENS_NAME = "added_tokens.json"
 GENERATION_NAME = "generation_config.json"
 EXTRA_NAMES = (TEMPLATE_NAME, TOKENIZER_NAME, ADDED_TOKENS_NAME, GENERATION_NAME)
 
-# Tokenizer configs list every added token of the base model. Llama 3's is 50 KB, and others are a few hundred KB.
+# Tokenizer configs list every added token of the base model. Llama 3's config is 50 KB; others are a few hundred KB.
 MAX_TOKENIZER_BYTES = 4 << 20
 
 

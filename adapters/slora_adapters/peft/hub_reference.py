@@ -29,8 +29,8 @@ class HubReference:
 
     @staticmethod
     def parse(text: str) -> "HubReference | None":
-        """Returns None if the text does not begin with hf://. Raises ValueError if the text begins with hf:// but is
-        not a valid reference.
+        """Parses a reference. Returns None if the text does not begin with hf://. Raises ValueError if the text begins
+        with hf:// but is not a valid reference.
         """
         if not text.startswith(_PREFIX):
             return None

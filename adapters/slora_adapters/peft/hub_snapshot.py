@@ -28,7 +28,7 @@ __all__ = ["HubSnapshot", "download"]
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:
-    """The files of an adapter in a local directory. `reference` names the commit that they come from."""
+    """The files of an adapter in a local directory. `reference` names the commit of these files."""
 
     directory: Path
     reference: HubReference

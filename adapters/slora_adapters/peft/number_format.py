@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Values = npt.NDArray[Any]
 
-# The numpy type in which values of a served dtype are stored.
+# The numpy dtype in which values of each served dtype are stored.
 STORAGE: Mapping[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -21,13 +21,13 @@ STORAGE: Mapping[str, np.dtype[Any]] = {
 
 # Magnitude bits of infinity in each format.
 _INFINITY_BITS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-# The smallest float32 magnitude, as bits, that rounds to infinity in a served dtype. 65520 is half-way between
+# The bits of the smallest float32 magnitude that rounds to infinity in each served dtype. 65520 is half-way between
 # float16's largest finite value, 65504, and the next power of two; bfloat16 is analogous.
 _ROUNDS_TO_INFINITY = {"float32": 0x7F80_0000, "float16": 0x477F_F000, "bfloat16": 0x7F7F_8000}
 
-# Elements per block. A block and its temporaries stay in the L2 cache. They are also small enough that the C library
-# reuses their memory instead of mapping new pages. With blocks, the scan for non-finite values runs at 7.8 GB/s
-# instead of 0.55 GB/s, and conversions are several times as fast.
+# Elements per block. A block and its temporaries stay in the L2 cache. The C library can reuse the memory of such small
+# arrays instead of mapping new pages. With blocks, the scan for non-finite values runs at 7.8 GB/s instead of 0.55
+# GB/s, and conversions are several times as fast.
 _BLOCK = 1 << 14
 
 
@@ -42,8 +42,8 @@ def largest_magnitude_bits(values: Values) -> int:
 
 
 def is_finite(dtype: str, magnitude_bits: int) -> bool:
-    """Returns whether all values of a tensor are finite. dtype: its dtype in the file. magnitude_bits: result of
-    `largest_magnitude_bits`.
+    """Returns whether all values of a tensor are finite. dtype: the tensor's dtype in the file. magnitude_bits: result
+    of `largest_magnitude_bits`.
     """
     return magnitude_bits < _INFINITY_BITS[dtype]
 

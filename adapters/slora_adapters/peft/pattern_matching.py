@@ -1,8 +1,8 @@
 """Matches module names against regular expressions from untrusted configs, in bounded time.
 
 The matcher is Python's own, as in PEFT. A plain pattern has neither repeats nor groups, so the cost of matching it is
-bounded, and this process matches a moderate number of them. Other patterns, and larger numbers, are matched in a
-separate process with limits on CPU time and memory.
+bounded. This process matches a moderate number of plain patterns. A separate process with limits on CPU time and memory
+does all other matching.
 """
 
 import json
@@ -18,24 +18,25 @@ from slora_adapters.errors import Reason
 from slora_adapters.peft import pattern_process
 from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
 
-# Timeout of the process. It is long, because two seconds of CPU time may take much longer on a busy machine.
+# Timeout of the separate process. The timeout is long, because two seconds of CPU time may take much longer on a busy
+# machine.
 _PATIENCE_S = 120.0
-# This process matches up to these limits, which takes about 0.3 s to match and 0.1 s to compile. Beyond them, another
-# process does it. An adapter that EVA initialized needs 314,000 matches for the 560 linears of a 70B Llama.
+# Larger inputs are matched in a separate process. At these limits, matching takes about 0.3 s and compiling 0.1 s. An
+# adapter that EVA initialized needs 314,000 matches for the 560 linears of a 70B Llama.
 _MAX_OWN_MATCHES = 500_000
 _MAX_OWN_CHARS = 100_000
 _PLAIN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
-# Environment variables that Python needs to start. The process that matches untrusted patterns gets no others, so that
-# it receives no secret.
+# Environment variables that Python needs to start. The separate process gets only these variables, so it receives no
+# secret.
 _PASSED_ON = ("PYTHONHOME", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True)
 class PatternField:
-    """A field of a config that has patterns.
+    """A config field that contains patterns.
 
     name: PEFT's name of the field.
-    patterns: as the file has them.
+    patterns: the patterns as the file contains them.
     is_whole: whether a pattern has to match the whole name of a module. Otherwise it matches a suffix of the name.
     """
 
@@ -45,7 +46,9 @@ class PatternField:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every pattern is plain, so that none backtracks much. EVA writes a plain pattern for each module."""
+        """Whether every pattern is plain. Plain patterns hardly backtrack. EVA writes one plain pattern for each
+        module.
+        """
         return all(map(_PLAIN.match, self.patterns))
 
     @property
@@ -62,8 +65,8 @@ def suffix_regex(pattern: str) -> str:
 def match_fields(
     fields: Sequence[PatternField], names: Sequence[str]
 ) -> tuple[list[list[int | None]], list[Reason]]:
-    """Returns the index of the first pattern that matches, for each field and each name, and the reasons to refuse the
-    fields. The matches are complete only if there is no reason.
+    """Returns matches and the reasons to refuse the fields. For each field, the matches are a list: for each name, the
+    index of the first pattern that matches, or None. The matches are complete only if there is no reason.
 
     Raises OSError if the matching process fails.
     """

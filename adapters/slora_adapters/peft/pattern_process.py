@@ -1,4 +1,4 @@
-"""Matches names against regular expressions. As a script, it does so in a process of its own, with limits.
+"""Matches names against regular expressions: as a module, or as a script in its own process with limits.
 
 Python's matcher may need exponential time, even for a short pattern such as `(a+)+$`. `pattern_matching.py` starts
 this file by its path, so this file imports only the standard library. The argument is the id of the process that waits
@@ -28,8 +28,8 @@ def die_with(parent: int) -> None:
 
 
 def find_first_matches(patterns: Iterable[str], names: Sequence[str], *, is_whole: bool) -> list[int | None]:
-    """Returns for each name the index of the first pattern that matches, or None. A pattern has to match the whole name
-    if `is_whole` is set, otherwise only the start of the name.
+    """Returns, for each name, the index of the first pattern that matches, or None. If `is_whole` is set, a pattern has
+    to match the whole name, otherwise only the start of the name.
 
     Raises re.error.
     """

@@ -116,7 +116,7 @@ class PeftConfig:
     ensure_weight_tying: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """Returns the same fields under PEFT's names, normalised: equal configs give equal JSON."""
+        """Returns the same fields under PEFT's names, in a normal form: equal configs give equal JSON."""
         return {
             "peft_type": "LORA",
             "r": self.rank,

@@ -27,7 +27,7 @@ _CONVERT = "save the adapter with save_pretrained(directory, safe_serialization=
 # Pickle protocols 2 to 5, and the zip format in which newer torch stores its pickle.
 _PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-# Reasons reported per rule. An adapter that breaks a rule often breaks it in every layer.
+# Maximum number of reasons reported per rule. An adapter that breaks a rule often breaks it in every layer.
 MAX_REASONS_PER_CODE = 3
 
 
@@ -64,8 +64,8 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
 def assemble_adapter(
     raw_config: bytes, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
 ) -> Adapter:
-    """Builds an adapter from tensors in memory, by the same rules as `read_adapter`. Raises AdapterInvalid with every
-    reason to refuse it.
+    """Builds an adapter from tensors in memory, with the same checks as `read_adapter`. Raises AdapterInvalid with
+    every reason to refuse it.
     """
     reasons: list[Reason] = []
     config = _parse_config(memoryview(raw_config), reasons)

@@ -9,12 +9,12 @@ import json
 import re
 from typing import NoReturn
 
-# UTF-8 cannot encode a surrogate. So JSON contains one only as such an escape, alone or in a pair.
+# Matches an escaped surrogate. UTF-8 cannot encode surrogates, so JSON can contain them only as such escapes.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes | memoryview, *, source: str, max_bytes: int) -> dict[str, object]:
-    """Returns the JSON object in `raw`. Raises ValueError, naming `source`, if `raw` is anything else."""
+    """Returns the JSON object in `raw`. Raises ValueError, which names `source`, if `raw` is not valid."""
     if len(raw) > max_bytes:
         raise ValueError(f"{source} is {len(raw)} bytes long; at most {max_bytes} are accepted")
     try:

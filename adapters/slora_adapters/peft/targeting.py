@@ -5,8 +5,8 @@ answer like the base model.
 
 Some patterns are matched in a separate process (`pattern_matching.py`). When a config is read from its directory,
 `spell_out` replaces such patterns by the names of the modules that they match. The digest and the store contain these
-names, so a load from the store needs no process unless there are very many. Stores of slora 0.1 may still contain such
-patterns, and each load matches them in a process.
+names. So a load from the store needs no separate process, unless there are very many names. Stores of slora 0.1 may
+still contain such patterns, which each load matches in a separate process.
 """
 
 import re
@@ -49,7 +49,7 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
         return {}, [*reasons, *pattern_reasons]
     matches = {field.name: match for field, match in zip(fields, found, strict=True)}
     is_target, is_excluded = _target_rule(config), _suffix_rule(config.exclude_modules)
-    # As in PEFT, "all-linear" means the linears of the layers. The output head must be named.
+    # As in PEFT, "all-linear" means all linears of the layers. The output head is targeted only if it is named.
     candidates = shape.embedding_module if config.target_modules == ALL_LINEAR else shape.num_modules
     targets = {}
     for module_id, name in enumerate(names[:candidates]):
@@ -83,8 +83,8 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
 def spell_out(
     config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape
 ) -> tuple[PeftConfig, list[Reason]]:
-    """Returns an equivalent config that has module names in place of patterns that need a process, and the reasons to
-    refuse its new fields.
+    """Returns an equivalent config and the reasons to refuse its new fields. Module names replace the patterns that
+    need a separate process.
 
     targets: the result of `resolve_targets`.
     """
@@ -161,7 +161,9 @@ def _find_layer(name: str, patterns: tuple[str, ...]) -> int | None:
 
 
 def _suffix_rule(names: Sequence[str] | str) -> Callable[[str], bool]:
-    """Returns PEFT's rule for a list of names, which are dotted suffixes. For a string, the rule matches nothing."""
+    """Returns PEFT's rule for a list of names: each name matches a dotted suffix. For a string, the rule matches
+    nothing.
+    """
     wanted: frozenset[str] = frozenset() if isinstance(names, str) else frozenset(names)
     return lambda name: any(suffix in wanted for suffix in _suffixes(name))
 

@@ -1,7 +1,7 @@
 """Reads safetensors files strictly and without copying, and writes them.
 
-The format: 8 bytes with the little-endian length of the header; the header, a JSON object name -> {dtype, shape,
-data_offsets}; then the tensors' bytes. The offsets must cover these bytes exactly, without a hole, an overlap or a
+A file begins with 8 bytes, the little-endian length of the header. The header is a JSON object name -> {dtype, shape,
+data_offsets}. The tensors' bytes follow. The offsets must cover these bytes exactly, without a hole, an overlap or a
 remainder.
 
 The checks are stricter than the reference reader's. Keys must be unique (the reference reader uses the last one). The
@@ -22,13 +22,14 @@ import numpy.typing as npt
 from slora_adapters.abbreviation import abbreviate
 from slora_adapters.peft.strict_json import parse_object
 
-# Bytes of the field at the start of the file that states the length of the header.
+# Size of the length field at the start of the file.
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
-# Limit for a base model's header, which may list every expert of every layer. It is the reference reader's limit.
+# Limit on the header of a base model's file, which may list every expert of every layer. The reference reader has the
+# same limit.
 MAX_BASE_HEADER_BYTES = 100_000_000
 
-# Safetensors dtype name -> the numpy type that views the values.
+# Safetensors dtype name -> numpy dtype of the values.
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -75,8 +76,8 @@ def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
 
 
 def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int = MAX_HEADER_BYTES) -> int:
-    """Returns the size of the header, from the first `PREFIX_BYTES` of the file. Raises ValueError if it is too large
-    or does not fit into the file.
+    """Returns the size of the header, from the first `PREFIX_BYTES` of the file. Raises ValueError if the header is too
+    large or does not fit into the file.
     """
     if file_bytes < PREFIX_BYTES:
         raise ValueError(f"the file has {file_bytes} bytes, which is too short for a safetensors header")

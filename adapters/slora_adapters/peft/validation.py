@@ -16,7 +16,7 @@ from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_kernels.layout import LinearShape, ModelShape
 
-# Parts of tensor names that PEFT uses for features that this server does not support.
+# Parts of the names of tensors that belong to unsupported PEFT features.
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
     ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
