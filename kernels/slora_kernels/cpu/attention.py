@@ -3,7 +3,7 @@
 An item of a job is one tile of a sequence's queries and one or more KV heads. A thread reads the visible keys of an
 item in blocks, with an online softmax (arXiv 2205.14135) in base 2. Sums are float32. In a bfloat16 model, queries and
 attention weights are bfloat16, as on a GPU, because some CPUs add two bfloat16 products in one instruction. In other
-models they are float32.
+models, queries and attention weights are float32.
 
 Decode reads keys and values directly from the pages. A tile of several queries first copies each block. If the tile has
 enough rows, it also transposes the keys, so that scores are weighted sums of contiguous rows.

@@ -247,7 +247,7 @@ def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float
 
 
 def rotate_and_write_kv_worker(job: Job) -> None:
-    """Rotates the query and key heads of each token (after a norm if NORMED), and writes its K and V to its page.
+    """Rotates the query and key heads of each token (after a norm if NORMED), and writes K and V to the page.
 
     Each item of the job is one token.
     """

@@ -210,7 +210,7 @@ def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
 
 @intrinsic
 def count_between(typing: Any, origin: Array, array: Array) -> Any:
-    """Number of elements from the start of `origin` to the start of `array`. They may be separate allocations."""
+    """Number of elements from the start of `origin` to the start of `array`. The arrays may be separate allocations."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, second = (

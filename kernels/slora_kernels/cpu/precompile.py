@@ -32,7 +32,7 @@ def _list_jobs(argument: str) -> list[tuple[int, str, KVFormat]]:
 
 
 def main() -> None:
-    """Compiles the kernels that the command line names. A kernel not named is compiled when it is first used."""
+    """Compiles the kernels that the command line names. Other kernels are compiled when they are first used."""
     started_at = time.monotonic()
     # Jobs are in reverse order because attention, the last kernel, takes longest to compile.
     jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
