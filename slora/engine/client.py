@@ -68,9 +68,9 @@ class EngineClient(Protocol):
         """
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """Ends one choice of a request; its other choices continue. Ending a finished or unknown choice is a no-op.
+        """Ends one choice of a request. The other choices continue. Ending a finished or unknown choice is a no-op.
 
-        A list that `generate` has yielded already may have further deltas of the choice.
+        Lists that `generate` has already yielded may contain more deltas of this choice.
         """
 
     def listen_for_usage(self, listener: UsageListener) -> None:
@@ -92,15 +92,16 @@ class EngineClient(Protocol):
     async def observe(self, tenants: Collection[str]) -> LiveState:
         """Returns what the engine does at present, for consoles. Raises EngineUnavailable.
 
-        tenants: those that must be listed, however small they are.
+        tenants: the tenants that must be listed, even if they are small.
         """
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         """Tells the engine that an adapter was deleted. A no-op when no engine is connected."""
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:
-        """Ends the tenant's requests and drops everything that the engine and the host cache hold of it. What it left
-        in the page pool is overwritten with zeros. May be repeated. Raises EngineUnavailable.
+        """Ends the tenant's requests, and drops all of its data in the engine and the host cache.
+
+        Its pages in the page pool are overwritten with zeros. Idempotent. Raises EngineUnavailable.
         """
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
@@ -136,7 +137,7 @@ class RemoteEngine:
 
     @property
     def versions(self) -> Set[AdapterVersion]:
-        """The adapters that this engine may hold: those requested since it started and not removed since then."""
+        """The adapters that this engine may hold: requested since it started, and not removed afterwards."""
         return self._versions
 
     @property

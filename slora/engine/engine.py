@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def next_due_in_s(self) -> float | None:
-        """Seconds until a deadline can no longer be met or a pinned adapter is tried again. 0 if one of them is due."""
+        """Seconds until a deadline can no longer be met or a pinned adapter's load is retried. 0 if either is due."""
         next_s = self._scheduler.next_due_s
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
@@ -245,7 +245,7 @@ class Engine:
         return self._scheduler.pop_usage()
 
     def check_invariants(self) -> None:
-        """Checks that no page is lost. Raises AssertionError, naming the numbers that do not add up."""
+        """Checks that no page is lost. Raises AssertionError, naming the inconsistent numbers."""
         self._scheduler.check_invariants()
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class Engine:
         self._grammars.close()
 
     def observe(self, tenants: Collection[str]) -> LiveState:
-        """The present state, for consoles. tenants: those that must be listed, however small they are."""
+        """The present state, for consoles. tenants: the tenants that must be listed, even if they are small."""
         return self._live.observe(tenants, time.monotonic())
 
     def stats(self) -> EngineStats:
@@ -314,7 +314,7 @@ class Engine:
 
     @property
     def _costs(self) -> CostModel:
-        """The cost model as it is now."""
+        """The present cost model."""
         costs = self._learned.current if self._learned is not None else self._fixed_costs
         assert costs is not None, "the cost model is neither fixed nor learned"
         return costs

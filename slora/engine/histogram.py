@@ -1,4 +1,4 @@
-"""Histograms of the engine, as Prometheus shows them."""
+"""Histograms of the engine, in the form that Prometheus expects."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantPurge:
-    """What an engine dropped of a tenant. num_pages: pages of the pool that were overwritten with zeros."""
+    """What the engine dropped when it purged a tenant. num_pages: pool pages that were overwritten with zeros."""
 
     num_requests: int
     num_adapters: int

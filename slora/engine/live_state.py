@@ -1,4 +1,4 @@
-"""What the engine does at present, for the console. The API reads it, so this module does not import torch."""
+"""The engine's present state, for the console. The API reads it, so this module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class Quantiles(NamedTuple):
 class TenantState:
     """The state of one tenant, or of all tenants together.
 
-    running, waiting: numbers of sequences. tokens_per_s: generated tokens, in the last seconds.
-    first_token: times from the arrival in the engine to the first token. interval: times between two tokens. None
-    without recent ones.
+    running, waiting: numbers of sequences. tokens_per_s: rate of generated tokens in the last seconds.
+    first_token: times from the arrival in the engine to the first token; None without recent first tokens.
+    interval: times between two tokens; None without recent intervals.
     """
 
     pages: PageCounts = field(default_factory=PageCounts)
@@ -34,8 +34,9 @@ class TenantState:
 
 
 class AdapterWork(NamedTuple):
-    """The tokens that were computed with an adapter in the last seconds, prompts included. digest: empty for the base
-    model. A token with several adapters counts for each.
+    """The number of tokens that were computed with an adapter in the last seconds, prompts included.
+
+    A token that uses several adapters counts for each adapter. digest: empty for the base model.
     """
 
     tenant: str
@@ -44,11 +45,11 @@ class AdapterWork(NamedTuple):
 
 
 class PoolEvent(NamedTuple):
-    """Something that happened in the pool since an engine began to be observed.
+    """An event in the pool while the engine is observed.
 
     number: grows by one with each event. time_s: Unix time.
     kind: "load" or "eviction" of an adapter, "prefix_eviction", or "preemption". digest: the digest of the adapter.
-    num_times: how often it happened.
+    num_times: number of such events since the last observation.
     """
 
     number: int
@@ -65,11 +66,11 @@ class LiveState:
 
     time_s: Unix time. num_pages: size of the pool. pages: what the pages hold.
     awaiting_adapter: number of sequences whose adapter is being fetched.
-    total: all tenants together. tenants: the tenants with the most pages, and those that were asked for.
-    adapters: the adapters with the most work, and those of the tenants that were asked for.
-    work_tokens: tokens that were computed with all adapters, those that are not listed included.
-    step: times of recent steps. steps_per_s, tokens_per_step: in the last seconds; prompts included.
-    events: the most recent ones, oldest first.
+    total: all tenants together. tenants: the tenants with the most pages, and the watched tenants.
+    adapters: the adapters with the most computed tokens, and adapters of the watched tenants.
+    work_tokens: tokens that were computed with any adapter, including adapters that are not listed.
+    step: times of recent steps. steps_per_s, tokens_per_step: rates of the last seconds, prompts included.
+    events: the most recent events, oldest first.
     """
 
     time_s: float

@@ -1,7 +1,7 @@
 """Observes the engine for consoles: the page pool, recent steps, and what happened since the last observation.
 
-An observation takes a millisecond or two between two steps. Several API processes may ask several times a second, so an
-observation is repeated to all that ask within a fifth of a second.
+An observation delays the next step by a millisecond or two. Several API processes may ask several times a second, so
+all that ask within a fifth of a second get the same observation.
 """
 
 import time
@@ -16,15 +16,15 @@ from slora.scheduler.scheduler import Scheduler
 from slora_adapters.version import AdapterVersion
 
 _REPEATED_S = 0.2
-# The most tenants and adapters that are listed in addition to the watched tenants and their adapters.
+# Maximum numbers of listed tenants and adapters, in addition to the watched tenants and their adapters.
 _MAX_TENANTS, _MAX_ADAPTERS = 50, 64
-# The most adapters of watched tenants that are listed.
+# Maximum number of listed adapters of watched tenants.
 _MAX_OWN_ADAPTERS = 1024
 _MAX_EVENTS = 128
 
 
 class LiveView:
-    """Makes the observations. meter: where the engine records its steps while it is watched."""
+    """Observes an engine for its consoles. meter: records the engine's steps while a console watches."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.meter = StepMeter()
@@ -42,7 +42,7 @@ class LiveView:
     def observe(self, watched: Collection[str], now: float) -> LiveState:
         """Observes the engine, or repeats a recent observation.
 
-        watched: the tenants that must be listed, however small they are. now: seconds of a monotonic clock.
+        watched: the tenants that must be listed, even if they are small. now: seconds of a monotonic clock.
         """
         if self._last is not None and now < self._last_at + _REPEATED_S:
             if self._last_watched.issuperset(watched):
@@ -105,7 +105,7 @@ class LiveView:
         )
 
     def _note_events(self, time_s: float, *, is_first: bool) -> None:
-        """Compares the pool with the last observation. The first one has nothing to compare with."""
+        """Records the changes of the pool since the last observation as events. The first observation records none."""
         loaded = {one.version for one in self._scheduler.paging.residency if one.is_loaded}
         preemptions: dict[str, int] = {}
         prefix_evictions: dict[str, int] = {}

@@ -33,5 +33,5 @@ class LoadPaces:
 
 
 def _ms(seconds: float) -> float:
-    """Rounds to three significant digits; the measurement is no more accurate."""
+    """Converts to milliseconds with three significant digits, because the measurement is not more accurate."""
     return float(f"{1e3 * seconds:.3g}")

@@ -1,6 +1,6 @@
 """An engine on a thread of the same process, with the methods of `EngineClient` except those for usage.
 
-The thread builds the engine, and only this thread calls it. PyTorch and the kernels release the GIL while they compute,
+The thread builds the engine, and no other thread calls it. PyTorch and the kernels release the GIL while they compute,
 so event loops on other threads keep running. Text and tokenization are outside this module.
 """
 

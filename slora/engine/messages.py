@@ -1,4 +1,4 @@
-"""Converts the messages between API and engine to plain maps, and back. Both ends use only this module.
+"""Converts the messages between API and engine to plain maps, and back. Both ends use this module.
 
 The field `op` names the kind of message:
 

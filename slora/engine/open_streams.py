@@ -15,7 +15,7 @@ from slora.request import EngineRequest, StepOutput, TokenDelta
 
 __all__ = ["OpenStreams"]
 
-# The most deltas that a reader gets at once: about 16 KiB of server-sent events.
+# Maximum number of deltas that a reader gets at once. They make about 16 KiB of server-sent events.
 _MAX_READY = 64
 
 
@@ -31,10 +31,10 @@ class OpenStreams:
         send: Callable[[EngineRequest], Awaitable[None]],
         abort: Callable[[str], None],
     ) -> AsyncGenerator[list[TokenDelta], None]:
-        """Sends the request. Until it is finished, yields lists of all deltas that have arrived since the last list.
-        Raises the error that ends the request.
+        """Sends a request and yields lists of the deltas that have arrived since the last list.
 
-        If the iterator is closed, cancelled or fails before that, `abort` is called with the request's id.
+        Raises the error that ends the request. If the iterator is closed, cancelled or fails before the
+        request ends, `abort` is called with the request's id.
         """
         if request.request_id in self._streams:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
@@ -48,7 +48,7 @@ class OpenStreams:
                     await stream.arrived.wait()
                 if deltas := stream.take():
                     yield deltas
-                if stream.outputs:  # Catching up takes many lists, and other requests can run between them.
+                if stream.outputs:  # Catching up takes many lists. Other requests run in between.
                     await asyncio.sleep(0)
         finally:
             del self._streams[request.request_id]
@@ -56,7 +56,7 @@ class OpenStreams:
                 abort(request.request_id)
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """Drops later deltas of this choice; the other choices continue."""
+        """Drops later deltas of this choice. The other choices continue."""
         if request_id in self._streams:
             self._streams[request_id].unfinished.discard(index)
 
@@ -87,8 +87,9 @@ class _Stream:
         self.arrived.set()
 
     def take(self) -> list[TokenDelta]:
-        """Returns the deltas that have arrived, without those of choices that have ended. Raises the error that ended
-        the request, once all deltas before it are taken.
+        """Returns the deltas that have arrived, without deltas of ended choices.
+
+        Raises the error that ended the request after all earlier deltas have been taken.
         """
         deltas: list[TokenDelta] = []
         while self.outputs and len(deltas) < _MAX_READY:

@@ -8,8 +8,9 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """An adapter that the operator wants in the pool before its first request. share: the present share of the
-    adapter's tenant.
+    """An adapter that the operator wants in the pool before its first request.
+
+    share: the present share of the adapter's tenant.
     """
 
     version: AdapterVersion

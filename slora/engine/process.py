@@ -76,7 +76,7 @@ _MAX_UNREAD_FRAMES = 10_000
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
-# The longest that a stopping engine waits for its present step.
+# Maximum time that a stopping engine waits for its present step.
 _MAX_STOP_S = 10.0
 
 
@@ -162,7 +162,7 @@ class EngineServer:
     ) -> None:
         self._worker = worker
         self._journal = journal
-        # Relays by the number of their peer, which may have disconnected.
+        # Peer number -> relay. The peer may have disconnected.
         self._relays: dict[int, UsageRelay] = {}
         self._hello = hello
         self._loader_connected = loader_connected
@@ -206,8 +206,9 @@ class EngineServer:
             del self._relays[number]
 
     def deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
-        """Sends the outputs of one step: one frame for each API process that has any. The usage of the requests that
-        ended comes first.
+        """Sends the outputs of one step, in one frame for each API process that has outputs in this step.
+
+        The usage of ended requests is sent first.
 
         A choice that arrives whole, as in beam search, gets a frame of its own, and so does an embedding. All choices
         of a beam search together could exceed the limit of one frame, and so could all embeddings of a step. All other
@@ -321,7 +322,7 @@ def _is_whole(delta: TokenDelta) -> bool:
 
 
 def _split_id(engine_id: str) -> tuple[int, str]:
-    """The number of the API process and its id of the request."""
+    """Returns the number of the API process, and its own id for the request."""
     number, request_id = engine_id.split(":", 1)
     return int(number), request_id
 
@@ -366,7 +367,7 @@ class EngineProcess:
     def end_with_stdin(self) -> None:
         """Stops this process when its standard input closes, which happens when the parent process ends.
 
-        Usage that the parent has not recorded is recorded first, if this succeeds in a few seconds.
+        Before that, it tries for a few seconds to record the usage that the parent has not recorded.
         """
 
         def watch() -> None:

@@ -1,4 +1,4 @@
-"""Decides whether an engine can serve a request. Pure functions without tensors, sockets or state.
+"""Decides whether an engine can serve a request, with pure functions without tensors, sockets or state.
 
 The engine calls `check_request`. An API process calls the same checks one by one, each as soon as it knows what the
 check needs: terms and sampling before it tokenizes the prompt, and lengths afterwards. `SamplingParams` checks the
@@ -71,7 +71,7 @@ def check_adapters(adapters: Sequence[WeightedAdapter], info: EngineInfo) -> Non
             "adapters",
         )
     for version, weight in adapters:
-        if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Written so that NaN is refused, too.
+        if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # The comparison is written so that it also refuses NaN.
             raise RequestRefused(
                 f"adapters has the weight {weight} for adapter {version.digest[:12]}, counting all of its entries; it "
                 f"must be a number from -{MAX_ADAPTER_WEIGHT:g} to {MAX_ADAPTER_WEIGHT:g}",
@@ -173,7 +173,7 @@ def _check_filter(sampling: SamplingParams, stop_ids: AbstractSet[int], info: En
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
-    """Checks that a prompt has tokens, and that the model knows them. param: the field that holds the prompt."""
+    """Checks that a prompt is not empty and that the vocabulary has its ids. param: the field that holds the prompt."""
     if not token_ids:
         raise RequestRefused(f"the {param} is empty; it needs at least one token", param)
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
@@ -214,7 +214,7 @@ def check_pooling(pooling: Pooling, info: EngineInfo) -> None:
 
 
 def check_embedded_tokens(num_tokens: int, max_model_len: int) -> None:
-    """Checks that a prompt to embed fits into the context, which it may fill."""
+    """Checks that a prompt to embed fits into the context. It may fill the whole context."""
     if num_tokens > max_model_len:
         raise ContextTooLong(
             f"input has {num_tokens} tokens; this model's context is {max_model_len} tokens (max_model_len); shorten "
@@ -226,7 +226,7 @@ def check_embedded_tokens(num_tokens: int, max_model_len: int) -> None:
 def check_max_tokens(
     max_tokens: int, num_prompt_tokens: int, max_model_len: int, param: str = "max_tokens"
 ) -> None:
-    """Checks that prompt and answer fit into the context. param: the field that asks for the tokens."""
+    """Checks that prompt and answer fit into the context. param: the field that sets max_tokens."""
     room = max_model_len - num_prompt_tokens
     if max_tokens > room:
         raise ContextTooLong(
@@ -238,6 +238,6 @@ def check_max_tokens(
 
 
 def find_stop_token_ids(sampling: SamplingParams, info: EngineInfo) -> frozenset[int]:
-    """Returns the token ids that end an answer: those of the request and, unless it ignores them, the model's own."""
+    """Returns the token ids that end an answer: the request's and, unless the request ignores them, the model's."""
     stop_ids = frozenset(sampling.stop_token_ids)
     return stop_ids if sampling.ignore_eos else stop_ids | frozenset(info.eos_token_ids)

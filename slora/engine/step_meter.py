@@ -1,6 +1,6 @@
 """Measures the steps of the engine while a console watches it: tokens, times, and which adapters they used.
 
-Nothing is recorded while no console watches, so that steps then cost nothing.
+While no console watches, nothing is recorded and steps have no extra cost.
 """
 
 from collections import Counter, deque
@@ -125,7 +125,7 @@ class StepMeter:
 
 
 def _count_accepted(chunk: Chunk, sampled: Sequence[SampledToken]) -> int:
-    """The number of drafts that become part of the answer: those before the first that differs from its token."""
+    """Returns the number of accepted drafts: the drafts before the first that differs from the sampled token."""
     pairs = zip(chunk.drafts, sampled, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
 

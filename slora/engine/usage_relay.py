@@ -68,12 +68,13 @@ class UsageRelay:
             self._record([self._unacknowledged.pop(request_id) for request_id in oldest])
 
     def acknowledge(self, request_id: str) -> None:
-        """The API process has recorded the request's usage."""
+        """Forgets a request whose usage the API process has recorded."""
         self._unacknowledged.pop(request_id, None)
 
     def abandon(self) -> None:
-        """The API process is gone. The engine records the unacknowledged usage now, and that of unfinished requests
-        when they end.
+        """Called when the API process is gone. The engine then records the usage itself.
+
+        It records unacknowledged usage now, and the usage of unfinished requests when they end.
         """
         self._is_abandoned = True
         records, self._unacknowledged = list(self._unacknowledged.values()), {}

@@ -34,7 +34,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ends one choice of a request, or with index None the whole request."""
+    """Ends one choice of a request, or the whole request if `index` is None."""
 
     request_id: str
     index: int | None = None

@@ -1,4 +1,4 @@
-"""The adapters of a simulation. Each is made when it is first named. They have sizes but no weights."""
+"""The adapters of a simulation, which have sizes but no weights. Each adapter is made at its first use."""
 
 from functools import cache
 
@@ -10,8 +10,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class AdapterFleet:
-    """Makes adapter i with rank `ranks[i % len(ranks)]` for tenant `i % num_tenants`. If num_tenants is None, each
-    adapter has a tenant of its own.
+    """Makes the adapters of a simulation. Adapter i has rank `ranks[i % len(ranks)]`.
+
+    It belongs to tenant `i % num_tenants`. If num_tenants is None, each adapter has a tenant of its own.
     """
 
     def __init__(self, machine: Machine, ranks: tuple[int, ...], num_tenants: int | None = None) -> None:

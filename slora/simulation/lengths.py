@@ -1,12 +1,12 @@
-"""Synthetic lengths of prompts and answers. Their means come from the PagedAttention paper, their distributions do not.
+"""Synthetic lengths of prompts and answers. Only their means come from the PagedAttention paper.
 
 The paper (SOSP'23, figure 11) gives the mean lengths of prompts and answers in its two traces. It shows that all four
 distributions are skewed to the right, with tails to about 2,000 tokens. Here all four are lognormal with sigma 1: the
 median is 0.61 of the mean, and one length in a thousand is 13 times the mean. Lengths are clipped to 1..2,048. Each
 sample is scaled until its mean is the paper's, so that no result depends on the few longest lengths.
 
-For ShareGPT there is also a public list of lengths. Its answers have no such tail; `SHAREGPT_SHAPED` follows it. For
-Alpaca only the means are known.
+For ShareGPT there is also a public list of lengths, in which answers have no such tail. `SHAREGPT_SHAPED` follows this
+list. For Alpaca only the means are known.
 """
 
 from dataclasses import dataclass, replace
@@ -35,8 +35,9 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A distribution given by its quantiles: a share `SHARES[i]` of all lengths is at most `lengths[i]`. Between them
-    it is linear.
+    """A distribution given by its quantiles, with linear interpolation between them.
+
+    lengths: a share `SHARES[i]` of all lengths is at most `lengths[i]`.
     """
 
     lengths: tuple[float, ...]
@@ -53,7 +54,7 @@ LOGNORMAL = Lognormal()
 class LengthPair:
     """The mean tokens of prompts and of answers, and the shapes of both distributions.
 
-    most_prompt, most_output: the greatest lengths, to which longer ones are clipped.
+    most_prompt, most_output: the maximum lengths. Longer prompts and answers are clipped.
     """
 
     name: str

@@ -19,8 +19,8 @@ class StepClock(Protocol):
 class Machine:
     """A model on a device.
 
-    pool_tokens: the tokens of KV that the whole page pool would hold. adapted: the modules that adapters change.
-    costs: the costs that the scheduler bases its decisions on. clock: the times of steps; None: as `costs` predict.
+    pool_tokens: number of tokens whose KV fills the page pool. adapted: paths of the modules that adapters change.
+    costs: the cost model of the scheduler. clock: gives the times of steps; None: `costs` gives them.
     window: as in `KVFootprint`.
     """
 

@@ -5,11 +5,11 @@ gets a uniformly distributed share of the probability that is left. On average t
 search with 16 beams finds text of perplexity 1.49 in this distribution; in GPT-2 large it finds 1.48 (Holtzman et al.,
 ICLR 2020, table 1).
 
-Two beams of a real model differ in a few words and expect similar next tokens. How similar decides how long both
-survive. Here two beams expect the same next tokens if their last `memory_tokens` tokens are equal; otherwise their
-expectations are independent. There are two extremes:
+Two beams of a real model differ in a few words and expect similar next tokens. The more similar these tokens are, the
+longer both beams survive. Here two beams expect the same next tokens if their last `memory_tokens` tokens are equal.
+Otherwise their expectations are independent. There are two extremes:
 
-- With 0, all beams expect the same, so the differences between their scores stay.
+- With 0, all beams expect the same tokens, so the differences between their scores stay.
 - With None, beams that differ anywhere are independent. One of them soon falls behind and is dropped, so the beams that
   are left share most of their text.
 
@@ -28,13 +28,13 @@ from slora.scheduler.beam_search import Proposal
 from slora.simulation.traces import FIRST_TOKEN
 
 SENTENCE_TOKENS = 20
-# Breaking this many sticks for each proposed token finds the largest ones almost surely.
+# With this many breaks for each proposed token, the largest shares are almost surely found.
 _STICKS_A_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """Proposes next tokens. memory_tokens: how many of the last tokens decide the probabilities; None: all."""
+    """Proposes next tokens. memory_tokens: number of last tokens that determine the probabilities; None: all tokens."""
 
     memory_tokens: int | None
 

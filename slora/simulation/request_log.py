@@ -11,8 +11,9 @@ SLO_S = 6.0
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one request. Times are seconds on the clock of the simulation. error: the name of the error that
-    ended the request, if any. gaps_s: the times between its consecutive outputs.
+    """The outcome of one request. Times are seconds on the clock of the simulation.
+
+    error: the name of the error that ended the request, if any. gaps_s: times between consecutive outputs.
     """
 
     request: TraceRequest

@@ -33,7 +33,7 @@ def _default(option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The engine's policies with their defaults; see SchedulerConfig."""
+    """The policies of the simulated engine; see SchedulerConfig. The defaults are the engine's."""
 
     scheduling: str = _default("scheduling")
     eviction: str = _default("eviction")
@@ -43,17 +43,17 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated.
+    """The settings of a simulation.
 
     ranks, num_tenants: see AdapterFleet.
-    num_slots: the most adapters in the pool.
+    num_slots: maximum number of adapters in the pool.
     max_tokens: the max_tokens of every request; its answer ends earlier with a stop token. None sets max_tokens to the
         length of the answer, so the engine knows it, as in S-LoRA's benchmark.
     num_choices: answers to each request, all of the same length.
-    beams: what the beams of a search propose; each request then runs a search with `num_choices` beams. None: answers
-        are sampled.
+    beams: proposes the next tokens of beams. Each request then runs a beam search with `num_choices` beams. None:
+        answers are sampled.
     deadline_s: the deadline for the first token of every request.
-    load_pages: the most adapter pages that a step with decoding sequences loads; None uses the engine's rule.
+    load_pages: maximum number of adapter pages that a step with decoding sequences loads; None uses the engine's rule.
     swap_share: the number of host pages for swapping, as a fraction of the pool's pages.
     """
 
@@ -102,7 +102,7 @@ class Gate(Protocol):
         """Returns the requests to pass to the engine now. num_unfinished: requests that are in the engine."""
 
     def wake_at(self) -> float | None:
-        """When `release` may return a request even if nothing else happens; None: never."""
+        """Returns the time at which `release` may next return a request without a new event; None: never."""
 
 
 class Observer(Protocol):
@@ -112,7 +112,7 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all steps. starts: admissions of sequences with an adapter. loads: how many adapters were loaded."""
+    """Sums over all steps. starts: admissions of sequences with an adapter. loads: number of adapter loads."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -296,7 +296,7 @@ class Simulation:
 class PoolUse:
     """How the pool was used, averaged over time.
 
-    running: requests that compute, without those that wait for a load.
+    running: number of requests that compute. Requests that wait for an adapter load are not counted.
     held_share, cached_share: shares of all pages.
     kv_token_share, adapter_share: shares of the bytes of held pages. Cached pages are not counted, because they may
         never be reused.
@@ -316,7 +316,7 @@ class PoolUse:
 
 
 class PoolMeter:
-    """An observer that measures how the pool is used. It is exact only for sequences that share no page.
+    """An observer that measures how the pool is used. The result is exact only if sequences share no pages.
 
     warm_up_s: the time at the start that is not measured. only_backlog: measure only while requests wait.
     """

@@ -21,7 +21,7 @@ _NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
 
 
 def read_trace(path: Path) -> Trace:
-    """All requests in order of arrival. Adapters are numbered in the order in which the file names them.
+    """Returns all requests in order of arrival. Adapters are numbered in the order in which the file names them.
 
     Raises ConfigError naming the file, the line and the field.
     """

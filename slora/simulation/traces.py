@@ -7,8 +7,8 @@ requests, the most popular adapter gets 1.3% of them. With alpha = 0.3 it gets 2
 Zipf distribution, as Punica's workload does. `chat_trace` has conversations whose prompts share their beginnings.
 
 A prompt has two parts. The first `shared_tokens` tokens are the same for all requests with the same adapter, like a
-system prompt. All further tokens are specific to the request's `thread`. So requests of one thread continue each other,
-and other requests share exactly the prefixes that they should.
+system prompt. All further tokens are specific to the request's `thread`. So requests of one thread continue each other.
+Other requests with the same adapter share only its `shared_tokens` tokens.
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,9 @@ def slora_trace(
     num_tenants: int | None = None,
     seed: int = 42,
 ) -> Trace:
-    """Makes a trace with S-LoRA's generator. As there, each adapter has a tenant of its own, unless `num_tenants` share
-    them.
+    """Makes a trace with S-LoRA's generator.
+
+    Each adapter has a tenant of its own, as in S-LoRA. If `num_tenants` is given, that many tenants share the adapters.
 
     Worked example: 200 adapters at 2 requests a second for 300 s give 600 requests and 1,026 tokens a second.
     """

@@ -18,8 +18,9 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class FetchCosts:
-    """The costs of fetches. bytes_per_s: the bandwidth of each fetch. num_lanes: how many fetches run at once; further
-    ones wait.
+    """The costs of fetches. bytes_per_s: the bandwidth of each fetch.
+
+    num_lanes: maximum number of concurrent fetches. Further fetches wait.
     """
 
     latency_s: float = 0.0

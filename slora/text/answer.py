@@ -36,7 +36,7 @@ class Choice:
 class Completion:
     """A prompt with its `n` answers. With best_of, they are sorted by log-probability, the most probable one first.
 
-    text, token_ids, finish_reason, logprobs: those of the first answer.
+    text, token_ids, finish_reason, logprobs: the fields of the first answer.
     prompt_logprobs: None unless requested.
     num_cached_tokens: number of prompt tokens whose KV was found in the prefix cache. It is ignored when two
     completions are compared.
@@ -127,7 +127,7 @@ class Answer:
 
     @property
     def num_cached(self) -> int:
-        """Prompt tokens that the prefix cache had."""
+        """Number of prompt tokens found in the prefix cache."""
         return self._num_cached
 
     @property
@@ -140,7 +140,7 @@ class Answer:
         return all(choice.reason is not None for choice in self._choices)
 
     def wants(self, choice: int) -> bool:
-        """Whether the choice is unfinished. Tokens may still arrive after a stop string has ended it."""
+        """Whether the choice is unfinished. Tokens may still arrive after a stop string has ended the choice."""
         return self._choices[choice].reason is None
 
     def take(self, delta: TokenDelta) -> CompletionDelta:
@@ -211,8 +211,8 @@ class _ChoiceState:
         return len(self._token_ids)
 
     def take(self, delta: TokenDelta) -> tuple[TokenDelta, str, tuple[AlignedToken, ...]]:
-        """Adds a delta. Returns it without the tokens after a stop string, the text that no later token can change, and
-        its tokens if they are aligned.
+        """Adds a delta. Returns the delta without the tokens after a stop string, the text that is now certain, and the
+        tokens of this text if they are aligned.
         """
         assert self.reason is None, "a choice that is over spoke again"
         # The stop token is computed and counted, but by default it is not part of the text.

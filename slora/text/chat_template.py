@@ -24,7 +24,7 @@ __all__ = ["RESERVED_NAMES", "compile_chat_template", "cut_at_mark", "mark_end",
 RESERVED_NAMES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"}
 )
-# Private-use characters, which no text has by accident. A template that strips a message also strips the space.
+# Private-use characters, which do not occur by accident. A template that strips a message also strips the space.
 _MARK = "\ue0cf\ue0ce\ue0cf "
 # Limit of the compiled templates that are kept, in characters of source. Compiled code needs up to a hundred times the
 # memory of its source.
@@ -143,8 +143,10 @@ def render_chat(
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Converts the arguments of tool calls from JSON text, as in OpenAI's API, to objects, as templates expect. A text
-    that is not a JSON object stays as it is, because a model may write invalid JSON. So do arguments that are not text.
+    """Converts the arguments of tool calls from JSON text, as in OpenAI's API, to objects, as templates expect.
+
+    A string that is not a JSON object stays as it is, because a model may write invalid JSON. Arguments that are not
+    strings also stay as they are.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -167,7 +169,7 @@ def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call as an object. DeepSeek's templates append them to a text, as JSON."""
+    """The arguments of a call as an object. DeepSeek's templates append the arguments to a string, as JSON."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)
@@ -180,11 +182,12 @@ def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def cut_at_mark(rendered: str) -> str | None:
-    """Cuts a rendered conversation where the text of its last message ends, as transformers does. None: the template
-    has left the end of this text out.
+    """Cuts a rendered conversation after the text of its last message, as transformers does.
+
+    Returns None if the template has left out the end of this text.
     """
     text, mark, rest = rendered.rpartition(_MARK.rstrip())
     if not mark:
         return None
-    # A template that removes white space at the end of a message would have removed it before the mark, too.
+    # The template has stripped the end of the message. Without a mark, it would have stripped the end of `text`.
     return text if rest.startswith(" ") else text.rstrip()

@@ -59,8 +59,8 @@ class Detokenizer:
         return sent + self._release_text(self._decoder.push(token_ids[num_exempt:]))
 
     def push_until_stop(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Like `push`, but also returns how many tokens were added. None is added after the one that completes a stop
-        string.
+        """Like `push`, but also returns how many tokens were added. Tokens after the token that completes a stop
+        string are not added.
         """
         if self._stops.is_empty or len(token_ids) <= 1:
             return self.push(token_ids), len(token_ids)

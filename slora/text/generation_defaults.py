@@ -60,7 +60,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 class GenerationDefaults:
     """The defaults of one file. A field that the file does not set is None.
 
-    stop_token_ids: they end an answer, like the model's end-of-text tokens.
+    stop_token_ids: tokens that end an answer, like the model's end-of-text tokens.
     """
 
     temperature: float | None = None
@@ -89,7 +89,7 @@ class GenerationDefaults:
         return {name: value for name, value in values.items() if value is not None}
 
     def params(self, max_tokens: int | None) -> SamplingParams:
-        """The sampling parameters of a request that sets none itself."""
+        """The sampling parameters of a request that sets no parameters itself."""
         return SamplingParams(
             **self.cap_min_tokens(max_tokens).explicit_fields() | {"max_tokens": max_tokens}
         )

@@ -43,9 +43,9 @@ class _Stage(Protocol):
         """Returns an independent stage in the same state."""
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
-        """What the string of one token becomes, as the first token of a text or as a later one.
+        """Returns the string that one token becomes, as the first token of a text or as a later token.
 
-        None: that depends on further tokens.
+        Returns None if the result depends on further tokens.
         """
 
 
@@ -233,9 +233,9 @@ class DecoderChain:
         return [piece for piece in pieces if piece is not None and piece not in skipped]
 
     def spell(self, token_id: int, *, is_first: bool) -> bytes | None:
-        """The bytes that a token adds to a text, as its first token or as a later one. A special token adds none.
+        """Returns the bytes that a token adds to a text, as its first token or a later token; b"" for a special token.
 
-        None: that depends on further tokens.
+        Returns None if the bytes depend on further tokens.
         """
         spelled: str | bytes | None = "".join(self.read_pieces([token_id], self.special))
         for stage in self._stages if spelled else ():
@@ -278,9 +278,9 @@ class IncrementalDecoder:
         return "".join(self.finish_pieces())
 
     def finish_pieces(self) -> list[str]:
-        """Like `finish`, with one string per token that was held back.
+        """Like `finish`, but returns one string per token that was held back.
 
-        The last one may hold an incomplete character.
+        The last string may hold an incomplete character.
         """
         return _finish(self._stages, drop_incomplete=False)
 
@@ -309,7 +309,7 @@ class TokenWidths:
         return self._take(self._decoder.push_pieces(pieces))
 
     def finish(self) -> list[int]:
-        """Returns the widths of the remaining tokens. An incomplete character at the end belongs to none of them."""
+        """Returns the widths of the remaining tokens. An incomplete character at the end belongs to no token."""
         return self._take(self._decoder.finish_pieces())
 
     def _take(self, pieces: Iterable[str]) -> list[int]:
@@ -404,13 +404,13 @@ def _decode_run(run: bytes | bytearray) -> Iterator[str]:
 
 
 def _complete(run: bytes | bytearray) -> bytes | bytearray:
-    """The run without an incomplete character at its end."""
+    """Returns the run without the incomplete character at its end, if any."""
     _, length = codecs.utf_8_decode(run, "replace", False)
     return run[:length]
 
 
 def _make_byte_table() -> dict[str, int]:
-    """GPT-2's byte table. A printable byte is its Latin-1 character; the others are U+0100, U+0101 and so on."""
+    """GPT-2's byte table. Printable bytes map to their Latin-1 character, other bytes to U+0100, U+0101 and so on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

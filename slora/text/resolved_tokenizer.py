@@ -78,7 +78,7 @@ class ResolvedTokenizer:
 def resolve_tokenizer(
     directory: Path, config: Mapping[str, Any], as_saved: FastTokenizer
 ) -> ResolvedTokenizer | None:
-    """The tokenizer that transformers builds. None if it equals tokenizer.json (`as_saved`), or can't be read.
+    """Returns the tokenizer that transformers builds, or None if tokenizer.json (`as_saved`) is to be used as it is.
 
     config: the content of tokenizer_config.json.
     """
@@ -108,7 +108,7 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _contents(value: object) -> Iterator[str]:
-    """Yields the texts of tokens. One token is a string or an object; several are a list, or an object by name."""
+    """Yields the strings of tokens. value: one token (a string or an object), a list of tokens, or tokens by name."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

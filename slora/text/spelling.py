@@ -10,7 +10,7 @@ __all__ = ["read_spelling"]
 
 
 def read_spelling(directory: Path, vocab_size: int) -> TokenSpelling:
-    """Reads the spelling of every token. vocab_size: the model's, which may be larger than the tokenizer's.
+    """Reads the spelling of every token. vocab_size: the model's vocabulary size, which may exceed the tokenizer's.
 
     Takes half a second for 128,000 tokens. Raises ConfigError if there is no tokenizer, or if its decoder does not map
     each token to bytes.

@@ -12,7 +12,7 @@ __all__ = ["StopMatcher", "StopString"]
 class StopString:
     """A string with its table of borders. All searches for this string share the table.
 
-    A border of a text is a shorter text that is both its beginning and its end. `_borders[n]` is the length of the
+    A border of a string is a shorter string that is both its prefix and its suffix. `_borders[n]` is the length of the
     longest border of the first n characters.
     """
 

@@ -34,7 +34,7 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     `chat_template` is None if the checkpoint has none. The model then serves completions, and chats only with an
-    adapter's template. `tool_template` is its template for conversations with tools, if it has one besides.
+    adapter's template. `tool_template` is a separate template for conversations with tools, or None.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tokenizer:
         return frozenset(self._fast.get_added_tokens_decoder())
 
     def find_special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Returns the ids of those texts that are special tokens."""
+        """Returns the id of each text that is a special token."""
         ids = {text: self._fast.token_to_id(text) for text in texts if text in self._decoder_chain.special}
         return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
@@ -157,9 +157,9 @@ class Tokenizer:
         return found
 
     def spell(self, token_id: int, *, is_first: bool) -> bytes | None:
-        """The bytes that a token adds to a text, as its first token or as a later one. A special token adds none.
+        """Returns the bytes that a token adds to a text, as its first token or a later token; b"" for a special token.
 
-        None: the decoder needs further tokens.
+        Returns None if the bytes depend on further tokens.
         """
         return self._decoder_chain.spell(token_id, is_first=is_first)
 
@@ -228,7 +228,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja takes precedence. tokenizer_config.json holds one template, or a list of named templates."""
+    """Reads the chat template. chat_template.jinja takes precedence over the templates in tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
@@ -239,7 +239,7 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _tool_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """transformers takes the template `tool_use` for conversations with tools, if there is one."""
+    """Reads the template `tool_use`, which transformers uses for conversations with tools, if there is one."""
     path = directory / "additional_chat_templates" / "tool_use.jinja"
     if path.is_file():
         return path.read_text()
