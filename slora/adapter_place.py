@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class AdapterPlace(StrEnum):
-    """The stages from the store to the pool.
+    """The places of an adapter between the store and the pool.
 
     POOL: loaded; a request can run at once.
     LOADING: being loaded from the host into the pool.

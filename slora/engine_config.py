@@ -10,9 +10,9 @@ from slora.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check
 from slora_kernels.kv_format import KVFormat
 
 _GIB = 1 << 30
-# Longer drafts would delay other sequences of the step, and are rarely accepted as a whole.
+# Longer drafts are rarely accepted completely, and would delay other sequences of the step.
 MAX_DRAFT_TOKENS = 64
-# What `auto` takes: of the free RAM or GPU memory for the page pool, and of the pool for swapped sequences.
+# Shares that `auto` takes: of free RAM or GPU memory for the page pool, and of the pool's size for swapped sequences.
 CPU_POOL_SHARE = 0.25
 GPU_POOL_SHARE = 0.9
 SWAP_SHARE = 0.25
@@ -187,7 +187,7 @@ class EngineConfig:
         return None if num_bytes is None else max(1, num_bytes // full_page_bytes)
 
     def token_budget(self, device_type: str) -> int:
-        """The most tokens that one step computes.
+        """Maximum number of tokens that one step computes.
 
         On a CPU, 512 tokens keep every core busy; more would only delay decoding sequences.
         """

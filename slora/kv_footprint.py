@@ -13,15 +13,15 @@ from dataclasses import dataclass
 class KVFootprint:
     """The KV footprint of any sequence of one model.
 
-    window: the most tokens that a token attends to in any layer, itself included; None if a layer attends to all
-        tokens.
+    window: the maximum number of tokens, itself included, that a token attends to in any layer. None if a layer
+        attends to all tokens.
     """
 
     block_tokens: int
     window: int | None = None
 
     def pages(self, num_tokens: int, chunk_tokens: int = 1) -> int:
-        """The most pages that a sequence of `num_tokens` holds at once when `chunk_tokens` are computed at a time.
+        """The maximum number of pages that a sequence of `num_tokens` holds when it computes `chunk_tokens` at a time.
 
         Worked example: blocks of 16 tokens, a window of 32, one token at a time. 32 consecutive tokens touch up to 3
         blocks.

@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become its embedding. Names and meanings are vLLM's, where it has the option.
+"""How the hidden states of a prompt become its embedding. Options that vLLM also has work as in vLLM.
 
 `slora.engine.request_check` checks what depends on the model.
 """
@@ -14,7 +14,7 @@ __all__ = ["Pooling", "PoolingKind"]
 class PoolingKind(StrEnum):
     """Which hidden states of the last layer, after its norm, make the embedding.
 
-    LAST: that of the last token, which attends to all others. MEAN: the mean over all tokens of the prompt.
+    LAST: the state of the last token, which attends to all other tokens. MEAN: the mean over all tokens of the prompt.
     """
 
     LAST = "last"
@@ -25,8 +25,8 @@ class PoolingKind(StrEnum):
 class Pooling:
     """The parameters of an embedding. Raises RequestRefused, which names the field, for a value out of range.
 
-    dimensions: length of the vector; its further components are dropped. None keeps all `hidden_size` components.
-    normalize: whether the vector, once shortened, is divided by its L2 norm. A vector of zeros stays as it is.
+    dimensions: number of components to keep. None keeps all `hidden_size` components.
+    normalize: whether the shortened vector is divided by its L2 norm. A vector of zeros stays as it is.
     """
 
     kind: PoolingKind = PoolingKind.LAST

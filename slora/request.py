@@ -30,10 +30,10 @@ class WeightedAdapter(NamedTuple):
 
 
 def compose_adapters(adapters: Iterable[WeightedAdapter]) -> tuple[WeightedAdapter, ...]:
-    """The canonical form of a sum of adapters: sorted, each version once, none of weight 0.
+    """Returns the canonical form of a combination of adapters: sorted, each version once, no adapter of weight 0.
 
-    The weights of a version that occurs several times are added. Sums of rounded numbers depend on their order, and
-    the prefix cache compares whole tuples. So equal sums must have equal tuples.
+    If a version occurs several times, its weights are added. Sums of rounded numbers depend on their order, and the
+    prefix cache compares whole tuples. So equal combinations must have equal tuples.
     """
     weights: dict[AdapterVersion, float] = {}
     for version, weight in adapters:
@@ -57,11 +57,11 @@ class EngineRequest:
         and their weights.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
-    is_background: it only fills what interactive requests leave of each step, and is preempted first.
+    is_background: the request only gets tokens of a step that interactive requests leave, and is preempted first.
     account: the account that is billed within the tenant. The engine only copies it to usage records. Empty: none is
         billed.
-    deadline_s: the most seconds from arrival to the first token. The request ends as soon as it can't meet this. A beam
-        search has its first token when the search is over. None: no deadline.
+    deadline_s: maximum seconds from arrival to the first token; None: no deadline. The request ends as soon as it can't
+        meet the deadline. The first token of a beam search comes at the end of the search.
     pooling: how the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
     """
 
@@ -89,11 +89,11 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """What one request has used, all of its choices and beams together.
+    """The usage of one request, with all of its choices and beams.
 
-    prompt_tokens: the prompt tokens that were computed or found in the prefix cache. A request that ends before its
-        prompt is computed has fewer than its prompt has.
-    cached_tokens: how many of these the prefix cache had.
+    prompt_tokens: the prompt tokens that were computed or found in the prefix cache. If a request ends before its
+        prompt is computed, this is less than the length of the prompt.
+    cached_tokens: prompt tokens found in the prefix cache.
     generated_tokens: sampled tokens, including those of choices and beams that are not part of the answer.
     adapter_bytes: bytes of adapter loads that this request caused. A load that the fair scheduler does not charge to
         the tenant is not counted.
@@ -123,7 +123,7 @@ class RequestTiming:
     """When one request passed the stages of the engine, in seconds of `time.monotonic()`, which on Linux is one clock
     for all processes of a host. A stage that the request did not reach is None.
 
-    fetch_s: time that it waited, before it was first admitted, until its adapters were on the host.
+    fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
     is_cold: whether it waited for an adapter to be fetched to the host or to be loaded into the pool.
     admitted_at: when it joined the batch.
     computed_at: when the step began that computed its first tokens. All of its adapters were loaded by then.

@@ -24,7 +24,7 @@ MAX_BAD_WORD_TOKENS = 1 + 4 * MAX_BAD_WORD_CHARS
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKEN_IDS = 128
-# Field -> the most items, and what the items are.
+# Field -> the maximum number of items, and the unit of the items in error messages.
 _MAX_ITEMS = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
@@ -33,7 +33,7 @@ _MAX_ITEMS = {
     "bad_words": (MAX_BAD_SEQUENCES, "token sequences"),
     "logprob_token_ids": (MAX_LOGPROB_TOKEN_IDS, "ids"),
 }
-# Any length raised to this power still fits into a float.
+# Limit of length_penalty. Any length raised to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
 # Settings that beam search does not support -> their neutral values.
 _NOT_SEARCHED = {
@@ -221,7 +221,7 @@ class SamplingParams:
 
     def _check_between(self, name: str, least: float, most: float, remark: str = "") -> None:
         value = getattr(self, name)
-        if value is not None and not least <= value <= most:  # NaN fails as well
+        if value is not None and not least <= value <= most:  # NaN also fails
             raise RequestRefused(
                 f"{name} is {_shown(value)}; it must be between {least} and {most}{remark}", name
             )

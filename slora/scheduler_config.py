@@ -14,7 +14,7 @@ class SchedulerConfig:
     """The configuration of the scheduler.
 
     num_pages: number of pages in the pool.
-    num_slots: the most adapters in the pool.
+    num_slots: maximum number of adapters in the pool.
     full_page_bytes: bytes of one page over all layers.
     max_num_seqs: the most running sequences, counting one per choice; at most max_num_batched_tokens, so that every
         decode row fits in a step. No request may have more choices.
@@ -23,7 +23,7 @@ class SchedulerConfig:
         model does not switch.
     load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
-    prompt_lookup_tokens: the most tokens that a step drafts for a sequence; 0: none.
+    prompt_lookup_tokens: maximum number of tokens that a step drafts for a sequence; 0: no drafts.
     metrics_tenants: as in `EngineConfig`.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
     """

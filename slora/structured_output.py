@@ -1,7 +1,7 @@
-"""The form that an answer must have: a JSON schema, any JSON object, a regular expression, one of several texts, or a
-grammar.
+"""The form that an answer must have.
 
-A plain value. `slora.grammar` compiles it.
+A form is a JSON schema, any JSON object, a regular expression, a choice of strings, or a grammar. It is a plain value.
+`slora.grammar` compiles it.
 """
 
 import json
@@ -46,7 +46,7 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """Raises RequestRefused, which names `param`, for a form that is too long.
+    """The form of an answer. Raises RequestRefused, which names `param`, for a form that is too long.
 
     text: the JSON schema, the regular expression in Rust's syntax, a JSON list of choices, or the grammar in Lark's
         syntax or GBNF. Empty for JSON_OBJECT.

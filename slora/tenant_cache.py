@@ -1,6 +1,6 @@
-"""A cache of which each tenant has a part of its own.
+"""A cache that keeps the entries of each tenant apart.
 
-A tenant neither finds what another tenant has stored, nor removes it by storing much itself.
+A tenant cannot find the entries of other tenants. It cannot evict them by storing many entries of its own.
 """
 
 from collections import OrderedDict
@@ -14,10 +14,10 @@ V = TypeVar("V")
 
 
 class TenantCache(Generic[K, V]):
-    """max_entries: of all tenants together. max_of_tenant: of one tenant.
+    """An LRU cache with a part for each tenant.
 
-    A tenant that exceeds its bound loses its least recently used entry. If all together exceed theirs, the tenant with
-    the most entries loses one.
+    max_entries: limit of all tenants together. max_of_tenant: limit of each tenant. A tenant above its limit loses its
+    least recently used entry. Above the limit of all tenants, the tenant with the most entries loses one.
     """
 
     def __init__(self, max_entries: int, max_of_tenant: int) -> None:
@@ -28,7 +28,7 @@ class TenantCache(Generic[K, V]):
         self._parts: OrderedDict[str, OrderedDict[K, V]] = OrderedDict()
 
     def find(self, tenant: str, key: K) -> V | None:
-        """Returns the value, which then counts as used, or None."""
+        """Returns the value and marks it as used, or returns None."""
         part = self._parts.get(tenant)
         if part is None or key not in part:
             return None

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, on a thread of its own if asked to, and caches them for each tenant.
+"""Compiles the grammars of requests, on the caller's thread or its own, and caches them for each tenant.
 
 The library is loaded, and the vocabulary is read, when the first grammar is compiled or when the thread starts.
 """
@@ -117,7 +117,7 @@ class GrammarCompiler:
 
     @cached_property
     def _library(self) -> "GrammarLibrary | ConfigError":
-        """The library with the vocabulary, or why this model can't have it. Reading it takes seconds."""
+        """The library with the vocabulary, or the error if it can't be loaded. The first access takes seconds."""
         try:
             return self._open_library()
         except ConfigError as error:

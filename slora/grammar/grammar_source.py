@@ -19,7 +19,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """The reason why no token can come next. None while a token can, and before `write_mask` has looked for one."""
+        """The reason why no token can come next. None if a token can, or if `write_mask` has not been called."""
 
     def copy(self) -> "Matcher":
         """Returns an independent matcher in the same state."""
@@ -60,8 +60,8 @@ class GrammarSource(Protocol):
     """Compiles grammars. All methods are called from one thread, and none blocks for long."""
 
     def request(self, tenant: str, output: StructuredOutput) -> None:
-        """Starts to compile a form. `poll` returns one result for it. A form that is being compiled for the tenant
-        already is not compiled twice, so its requests share one result.
+        """Starts to compile a form. `poll` returns one result for it. If the tenant's form is already being
+        compiled, it is not compiled twice: its requests share one result.
         """
 
     def poll(self) -> list[Compiled | Refused]:

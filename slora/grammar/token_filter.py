@@ -15,7 +15,7 @@ __all__ = ["TokenFilter"]
 
 
 class TokenFilter:
-    """A `Matcher` that always leaves a token, because `check_sampling` refuses other requests.
+    """A `Matcher` that always allows a token, because `check_sampling` refuses requests without allowed tokens.
 
     allowed: None allows all tokens. Tokens of `banned` are never allowed.
     endings: second-last token -> the sequences of several tokens that are forbidden.

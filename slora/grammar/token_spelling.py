@@ -1,4 +1,4 @@
-"""What the tokens of a model spell, as the compiler of grammars needs it."""
+"""The bytes that each token of a model spells, for the grammar compiler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ class LLM:
         params: one for all prompts, or one per prompt. None: the defaults of the adapter's generation_config.json, then
             of the model's.
         adapters: one PEFT directory or LoraAdapter for all prompts, or one entry per prompt. None: the base model. An
-            entry may be a list of adapters: their weighted outputs are added up, as if they were merged.
+            entry may be a list of adapters: their weighted outputs are summed, as if the adapters were merged.
 
         Raises RequestRefused naming what can't be served, or AdapterInvalid for an adapter that does not fit this
         model. Then no prompt is answered.

@@ -40,7 +40,7 @@ class TensorAdapter:
 class LoraAdapter:
     """An adapter and the weight with which a request uses it.
 
-    weight: a factor on the adapter's own scale. 0 gives the base model, 0.5 half of the adapter's change.
+    weight: a factor on the adapter's own scale. With 0 the adapter has no effect, with 0.5 half of its effect.
     """
 
     content: Path | HubReference | TensorAdapter

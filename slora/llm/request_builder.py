@@ -64,7 +64,7 @@ Prompt = str | Sequence[int]
 # One conversation: a list of turns {"role": ..., "content": ...}.
 Messages = Sequence[Mapping[str, Any]]
 # One for all prompts, or one per prompt. None: the model's own defaults for parameters, and the base model for
-# adapters. The entry of a prompt may be a list of adapters, which are added up.
+# adapters. The entry of a prompt may be a list of adapters, which are combined.
 Params = SamplingParams | Sequence[SamplingParams] | None
 # The embedding of one prompt: float32 [dimensions].
 Vector = npt.NDArray[np.float32]
@@ -84,7 +84,7 @@ _COMPLETION_TOKENS = 16
 class _ServedModel:
     """The model that answers a prompt: the base or a sum of adapters.
 
-    chat_templates: the own templates of its adapters; None for one that uses the base model's.
+    chat_templates: the chat templates of its adapters; None stands for the base model's template.
     """
 
     adapters: tuple[WeightedAdapter, ...]
@@ -262,7 +262,7 @@ class RequestBuilder:
         return [self._compose([found[adapter] for adapter in row]) for row in rows]
 
     def _compose(self, parts: Sequence[_ServedModel]) -> _ServedModel:
-        """The sum of `parts`. Its defaults are those of its parts if they agree, otherwise the base model's."""
+        """Combines `parts`. The result has their defaults if they all agree, otherwise the base model's defaults."""
         if not parts:
             return self._base
         adapters = compose_adapters(one for part in parts for one in part.adapters)
@@ -370,7 +370,7 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
 
 
 def _broadcast(value: Any, count: int, name: str) -> list[Any]:
-    """Expands one value for all prompts to a list. Raises ConfigError if a list has the wrong length."""
+    """Returns one entry per prompt. A single value is repeated. Raises ConfigError for a list of the wrong length."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

@@ -189,5 +189,5 @@ def cut_at_mark(rendered: str) -> str | None:
     text, mark, rest = rendered.rpartition(_MARK.rstrip())
     if not mark:
         return None
-    # The template has stripped the end of the message. Without a mark, it would have stripped the end of `text`.
+    # If the space is gone, the template strips messages. Without the mark, it would have stripped `text`.
     return text if rest.startswith(" ") else text.rstrip()

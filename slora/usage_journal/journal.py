@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 # A record has about 350 bytes, so half a segment holds about 3,000: more than a process has requests in progress.
 SEGMENT_BYTES = 2 << 20
-# About three million records: what a host keeps while its database is away.
+# About three million records, which a host keeps while its database is unreachable.
 MAX_BYTES = 1 << 30
 _RETRY_S = 1.0
 
@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
 class UsageJournal:
     """The journal of this process in `directory`, which is created. It may be used by several threads.
 
-    max_bytes: the limit on all segments in the directory, those of other processes included.
+    max_bytes: the limit on the size of all segments in the directory, including segments of other processes.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class UsageJournal:
         return entry.done
 
     async def write(self, record: UsageRecord) -> None:
-        """Returns when the record is durable. Raises UsageJournalFull. A cancelled caller's record is written, too."""
+        """Returns when the record is durable. Raises UsageJournalFull. A cancelled caller's record is also written."""
         await asyncio.wrap_future(self.append(record))
 
     def rotate(self) -> "Future[None]":

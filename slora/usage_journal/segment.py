@@ -92,7 +92,7 @@ class OpenSegment:
 
 
 class ClosedSegment:
-    """A segment that no process writes any more. This process holds its lock.
+    """A segment whose writer has closed it or died. This process holds its lock.
 
     records: all records that can be read. The error of any other record is logged.
     """
@@ -129,7 +129,7 @@ class ClosedSegment:
 
 
 def closed_segments(directory: Path) -> Iterator[ClosedSegment]:
-    """Yields each segment that no process writes, and holds its lock until the next one is asked for.
+    """Yields each segment that no process writes, and holds its lock until the next segment is requested.
 
     The caller ships the records and then calls `delete`. A segment that it does not delete is yielded again by a later
     call, in this process or another.
@@ -146,7 +146,7 @@ def closed_segments(directory: Path) -> Iterator[ClosedSegment]:
 
 
 def measure_bytes(directory: Path) -> int:
-    """The size of all segments in the directory, damaged ones included."""
+    """The size of all segments in the directory, damaged segments included."""
     total = 0
     for path in directory.iterdir():
         try:

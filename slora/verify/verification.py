@@ -52,12 +52,12 @@ class ModuleCheck:
 
 @dataclass(frozen=True, slots=True)
 class PromptCheck:
-    """One answer.
+    """The comparison of one answer.
 
     wrong: tokens that peft would not have chosen. excused: differing tokens where peft was undecided.
     logprob, peft_logprob: mean log-probability of the answer's tokens, on our side and on peft's.
     deviation: the largest difference between our log-probability of a token and peft's.
-    effect: KL divergence of the adapter's next-token distributions from the base's, in nats, mean over all tokens.
+    effect: mean KL divergence per token between next-token distributions with and without the adapter, in nats.
     changed: share of tokens after which the argmax with the adapter differs from the argmax of the base.
     """
 
@@ -77,7 +77,7 @@ class PromptCheck:
 class Verification:
     """The result for one adapter.
 
-    only_here, only_peft: modules that only one side adapts.
+    only_here: modules that only this engine adapts. only_peft: modules that only peft adapts.
     not_served: files in the adapter's directory that serving does not use.
     problems: why the two sides are not equal; empty if they are. warnings: further facts for the adapter's author.
     """

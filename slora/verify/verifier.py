@@ -36,7 +36,7 @@ __all__ = ["Reference", "VerificationRequest", "verify_adapter"]
 
 # Lengths of the random prompts: shorter and longer than a page of 16 tokens, and one longer than two pages.
 _DEFAULT_LENGTHS = (1, 7, 17, 40)
-# In nats. An adapter with a smaller effect counts as having none.
+# In nats. An adapter with a smaller effect counts as having no effect.
 _NO_EFFECT = 1e-6
 
 
@@ -214,5 +214,5 @@ def _find_warnings(prompts: Sequence[PromptCheck], request: VerificationRequest)
 
 
 def _find_unserved_files(directory: Path) -> tuple[str, ...]:
-    """Other files in the adapter's directory, which serving does not use."""
+    """Returns the files in the adapter's directory that serving does not use."""
     return tuple(sorted(path.name for path in directory.iterdir() if path.name not in MEMBER_NAMES))
