@@ -1,7 +1,7 @@
 """The cost model: how many seconds the parts of a step take, as far as scheduling decisions need it.
 
 The runner measures the costs at its start and updates them from the steps that run. A simulator supplies its own
-values. The formulas are linear: they compare alternatives and are not meant to predict when work is done.
+values. The formulas are linear: they compare alternatives, but do not predict when work is done.
 """
 
 import math
@@ -89,11 +89,11 @@ class CostModel:
             )
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Excludes step_s, because these tokens are computed in steps that run anyway."""
+        """Seconds to prefill tokens, without step_s: these tokens are computed in steps that run anyway."""
         return num_tokens * self.token_s
 
     def row_s(self, context_tokens: int) -> float:
-        """What one decode row with this context adds to a step that runs anyway."""
+        """Seconds that one decode row with this context adds to a step that runs anyway."""
         return self.decode_s + context_tokens * self.context_token_s
 
     def step_seconds(self, work: StepWork) -> float:

@@ -13,7 +13,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_surrogate(text: str, name: str, param: str) -> None:
-    """Raises RequestRefused if `text` holds a lone surrogate. name: how the message calls the text."""
+    """Raises RequestRefused if `text` holds a lone surrogate. name: the name of the text in the message."""
     found = _SURROGATE.search(text)
     if found is not None:
         raise RequestRefused(

@@ -12,7 +12,7 @@ class TenantShare:
 
     weight: service relative to other tenants; a tenant of weight 2 gets twice as many tokens as one of weight 1.
     min_share: fraction of the pool's pages that other tenants cannot evict once this tenant owns them (its floor).
-    max_share: the largest fraction of the pool's pages that it may own, cached pages included (its ceiling).
+    max_share: largest fraction of the pool's pages that the tenant may own, cached pages included (its ceiling).
     priority: its priority class; classes with lower numbers are served first.
 
     Worked example: min_share 0.1 in a pool of 500 pages is a floor of 50. When the tenant owns 80 pages, other tenants

@@ -43,8 +43,8 @@ _MAX_FRAME_BUFFER = 1 << 20
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
 
 
-# Receives the id of a request that has ended, its usage and its timing. None: the engine died before it reported the
-# usage. The timing of a refused request is None, too.
+# Receives the id, the usage and the timing of an ended request. Usage and timing are None if the engine died before it
+# reported the usage. A refused request also has no timing.
 UsageListener = Callable[[str, RequestUsage | None, RequestTiming | None], None]
 
 

@@ -69,11 +69,11 @@ class EngineStats:
     token_gaps: seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
     tenants, adapters: what ended requests have used, see `ServedRequests`.
     pooled_adapters: the names in `adapters` whose adapters are in the pool now.
-    pages: the pages that are not free, by what they hold.
+    pages: numbers of used pages, by their content.
     tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
     load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
-    usage: the sum of the usage of all requests that have ended.
-    host_cache: what the host cache holds. Its tenants are those that hold the most, at most `metrics_tenants` of them.
+    usage: the total usage of all ended requests.
+    host_cache: the content of the host cache. It lists the largest tenants, at most `metrics_tenants` of them.
         Its labels are the names in `adapters` whose adapters are cached.
     """
 

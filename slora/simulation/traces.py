@@ -43,7 +43,7 @@ class TraceRequest:
 
     @property
     def thread_token(self) -> int:
-        """The only token in prompts and answers of this thread, after the shared prefix."""
+        """The token that fills prompts and answers of this thread after the shared prefix."""
         return FIRST_TOKEN + self.thread
 
     def prompt(self) -> list[int]:

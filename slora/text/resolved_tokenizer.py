@@ -28,7 +28,7 @@ __all__ = ["SPECIAL_NAMES", "ResolvedTokenizer", "resolve_tokenizer"]
 _log = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# This is enough time to import transformers and torch on a busy machine.
+# Long enough to import transformers and torch on a busy machine.
 _TIMEOUT_S = 300
 # The classes that use tokenizer.json as it is.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")

@@ -29,8 +29,8 @@ class UsageRecord:
     account: the account that is billed within the tenant, as in `EngineRequest.account`.
     adapter_digest: as `EngineRequest.adapter_digests`.
     ended_at: seconds since the epoch.
-    is_complete: False if the engine died first. Then only the tokens that the API received are counted, and
-        `adapter_bytes` and `page_seconds` are 0.
+    is_complete: False if the engine died before it reported the usage. Then only the tokens that the API received are
+        counted, and `adapter_bytes` and `page_seconds` are 0.
     is_batch: whether the request was a line of a batch, which costs less.
     """
 
