@@ -1,4 +1,4 @@
-"""The findings of `slora doctor`. The result of one check has several findings."""
+"""The findings of `slora doctor`. The result of one check may have several findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def warning(detail: str, remedy: str = "") -> Finding:
 
 
 def failure(detail: str, remedy: str = "") -> Finding:
-    """Returns a finding that fails. remedy: empty if `detail` already says what to do, as error messages do."""
+    """Returns a finding with the status FAILS. remedy: empty if `detail` already says what to do."""
     return Finding(Status.FAILS, detail, remedy)
 
 

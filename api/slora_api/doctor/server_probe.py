@@ -20,11 +20,12 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """The result of a probe of the port. refusal: why a server could not listen on the port; empty if it could.
+    """The result of a probe of the port. refusal: why a server could not listen on the port; empty if a server could
+    listen.
     is_taken: whether a program already listens on the port.
 
     version: the version of the slora server that answers; None if no slora server answers. trouble: why the answering
-    server is not ready; empty if it is.
+    server is not ready; empty if the server is ready.
     """
 
     refusal: str = ""

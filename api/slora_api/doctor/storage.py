@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["check_clock", "check_database", "check_redis", "check_store"]
 
 _PROBE = "probe"
-# Clocks may differ by this much before a check warns or fails. Each host uses its own clock for leases of batches,
-# which last half a minute.
+# A check warns if two clocks differ by more than the first limit, and fails above the second limit. Each host uses its
+# own clock for leases of batches, which last half a minute.
 _MOST_SKEW_S, _UNUSABLE_SKEW_S = 2.0, 30.0
 
 
@@ -57,7 +57,7 @@ def check_database(settings: Settings) -> Iterator[Finding]:
 
 def check_store(settings: Settings) -> Iterator[Finding]:
     """Opens the store as a server does, and writes, reads and deletes a blob. If the store is a directory that does not
-    exist yet, it is not created.
+    exist yet, the directory is not created.
     """
     url = store_url(settings, DataDir(Path(settings.data_dir).resolve()))
     directory = _directory_of(url)
@@ -97,7 +97,7 @@ def _try_blob(store: Store) -> None:
 
 
 def check_redis(settings: Settings) -> Iterator[Finding]:
-    """Checks the warm tier and the Redis of quotas. `check_store` checks a Redis that is the store."""
+    """Checks the warm tier and the Redis of quotas. If the store is a Redis, `check_store` checks it."""
     if settings.redis:
         yield from _check_warm_tier(settings.redis)
     if settings.quota_redis:

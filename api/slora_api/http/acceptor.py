@@ -39,7 +39,9 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
-    """Accepts connections and hands each one to a new protocol. It does not close the listening socket."""
+    """Accepts connections and hands each connection to a new protocol. The acceptor does not close the listening
+    socket.
+    """
 
     def __init__(
         self, listener: socket.socket, connections: Connections, make_protocol: Callable[[], HttpProtocol]
@@ -122,7 +124,7 @@ class Acceptor:
     async def _start(self, accepted: socket.socket, protocol: HttpProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, accepted)
-        except OSError as error:  # The client hung up meanwhile.
+        except OSError as error:  # The client has hung up.
             accepted.close()
             self._connections.discard(protocol)
             _log.warning("an accepted connection could not be served: %s", error)

@@ -101,8 +101,8 @@ class TrafficObject(TypedDict):
 
 
 class WorkObject(TypedDict):
-    """The work of one adapter. share: fraction of the tokens that were computed lately. tenant: null for the sum of all
-    tenants that are not listed. adapter: null for the base model.
+    """The work of one adapter. share: fraction of the recently computed tokens. tenant: null for the sum of all tenants
+    that are not listed. adapter: null for the base model.
     """
 
     tenant: str | None

@@ -1,6 +1,6 @@
 """The live feed of the console: one task observes the engine a few times a second while a console watches.
 
-All viewers of this process share its observations, and viewers with the same rights share the text of a frame. A viewer
+All viewers of this process share its observations, and viewers with the same rights share the JSON of a frame. A viewer
 that reads slowly skips frames and gets the newest one. It delays no other viewer, and no frames are kept for it.
 Without viewers, nothing is observed, and the engine records nothing.
 """
@@ -121,7 +121,7 @@ class LiveFeed:
         self._publish(state)
 
     async def _name_adapters(self, state: LiveState, now: float) -> None:
-        """Looks up the names of the adapters that a viewer may see, unless they were looked up lately."""
+        """Looks up the names of the adapters that a viewer may see, except recently looked-up names."""
         if now > self._named_at + _NAMES_S:
             self._named_at = now
             self._names, self._named = {}, set()

@@ -9,8 +9,8 @@ The layout, all numbers little-endian:
     reservations  the open reservations, each with its process
 
 A process changes the file under a file lock, which the kernel releases when the process dies. All writes of a change
-are first copied to the log, so the next holder of the lock can complete a change that a killed process left unfinished.
-Once a second, each process looks for reservations of dead processes, and settles these reservations as unused.
+are first copied to the log. If the process is then killed, the next holder of the lock completes the change. Once a
+second, each process looks for reservations of dead processes, and settles these reservations as unused.
 
 The counters need not survive a crash of the machine. A file of an earlier boot is replaced. A restart of the server
 keeps the file, so that it does not reset any quota.
@@ -258,8 +258,8 @@ class HostCounters:
                 self._unlock()
 
     def _return_of_dead(self) -> None:
-        """Settles the reservations of dead processes. The caller holds the lock. Otherwise, a new process could take
-        the entry of a dead one meanwhile.
+        """Settles the reservations of dead processes. The caller holds the lock. Without the lock, a new process could
+        take the entry of a dead process.
         """
         for process_id, process in list(self._processes()):
             if not _is_alive(*process):

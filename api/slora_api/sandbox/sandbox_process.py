@@ -93,8 +93,7 @@ class SandboxProcess:
         except (OSError, asyncio.IncompleteReadError):
             raise SandboxDied(await self._process.wait()) from None
         finally:
-            # End the process after a cancellation as well. Otherwise, the next request would read the answer to this
-            # one.
+            # Also end the process after a cancellation. Otherwise, the next request would read the answer to this one.
             if not answered:
                 await self.close()
         return SandboxAnswer.unpack(content)

@@ -109,7 +109,7 @@ async def set_up_demo(
 
 
 async def _publish(path: Path, publisher: Publisher) -> None:
-    """Publishes one adapter. If the engine dies meanwhile, retries until a new engine accepts the adapter."""
+    """Publishes one adapter. If the engine dies during the upload, retries until a new engine accepts the adapter."""
     has_warned = False
     while True:
         try:

@@ -13,7 +13,7 @@ __all__ = ["Front", "HttpFront", "run_until_stopped"]
 
 
 class Front(Protocol):
-    """The part of the server that answers HTTP requests: this process, or its API workers."""
+    """The part of the server that answers HTTP requests: either this process or its API workers."""
 
     async def run(self) -> None:
         """Serves until `stop` is called and the requests in progress have ended."""

@@ -15,7 +15,7 @@ class RunQueue:
         self._waited_ns = self._read()
 
     def pop_wait_s(self) -> float:
-        """Returns the seconds since the last call for which the thread with the longest wait has waited."""
+        """Returns the longest time, in seconds, that any one thread has waited since the last call."""
         last, self._waited_ns = self._waited_ns, self._read()
         waits = (waited - last.get(thread, waited) for thread, waited in self._waited_ns.items())
         return max(waits, default=0) / 1e9

@@ -184,8 +184,8 @@ class Supervisor:
         while not watchdog.is_hopeless:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            # Count only a part of the elapsed time if this process itself was delayed, and subtract the time for which
-            # the child's threads waited for a CPU. Both delays say nothing about the child.
+            # If this process itself was delayed, count only a part of the elapsed time. Also subtract the time for
+            # which the child's threads waited for a CPU. Neither delay means that the child is stalled.
             elapsed_s = min(now - looked_at, 2 * _POLL_S)
             watchdog.observe(page.read(), max(0.0, elapsed_s - run_queue.pop_wait_s()))
             looked_at = now

@@ -18,8 +18,8 @@ __all__ = ["STALLED_AFTER_S", "Watchdog"]
 
 # /readyz fails within 5 s of a stall: this time, one heartbeat, one poll, and a margin for a busy machine.
 STALLED_AFTER_S = 3.0
-# A process that computes uses a larger share of its time than this on a CPU, even if it gets only a tenth of a core. An
-# idle process uses far less.
+# A process that computes spends a larger share of its time than this on a CPU, even if it gets only a tenth of a core.
+# An idle process uses far less.
 _LEAST_CPU_SHARE = 0.01
 # A child may use CPU time without completing any work for this many times `restart_after_s`.
 _COMPUTING_PATIENCE = 10

@@ -140,8 +140,8 @@ class UsageLedger:
         """Adds the records that the ledger does not have yet, in one transaction. Returns their number. Drops records
         of keys whose usage was erased.
 
-        A record is added for the tenant that has the key now, because the tenant may have been renamed. If the key does
-        not exist any more, the record keeps its tenant.
+        A record is added for the tenant that has the key now, because the tenant may have been renamed. If the key no
+        longer exists, the record keeps its tenant.
         """
         # Sort the records, because concurrent transactions that lock rows in different orders could deadlock.
         rows = {record.request_id: record for record in sorted(records, key=lambda one: one.request_id)}
