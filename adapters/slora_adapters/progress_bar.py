@@ -1,4 +1,4 @@
-"""The progress of a long operation on standard error: what is done, the rate, and the time that remains.
+"""Shows the progress of a long operation on standard error: completed units, rate, and remaining time.
 
 Nothing is shown unless standard error is a terminal, so logs and pipes stay free of control characters.
 """
@@ -18,9 +18,9 @@ __all__ = ["count_reads", "show_progress"]
 def show_progress(
     label: str, total: int, unit: str = "B", *, is_quiet: bool = False
 ) -> Iterator[Callable[[int], Any]]:
-    """Shows a bar during the block. Yields the function that advances it by a number of units.
+    """Shows a bar during the block. Yields a function that advances the bar by a number of units.
 
-    total: number of units. unit: such as "B" for bytes. is_quiet: show nothing, even on a terminal.
+    total: number of units. unit: name of the unit, such as "B" for bytes. is_quiet: show nothing, even on a terminal.
     """
     with tqdm(
         total=total,
@@ -34,6 +34,6 @@ def show_progress(
 
 
 def count_reads(file: IO[bytes], advance: Callable[[int], Any]) -> IO[bytes]:
-    """Returns the file as an object that calls `advance` with the number of bytes of each read."""
+    """Wraps the file, so that each read calls `advance` with the number of bytes that were read."""
     counted: IO[bytes] = CallbackIOWrapper(advance, file, "read")
     return counted

@@ -1,7 +1,8 @@
-"""Plain values of the registry: versions of names, and aliases with the versions that the aliases point at.
+"""Plain values of the registry: adapter versions, and aliases with the versions that the aliases point at.
 
-A record does not contain the texts of its extras. A text may take half a megabyte, and lists, changes and comparisons
-load many records at once. Only a request reads texts, and only those of its own version (`Registry.serve`).
+A record does not contain the texts of its extras. A text may take half a megabyte, and some operations, such as lists,
+load many records at once. Only requests read texts, and each request reads only the texts of its own version
+(`Registry.serve`).
 """
 
 import hashlib
@@ -62,7 +63,7 @@ class ExtrasSummary:
 
 
 def digest_extras(chat_template: str | None, generation_config: str | None) -> str:
-    """Returns the SHA-256 over presence, size and bytes of each text; the empty string if neither text exists."""
+    """Returns the SHA-256 over presence, size and bytes of both texts; the empty string if neither text exists."""
     if chat_template is None and generation_config is None:
         return ""
     hashed = hashlib.sha256()
@@ -77,8 +78,8 @@ NO_EXTRAS = AdapterExtras()
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """One push under a tenant's name, numbered `number`. It never changes, and its number is not reused while the name
-    exists.
+    """The record of one push under a tenant's adapter name. A record never changes, and its number is not reused while
+    the name exists.
 
     version: identifies the weights. The same weights may have several numbers and names.
     created_at: Unix time of the push.
@@ -123,12 +124,12 @@ class Rollout:
 
     @property
     def main(self) -> AdapterRecord:
-        """The version with the largest percentage of the requests; of several with the same percentage, the oldest."""
+        """The version with the largest percentage of the requests; among equal percentages, the oldest version."""
         return self.records[max(self.targets, key=lambda number: (self.targets[number], -number))]
 
     @property
     def label(self) -> str:
-        """The reference that requests use."""
+        """The reference to the alias that requests use."""
         return self.main.name if self.alias == LATEST else f"{self.main.name}@{self.alias}"
 
     @property
@@ -144,8 +145,8 @@ class Rollout:
 class StorageUsage:
     """Totals over all versions of a tenant.
 
-    num_bytes: bytes stored for all versions. Weights that several versions share count once; the extras of each version
-      count.
+    num_bytes: bytes stored for all versions. Weights that several versions share count once; extras count for each
+    version.
     weights_bytes: the part of num_bytes for the weights with the requested digest; None if the tenant has no version
       with that digest.
     """
@@ -171,10 +172,9 @@ class Publication:
 class Removal:
     """The result of a deletion.
 
-    orphaned: deleted weights that no name of the tenant has any more.
-    unreferenced: digests in `orphaned` whose blob no tenant and no upload needs any more. `collect` would drop these
-      blobs.
-    moved_pin: as in Publication.
+    orphaned: deleted weights that no remaining version of the tenant uses.
+    unreferenced: digests in `orphaned` whose blobs no tenant and no upload needs. `collect` would drop these blobs.
+    moved_pin: see Publication.
     """
 
     records: tuple[AdapterRecord, ...]

@@ -22,17 +22,18 @@ from slora_adapters.errors import BadAlias
 # Version number -> percentage of the requests.
 Targets = Mapping[int, int]
 
-# The most versions of one alias. More are treated as a mistake. A lookup of the alias reads the records of all of them.
+# Maximum number of versions of one alias. A larger number is probably a mistake. A lookup of the alias reads the
+# records of all its versions.
 MAX_TARGETS = 8
-# How many earlier states an alias keeps for rollbacks. Each move of the alias reads all of them.
+# Maximum number of earlier states that an alias keeps for rollbacks. Each move of the alias reads all of these states.
 MAX_HISTORY = 20
 
 
 @dataclass(frozen=True, slots=True)
 class AliasState:
-    """Where an alias points.
+    """One state of an alias: the versions that it points at.
 
-    targets: the percentage of the requests for each version number. The percentages add up to 100.
+    targets: the percentage of the requests for each version number. The sum of the percentages is 100.
     follows_pushes: whether a newly pushed version receives all requests at once.
     """
 
@@ -53,7 +54,9 @@ class AliasState:
 
 @dataclass(frozen=True, slots=True)
 class AliasHistory:
-    """The state of an alias, and its earlier states in `before`, oldest first. A rollback restores the last of them."""
+    """The state of an alias, and its earlier states in `before`, oldest first. A rollback restores the newest of the
+    earlier states.
+    """
 
     state: AliasState
     before: tuple[AliasState, ...] = ()
@@ -65,9 +68,7 @@ class AliasHistory:
         return AliasHistory(state, (*self.before, self.state)[-MAX_HISTORY:])
 
     def roll_back(self) -> "AliasHistory | None":
-        """Returns the history before the last move. None if the alias never moved, or if its earlier states were
-        deleted.
-        """
+        """Returns the history before the last move; None if the alias has no earlier state."""
         return AliasHistory(self.before[-1], self.before[:-1]) if self.before else None
 
     def near_targets(self) -> set[int]:
@@ -103,7 +104,7 @@ def check_targets(targets: Targets) -> Targets:
 def choose_target(targets: Targets, salt: str, user: str) -> int:
     """Returns the number of the version for `user`. Each version gets its percentage of all users.
 
-    salt: unique to the alias. With equal salts, different aliases could split the users in the same way.
+    salt: unique to the alias. With equal salts, two aliases would choose versions for the same groups of users.
     """
     if len(targets) == 1:
         return next(iter(targets))
@@ -127,9 +128,9 @@ def _targets(plain: Mapping[str, Any]) -> Targets:
 
 
 def _draw(salt: str, user: str, number: int) -> float:
-    """Returns 1 / x, where x is exponentially distributed.
+    """Returns the pseudo-random score of a version for a user: 1 / x, where x is exponentially distributed.
 
-    If the value of each version i is multiplied by its percentage p_i, version i has the largest product with
+    If the score of each version i is multiplied by its percentage p_i, version i has the largest product with
     probability p_i / 100.
     """
     drawn = hashlib.sha256(f"{salt}:{number}:{user}".encode()).digest()

@@ -1,13 +1,13 @@
-"""Adds and deletes adapters in registry and store, in an order that keeps both consistent after a crash.
+"""Adds adapters to registry and store, and deletes them, in an order that keeps both consistent after a crash.
 
 An adapter is added in two steps. `store_blob` reserves the digest and stores the blob durably. `commit` creates the
-version. Between the two, engines can load the adapter, but no request can name it. If the caller fails between the two,
-it calls `discard`. A crash leaves an unreferenced blob, which `sweep` deletes after the reservation has expired.
-`withdraw` deletes the versions first, and then drops the blobs that no other version refers to.
+version. Between the two steps, engines can load the adapter, but no request can name it. If the caller fails between
+the steps, it calls `discard`. A crash leaves an unreferenced blob, which `sweep` deletes after the reservation has
+expired. `withdraw` deletes the versions first, and then drops the blobs that no other version refers to.
 
 Only a registry knows which versions refer to a blob. So each registry claims the store before it writes there. In a
-store that several registries have claimed, nothing is ever dropped: a blob that this registry does not know may belong
-to another one.
+store with claims of several registries, no blob is dropped, because a blob without references in one registry may have
+references in another.
 """
 
 import logging
@@ -31,8 +31,8 @@ SHARED_GRACE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PurgedBlobs:
-    """The blobs of a tenant that were deleted, and their bytes. num_kept: blobs that others need, or that cannot be
-    deleted because other registries have claimed the store.
+    """The number and the total bytes of the deleted blobs of a tenant. num_kept: number of blobs that other tenants
+    need, or that are kept because other registries have claimed the store.
     """
 
     num_deleted: int
@@ -41,9 +41,10 @@ class PurgedBlobs:
 
 
 class Catalog:
-    """The operations of an API process on adapters. All calls block; `store_blob` takes as long as the store.
+    """The operations of an API process on adapters. All calls block. `store_blob` waits until the store has written the
+    blob.
 
-    grace_s: the shortest time between the first `sweep` that finds a blob unreferenced and the `sweep` that drops it.
+    grace_s: minimum time between the first `sweep` that finds a blob unreferenced and the `sweep` that drops the blob.
 
     The constructor raises StoreUnavailable if the store cannot be claimed.
     """
@@ -60,7 +61,7 @@ class Catalog:
         self.store = store
         self._grace_s = grace_s
         self._clock = clock
-        # For each digest, when a sweep first found it unreferenced.
+        # For each unreferenced digest, the time at which a sweep first found it unreferenced.
         self._unneeded_since: dict[str, float] = {}
         store.claim(registry.registry)
 
@@ -88,7 +89,7 @@ class Catalog:
         reservation: str,
         check: StorageCheck = lambda usage: None,
     ) -> Publication:
-        """Creates the next version of the tenant's name from a stored blob, durably. See `Registry.put`, which also
+        """Creates the next version of an adapter name from a stored blob, durably. See `Registry.put`, which also
         describes `check`.
         """
         details = AdapterDetails(
@@ -107,17 +108,15 @@ class Catalog:
         self._drop_orphan(adapter.digest)
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
-        """Deletes a version or a name, and the weights that no other version needs. Raises what `Registry.delete`
-        raises.
-        """
+        """Deletes a version or a name, and blobs that no other version needs. Raises what `Registry.delete` raises."""
         removal = self.registry.delete(tenant, reference, force=force)
         for digest in removal.unreferenced:
             self._drop_orphan(digest)
         return removal
 
     def purge_blobs(self, tenant: str) -> PurgedBlobs:
-        """Drops the blobs that only this tenant's versions refer to. The versions stay, so a purge that is interrupted
-        finds the blobs again.
+        """Drops the blobs that only this tenant's versions refer to. The versions are kept, so the purge can be
+        repeated after an interruption.
         """
         blobs = self.registry.blobs_of(tenant)
         deleted = [
@@ -128,7 +127,7 @@ class Catalog:
         return PurgedBlobs(len(deleted), sum(deleted), len(blobs) - len(deleted))
 
     def sweep(self) -> int:
-        """Drops unreferenced blobs that crashes left behind, and returns how many. Safe to run during uploads."""
+        """Drops unreferenced blobs that crashes left behind, and returns their number. Safe to run during uploads."""
         if self._other_claims():
             return 0
         now, before = self._clock(), self._unneeded_since
@@ -158,7 +157,7 @@ class Catalog:
     def _drop_orphan(self, digest: str) -> None:
         """Drops a blob, and logs StoreUnavailable instead of raising it.
 
-        The outcome of the operation is already fixed: the versions are deleted, or were never created. A later `sweep`
+        The caller's operation is already complete: the versions are deleted, or were never created. A later `sweep`
         drops the blob.
         """
         try:

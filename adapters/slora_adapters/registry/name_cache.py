@@ -1,4 +1,4 @@
-"""A cache of registry lookups in one process. It also serves while the storage does not answer.
+"""A cache of registry lookups in one process. It also answers lookups while the storage is unavailable.
 
 A cached result stays until the cache is full, or until the result's name is dropped because it changed. If a name is
 dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
@@ -18,7 +18,7 @@ __all__ = ["Answer", "ExtrasOf", "NameCache", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class ExtrasOf:
-    """The cache key of the `AdapterExtras` of version `number`."""
+    """The cache key for the `AdapterExtras` of version `number`."""
 
     number: int
 
@@ -28,7 +28,7 @@ Answer = AdapterRecord | Rollout | AdapterExtras
 Target = str | int | ExtrasOf
 
 _MAX_BYTES = 64 << 20
-# Estimated memory of a cached record, including overhead. Cached extras take as much, plus their characters.
+# Estimated memory of a cached record, including overhead. Cached extras take the same, plus the length of their texts.
 _RECORD_BYTES = 1500
 
 
@@ -36,7 +36,8 @@ class NameCache:
     """A thread-safe LRU cache.
 
     max_bytes: approximate memory of all cached answers.
-    is_behind: whether answers may lack a change of another process. While it returns True, `get` returns None.
+    is_behind: returns whether cached answers may miss a change by another process. While it returns True, `get` returns
+    None.
     """
 
     def __init__(self, max_bytes: int = _MAX_BYTES, is_behind: Callable[[], bool] = lambda: False) -> None:
@@ -47,7 +48,7 @@ class NameCache:
         self._lock = Lock()
 
     def get(self, key: NameKey, target: Target) -> Answer | None:
-        """Returns None if the answer is not cached."""
+        """Returns the cached answer; None if it is not cached."""
         if self._is_behind():
             return None
         with self._lock:

@@ -23,7 +23,7 @@ from slora_adapters.version import AdapterVersion
 
 __all__ = ["MAX_ALIASES", "Alias", "NamedAdapter", "make_rollout", "not_found"]
 
-# Aliases of one name, including `latest`. All of them are read whenever the name changes.
+# Maximum number of aliases of one name, including `latest`. Each change of the name reads all of its aliases.
 MAX_ALIASES = 32
 
 
@@ -52,7 +52,7 @@ class Alias:
 
 @dataclass(slots=True)
 class NamedAdapter:
-    """One name during an operation on it. A name that does not exist has no records.
+    """One name with its versions and aliases, during an operation. A name that does not exist has no records.
 
     last_number: number of the last pushed version, even if that version was deleted.
     named_at: Unix time of the first push of the name.
@@ -83,7 +83,7 @@ class NamedAdapter:
         return {alias: one.targets for alias, one in self.aliases.items() if one.pinned}
 
     def changes_since(self, before: "NamedAdapter") -> dict[str, Any]:
-        """Describes what differs from `before`, as JSON for the audit log. An alias that was deleted is null."""
+        """Returns the differences from `before` as JSON for the audit log. A deleted alias is null."""
         if not self.records:
             return {"num_versions_removed": len(before.records)}
         found: dict[str, Any] = {}
@@ -105,7 +105,8 @@ class NamedAdapter:
     def push(
         self, version: AdapterVersion, details: AdapterDetails, extras: AdapterExtras, now: float
     ) -> tuple[AdapterRecord, bool]:
-        """Creates the next version and moves the aliases that follow pushes. Returns its record and whether it is new.
+        """Creates the next version and moves the aliases that follow pushes. Returns the version's record and whether
+        the version is new.
 
         Pushing the newest version again with the same extras returns the existing record and moves no alias.
         """
@@ -135,9 +136,8 @@ class NamedAdapter:
     def remove(self, number: int | None, now: float, *, force: bool) -> tuple[AdapterRecord, ...]:
         """Deletes one version, or all versions if `number` is None, and returns the deleted records.
 
-        Deleting all versions requires that `self.records` contains all of them. Raises AdapterNotFound if there is no
-        such version. Raises AdapterInUse while an alias points at a version, unless `force` is set. See
-        `Registry.delete`.
+        To delete all versions, `self.records` must contain all of them. Raises AdapterNotFound if there is no such
+        version. Raises AdapterInUse while an alias points at a version, unless `force` is set. See `Registry.delete`.
         """
         reference = self.name if number is None else f"{self.name}@{number}"
         removed = frozenset(self.records) if number is None else frozenset({number})
@@ -181,7 +181,9 @@ class NamedAdapter:
         return self.rollout(alias)
 
     def roll_back(self, alias: str, now: float) -> Rollout:
-        """Raises AdapterNotFound, and AliasConflict if there is no earlier state."""
+        """Restores the state of an alias before its last move. Raises AdapterNotFound, and AliasConflict if there is no
+        earlier state.
+        """
         before = self._find(alias).history.roll_back()
         if before is None:
             raise AliasConflict(
@@ -192,7 +194,7 @@ class NamedAdapter:
         return self.rollout(alias)
 
     def delete_alias(self, alias: str) -> Rollout:
-        """Returns the deleted alias. Raises AdapterNotFound, and BadAlias for `latest`."""
+        """Deletes an alias and returns its last rollout. Raises AdapterNotFound, and BadAlias for `latest`."""
         rollout = self.rollout(alias)
         if alias == LATEST:
             raise BadAlias(

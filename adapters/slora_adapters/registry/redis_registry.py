@@ -1,6 +1,6 @@
 """Reads a registry that release 0.1 kept in Redis, and copies it into the database. Redis is not changed.
 
-All keys begin with `slora:registry:`. These are read:
+All keys begin with `slora:registry:`. The module reads these keys:
 
     schema, id               schema version of the layout (1 or 2); the registry's id
     name:<tenant>/<name>     hash: named_at, last_number, and alias:<alias> (JSON) for each alias

@@ -1,4 +1,4 @@
-"""References to adapters: `name`, `name@3` or `name@alias`, in requests, paths and commands.
+"""Parses references to adapters in requests, paths and commands: `name`, `name@3` or `name@alias`.
 
 `name` alone means `name@latest`. Names and aliases contain no `@`, and an alias is never a number, so every reference
 is unambiguous. This module does not check whether the adapter exists.
@@ -13,7 +13,8 @@ from slora_adapters.errors import BadAdapterName, BadAlias
 LATEST = "latest"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
-# At most 18 digits, which fit SQLite's 64-bit integers. No leading zero, so that each version has only one spelling.
+# A version number has at most 18 digits, which fit SQLite's 64-bit integers. It has no leading zero, so that each
+# version has only one spelling.
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _RULE = "1 to 128 characters of a-z, 0-9, '.', '_' and '-', and starts with a letter or digit"
 

@@ -9,9 +9,9 @@ Every change is one transaction. Every process that shares the storage learns of
 number of a deleted version is not reused while the name exists. A name that was deleted and is pushed again starts with
 version 1.
 
-An engine knows weights only by tenant and digest (`AdapterVersion`). When no name of the tenant has these weights any
-more, they are orphaned, and engines may drop them. A blob that no version of any tenant refers to may be deleted, but
-only through `collect`. An upload reserves the digest before it stores the blob, and `collect` keeps reserved blobs.
+An engine knows weights only by tenant and digest (`AdapterVersion`). When no version of the tenant uses the weights,
+they are orphaned, and engines may drop them. A blob that no version of any tenant refers to may be deleted, but only
+through `collect`. An upload reserves the digest before it stores the blob, and `collect` keeps reserved blobs.
 
 A pin belongs to an alias (to `latest` if a bare name is pinned). Every version that a pinned alias points at is kept in
 the page pool of every engine, even before a request needs it. When the alias moves, the pin applies to its new
@@ -67,8 +67,8 @@ __all__ = [
 T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
 StorageCheck = Callable[[StorageUsage], None]
-# The most lookups of one request. A lookup is repeated if the version that it found was deleted before its extras were
-# read.
+# Maximum number of lookups of one request. A lookup is repeated if the version that it found was deleted before the
+# version's extras were read.
 _MAX_LOOKUPS = 3
 
 
@@ -89,7 +89,7 @@ class Registry:
         clock: Callable[[], float] = time.time,
         is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
-        """is_behind: whether the cache may lack a change of another process, so that lookups must not use it."""
+        """is_behind: returns whether the cache may miss a change by another process. Lookups then bypass the cache."""
         self._storage = storage
         self._clock = clock
         self._cache = NameCache(is_behind=is_behind)
@@ -111,7 +111,7 @@ class Registry:
         for _ in range(_MAX_LOOKUPS):
             found = self._find(tenant, _parse(reference))
             record = found if isinstance(found, AdapterRecord) else found.choose(user)
-            # Read the extras of every version that the alias points at, so that requests of all users can be answered
+            # Read the extras of every version that the alias points at. The cache can then serve requests of all users
             # while the storage is unavailable.
             texts = {one.number: self._find_extras(tenant, one) for one in _records(found)}
             extras = texts[record.number]
@@ -121,8 +121,8 @@ class Registry:
         raise not_found(reference)
 
     def rollout(self, tenant: str, reference: str) -> Rollout:
-        """Returns the rollout of an alias; a bare name means its alias `latest`. Raises AdapterNotFound, also if the
-        reference is a version number.
+        """Returns the rollout of an alias; a bare name means its alias `latest`. Raises AdapterNotFound if the alias
+        does not exist or the reference is a version number.
         """
         wanted = _parse(reference)
         found = None if wanted.alias is None else self._find(tenant, wanted)
@@ -156,7 +156,7 @@ class Registry:
     ) -> Sequence[Rollout]:
         """Returns the aliases of a tenant, sorted by name and alias in byte order.
 
-        At most `limit` aliases strictly after the (name, alias) pair `after` are returned. That pair need not exist.
+        The result has at most `limit` aliases that sort after `after`, a pair (name, alias) that need not exist.
         """
         return self._storage.rollouts(tenant, limit, after)
 
@@ -167,15 +167,15 @@ class Registry:
     def list(self, tenant: str, *, limit: int | None = None, after: str | None = None) -> Sequence[Rollout]:
         """Returns the alias `latest` of each of a tenant's names, sorted by name in byte order.
 
-        At most `limit` names strictly after the name `after` are returned. That name need not exist.
+        The result has at most `limit` names that sort after the name `after`, which need not exist.
         """
         return self._storage.names(tenant, limit, after)
 
     def versions(
         self, tenant: str, name: str, *, limit: int | None = None, after: int | None = None
     ) -> Sequence[AdapterRecord]:
-        """Returns the versions of a name, newest first: at most `limit` versions with a number below `after`. A version
-        with the number `after` need not exist. Raises AdapterNotFound if the name does not exist.
+        """Returns at most `limit` versions of a name with numbers below `after`, newest first. Raises AdapterNotFound
+        if the name does not exist.
         """
         found = self._storage.versions((tenant, name), limit, after)
         if not found and self.newest(tenant, name) is None:
@@ -183,11 +183,11 @@ class Registry:
         return found
 
     def newest(self, tenant: str, name: str) -> AdapterRecord | None:
-        """Returns the existing version with the highest number; None if the name does not exist."""
+        """Returns the newest existing version of a name; None if the name does not exist."""
         return self._storage.newest((tenant, name))
 
     def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
-        """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
+        """Returns the total size of what the tenant stores, and the stored size of the weights with this digest."""
         return self._storage.storage_usage(tenant, digest)
 
     def pinned(self) -> Sequence[Rollout]:
@@ -195,12 +195,14 @@ class Registry:
         return self._storage.pinned()
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        """Returns the given versions that at least one name of their tenant still has. Engines may drop the others."""
+        """Returns those of the given weights that at least one name of their tenant still uses. Engines may drop the
+        other weights.
+        """
         return self._storage.named(versions)
 
     def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
-        """Returns a reference `name@number` for each of the given versions that still has a name. A version with
-        several references gets the newest one.
+        """Returns a reference `name@number` for each of the given weights that a name still uses. If several references
+        fit, the newest one is returned.
         """
         return self._storage.find_names(versions)
 
@@ -284,8 +286,8 @@ class Registry:
         """Sets the versions of an alias and their percentages, atomically. Creates the alias if it does not exist.
         Moving an alias to the targets that it already has is a no-op.
 
-        expected: the targets that the alias must have now, else AliasConflict is raised; empty if the alias must not
-        exist yet. Raises BadAlias, and AdapterNotFound if the name or a version does not exist.
+        expected: the targets that the alias must have now; empty if the alias must not exist yet. Raises AliasConflict
+        if the alias has other targets. Raises BadAlias, and AdapterNotFound if the name or a version does not exist.
         """
         now = self._clock()
         return self._change(
@@ -296,8 +298,8 @@ class Registry:
         )[0]
 
     def roll_back(self, tenant: str, name: str, alias: str) -> Rollout:
-        """Restores the targets that an alias had before its last move. Each further call goes back one more move, at
-        most 20 moves (`MAX_HISTORY`).
+        """Restores the targets that an alias had before its last move. Further calls undo earlier moves, one per call,
+        up to 20 moves (`MAX_HISTORY`).
 
         Raises AdapterNotFound, and AliasConflict if there is no earlier state.
         """
@@ -315,9 +317,9 @@ class Registry:
     def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
         """Pins an alias.
 
-        `check` is called with this rollout and with all other pinned rollouts. If `check` raises, the alias is not
-        pinned. An alias that is already pinned is returned without a check. Raises AdapterNotFound, and BadAlias if the
-        reference is a version number.
+        `check` is called with the rollout of this alias and with all other pinned rollouts. If `check` raises, the
+        alias is not pinned. An alias that is already pinned is returned without a check. Raises AdapterNotFound, and
+        BadAlias if the reference is a version number.
         """
         name, alias = _parse_pinnable(reference)
 

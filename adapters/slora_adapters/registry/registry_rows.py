@@ -1,8 +1,8 @@
 """The registry's SQL statements, and the conversion between rows and values.
 
 Functions with a `connection` argument run inside a transaction that the caller has begun. They handle the versions and
-aliases of one name of a tenant. This module only converts: `named_adapter.py` and `registry_storage.py` decide when
-something is written.
+aliases of one name of a tenant. This module makes no decisions: `named_adapter.py` and `registry_storage.py` decide
+what is written, and when.
 """
 
 import json
@@ -65,7 +65,7 @@ Row = Sequence[Any]
 _names, _versions, _extras = schema.adapter_names, schema.adapter_versions, schema.adapter_extras
 _aliases, _targets = schema.adapter_aliases, schema.adapter_alias_targets
 
-# NO_LIMIT: a value for `most`. BEHIND_ALL: a number greater than every version number.
+# NO_LIMIT: the value of `most` for no limit. BEHIND_ALL: a number greater than every version number.
 NO_LIMIT, BEHIND_ALL = 2**62, 2**62
 
 _v, _n = _versions.c, _names.c
@@ -140,8 +140,8 @@ OF_NAME = _rollouts_of(_aliases).where(_of_name(_aliases))
 ONE_ROLLOUT = OF_NAME.where(_a.alias == bindparam("alias"))
 PINNED = _rollouts_of(_aliases).where(_a.pinned)
 
-# Each query returns one page of a list. It uses the index of the primary key to begin after a given key, so its cost
-# hardly depends on the position of the page or on the table size. That key need not exist any more.
+# Each query returns one page of a list. The query uses the index of the primary key to begin after a given key, even if
+# that key was deleted. So the cost hardly depends on the position of the page or on the table size.
 _name_page = (
     select(_n.tenant, _n.name)
     .where(_n.tenant == _tenant, _n.name > bindparam("after"))

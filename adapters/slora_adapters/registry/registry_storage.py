@@ -1,7 +1,8 @@
 """The registry's tables: lookups, updates of named adapters, and references to blobs.
 
-An update of a named adapter is one transaction. It applies a rule of `named_adapter.py` to the stored record. It writes
-the result with an entry of the audit log, and publishes the change to all processes; see `change_feed.py`.
+An update of a named adapter is one transaction. The transaction applies an operation of `named_adapter.py` to the
+stored name. It writes the result with an entry of the audit log, and publishes the change to all processes; see
+`change_feed.py`.
 """
 
 import uuid
@@ -43,7 +44,7 @@ from slora_adapters.version import AdapterVersion
 __all__ = ["ALL_VERSIONS", "RESERVATION_S", "NameKey", "RegistryStorage"]
 
 T = TypeVar("T")
-# Means every version of a name, where a parameter expects version numbers.
+# As the value of `wanted`, this means all versions of a name.
 ALL_VERSIONS = None
 # How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
 # upload may be dropped.
@@ -59,15 +60,15 @@ _NAMES = (
     .where(tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True)))
     .order_by(_v.created_at, _v.name, _v.number)
 )
-# Versions in one query. SQLite accepts at most 32,766 parameters.
+# Maximum number of versions in one query. SQLite accepts at most 32,766 parameters.
 _NAMES_AT_ONCE = 1000
 _NAMED = select(_v.digest).where(_v.digest == bindparam("digest"), _v.tenant == bindparam("tenant")).limit(1)
 
 
 class RegistryStorage:
-    """All methods may be called from several threads and processes at once. All methods block, and raise
-    StoreUnavailable if the database does not answer. Each method sees a consistent snapshot of a name. `now` is Unix
-    time.
+    """The registry's data in a database. All methods may be called from several threads and processes at once. All
+    methods block, and raise StoreUnavailable if the database does not answer. Each method sees a consistent snapshot of
+    a name. `now` is Unix time.
     """
 
     def __init__(self, database: Database) -> None:
@@ -98,13 +99,13 @@ class RegistryStorage:
         return read_rollouts(self._database.read(OF_NAME, _own(key)))
 
     def rollouts(self, tenant: str, limit: int | None, after: tuple[str, str] | None) -> Sequence[Rollout]:
-        """Returns the tenant's aliases that follow the pair `after`, sorted by (name, alias)."""
+        """Returns the tenant's aliases after the pair `after`, sorted by (name, alias)."""
         name, alias = after or ("", "")
         page = {"tenant": tenant, "after": name, "after_alias": alias, "most": _most(limit)}
         return read_rollouts(self._database.read(ALIASES, page))
 
     def names(self, tenant: str, limit: int | None, after: str | None) -> Sequence[Rollout]:
-        """Returns the alias `latest` of each of the tenant's names that follow `after`, sorted by name."""
+        """Returns the alias `latest` of each of the tenant's names after `after`, sorted by name."""
         page = {"tenant": tenant, "after": after or "", "most": _most(limit)}
         return read_rollouts(self._database.read(NAMES, page))
 
@@ -120,7 +121,7 @@ class RegistryStorage:
         return AdapterExtras(*rows[0]) if rows else None
 
     def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
-        """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
+        """Returns the total size of what the tenant stores, and the stored size of the weights with this digest."""
         (row,) = self._database.read(STORAGE_USAGE, {"tenant": tenant, "digest": digest})
         return _usage(row)
 
@@ -129,7 +130,7 @@ class RegistryStorage:
         return read_rollouts(self._database.read(PINNED))
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        """Returns the given versions that at least one name of their tenant has."""
+        """Returns those of the given weights that at least one name of their tenant uses."""
         return {one for one in versions if self._database.read(_NAMED, _version(one))}
 
     def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
@@ -221,7 +222,7 @@ class RegistryStorage:
         return reservation
 
     def release(self, reservation: str) -> None:
-        """Releases a reservation; a no-op if it does not exist any more."""
+        """Releases a reservation; a no-op if it does not exist."""
         with self._database.transaction(even_if_full=True) as connection:
             connection.execute(delete(schema.adapter_reservations).where(_r.reservation == reservation))
 
@@ -229,13 +230,13 @@ class RegistryStorage:
         """Reserves all blobs that versions refer to, and begins a snapshot that has exactly these versions. Returns the
         digests. `release_held` ends the reservations.
 
-        holder: the beginning of the names of the reservations. Blobs of a tenant that is being purged are left out.
+        holder: the prefix of the names of the reservations. Blobs of a tenant that is being purged are not reserved.
         """
         purging = select(schema.tenants.c.name).where(schema.tenants.c.status == "purging")
         query = select(_v.digest).where(_v.tenant.not_in(purging)).distinct().order_by(_v.digest)
         with self._database.transaction(CHANGES) as connection:
             if connection.dialect.name == "postgresql":
-                # Waits until running calls of `collect` have ended. Later ones see the reservations.
+                # Waits until running calls of `collect` have ended. Later calls see the reservations.
                 connection.exec_driver_sql("LOCK TABLE adapter_reservations IN SHARE ROW EXCLUSIVE MODE")
             digests = list(connection.execute(query).scalars())
             rows = [
@@ -308,8 +309,8 @@ def _release(connection: Connection, reservation: str, now: float) -> None:
 
 
 def _keep(connection: Connection, action: str, before: NamedAdapter, after: NamedAdapter) -> Change:
-    """Writes what has changed in a name, publishes the change, and records it in the audit log. Does nothing if `after`
-    equals `before`.
+    """Writes the changes of a name, publishes them, and records them in the audit log. Does nothing if `after` equals
+    `before`.
     """
     if after == before:
         return Change(after.tenant, after.name)
