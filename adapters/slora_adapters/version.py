@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One adapter's weights, as one tenant has them. A numbered version of a name (`AdapterRecord`) refers to them.
+    """The weights of an adapter that belongs to one tenant. A numbered version of a name (`AdapterRecord`) refers to
+    these weights.
 
     digest: the lower-case hexadecimal SHA-256 that `digest.py` defines.
     """
@@ -20,5 +21,5 @@ class AdapterVersion:
 
     @property
     def label(self) -> str:
-        """Tenant and shortened digest, as metrics and log lines show them."""
+        """The tenant and the shortened digest, for metrics and log lines."""
         return f"{self.tenant}/{self.digest[:12]}"

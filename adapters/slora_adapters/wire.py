@@ -1,8 +1,8 @@
 """Frames between processes of one installation: four bytes of length, then one msgpack value, over Unix stream sockets.
 
-A stream socket detects a dead peer at once, keeps the order of frames, loses none, and applies back-pressure to a
-sender whose reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same guarantees.
-Both ends trust each other: the limit on frame size protects against bugs, not against attackers.
+A stream socket detects a dead peer at once, keeps frames in order, loses no frames, and applies back-pressure if the
+reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same guarantees. Both ends
+trust each other: the limit on frame size protects against bugs, not against attackers.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ from slora_adapters.errors import SloraError
 
 __all__ = ["MAX_FRAME_BYTES", "BrokenFrame", "encode", "read_message", "receive", "send", "write_message"]
 
-# The largest legitimate frame is a prompt of a million token ids, 5 MiB.
+# The largest legitimate frame is 5 MiB: a prompt of a million token ids.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 
 
 class BrokenFrame(SloraError):
-    """The peer sent an invalid frame, or the stream ended inside one. The connection cannot be used any more."""
+    """The peer sent an invalid frame, or the stream ended inside a frame. The connection must not be used again."""
 
 
 def encode(message: Any) -> bytes:
-    """Raises BrokenFrame if the message is larger than MAX_FRAME_BYTES."""
+    """Returns the frame of a message. Raises BrokenFrame if the message is larger than MAX_FRAME_BYTES."""
     body: bytes = msgpack.packb(message)
     _check_length(len(body))
     return _LENGTH.pack(len(body)) + body
 
 
 def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Queues a frame. The caller calls `await writer.drain()` where it accepts back-pressure."""
+    """Queues a frame. To apply back-pressure, the caller must also await `writer.drain()`."""
     writer.write(encode(message))
 
 
@@ -55,12 +55,14 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Blocks until the kernel has accepted the frame."""
+    """Sends a message. Blocks until the kernel has accepted the frame."""
     connection.sendall(encode(message))
 
 
 def receive(connection: socket.socket) -> Any:
-    """Blocks until the next message; None if the peer closed the connection between frames. Raises BrokenFrame."""
+    """Waits for the next message and returns it; None if the peer closed the connection between frames. Raises
+    BrokenFrame.
+    """
     header = _receive_exactly(connection, _LENGTH.size, "a frame's length", at_start=True)
     if header is None:
         return None

@@ -16,18 +16,18 @@ from slora_adapters.errors import StoreUnavailable, StoreUnfit, TryAgain
 
 # How long Redis may take to sync a write to disk before the write fails. Busy disks stall for tens of seconds.
 _DISK_WAIT_S = 60.0
-# _DISK_QUESTION_S: timeout of one WAITAOF, well below the socket timeout. _DISK_PAUSE_S: pause between two polls where
-# WAITAOF is not available.
+# _DISK_QUESTION_S: timeout of one WAITAOF command, well below the socket timeout. _DISK_PAUSE_S: pause between two
+# polls if Redis does not have WAITAOF.
 _DISK_QUESTION_S = 5.0
 _DISK_PAUSE_S = 0.01
 _CONNECT_S = 2.0
-# Socket timeout of a durable Redis. It is longer than one WAITAOF may take.
+# Socket timeout of a durable Redis, longer than the timeout of one WAITAOF command.
 DURABLE_TIMEOUT_S = 20.0
 
 
 def connect(url: str, timeout_s: float, num_retries: int) -> "redis.Redis[bytes]":
-    """Returns a client. It connects at its first command. timeout_s: timeout of each reply. num_retries: how often a
-    command without a reply is sent again.
+    """Returns a client, which connects at its first command. timeout_s: timeout of each reply. num_retries: how often a
+    command is repeated if it gets no reply.
     """
     return redis.Redis.from_url(
         url,
@@ -74,7 +74,7 @@ def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
 
 @contextmanager
 def as_unavailable() -> Iterator[None]:
-    """Raises StoreUnavailable in place of errors of Redis."""
+    """Converts errors of Redis in the block to StoreUnavailable."""
     try:
         yield
     except redis.RedisError as error:
@@ -96,7 +96,7 @@ def _is_kept(connection: "redis.Redis[bytes]") -> bool:
 
 
 def _setting(client: "redis.Redis[bytes]", name: str) -> str | None:
-    """Returns None if the setting cannot be read; hosted Redis services often forbid CONFIG."""
+    """Returns the value of a setting; None if it cannot be read. Hosted Redis services often forbid CONFIG."""
     try:
         with as_unavailable():
             value: str | None = client.config_get(name).get(name)

@@ -25,7 +25,7 @@ from slora_adapters.store.blob_name import check_digest, check_member_name, is_d
 from slora_adapters.store.local_blob import TIER, LocalBlob
 from slora_adapters.store.store import Blob
 
-# Attempts of one put. A put starts over if the same digest was deleted during the put.
+# Maximum number of attempts of one put. A put starts again if the same digest was deleted meanwhile.
 _MAX_ATTEMPTS = 10
 # Bytes that `copy` reads at once.
 _PIECE_BYTES = 4 << 20
@@ -196,8 +196,8 @@ def _write_member(path: Path, content: Path | bytes) -> None:
 
 @contextmanager
 def _locked_folder(parent: Path) -> Iterator[Path]:
-    """Yields a new folder that no sweep removes while this process lives. It is removed at the end if it
-    still exists.
+    """Yields a new folder that no sweep removes while this process lives. The folder is removed at the end if it still
+    exists.
     """
     while True:
         folder = parent / uuid.uuid4().hex

@@ -63,8 +63,8 @@ class _MemberStream:
             self._position += count
 
     def drop(self) -> None:
-        """Cancels the requested ranges, because the reader continues at another position. The results of requests that
-        are already running are discarded.
+        """Cancels the requested ranges, because the reader continues at another position. Results of running requests
+        are discarded.
         """
         while self._ranges:
             self._ranges.pop().cancel()

@@ -1,7 +1,7 @@
 """A durable store in any filesystem that fsspec supports: S3, Google Cloud Storage, Azure, SFTP, ...
 
 Such filesystems have no atomic rename and cannot write two objects atomically. Some show a file while it is still being
-written. So no object is ever written twice, and object names and sizes alone tell the state of the store:
+written. So no object is ever written twice, and object names and sizes alone show the state of the store:
 
     blobs/ab/ab12.../<upload>.<member>                 the members of one upload, under unique names
     blobs/ab/ab12.../done.<turn>.<upload>.<members>.<bytes>
@@ -20,13 +20,14 @@ large ones in several ranges (`object_blob.py`).
 Three alternatives were rejected:
 
 - The Redis store's layout, a manifest that names its chunks. Each upload would overwrite the manifest, and only some
-  filesystems do that atomically. A deletion cannot say which manifest it means, so it could leave members of another
-  upload without a manifest.
+filesystems do that atomically. A deletion cannot be limited to one version of the manifest, so it could leave members
+of another upload without a manifest.
 - Members named by their content. Uploads would share members, so they would need reference counts.
 - obstore instead of fsspec. Version 0.12.1 works against an S3 server (moto), and its put with `mode="create"` fails if
-  the object exists. But existing stores must keep this layout, so only the six short functions that call fsspec would
-  change. SFTP and every other remote filesystem besides S3, Google Cloud Storage and Azure would be lost, and with them
-  the options of fsspec's configuration. Consider obstore again with a new layout that is based on conditional puts.
+  the object exists. But existing stores must keep this layout, so the change would affect only the six short functions
+  that call fsspec. obstore supports only S3, Google Cloud Storage and Azure, so SFTP and all other remote filesystems
+  would be lost. So would the options of fsspec's configuration. Consider obstore again with a new layout that is based
+  on conditional puts.
 
 A note in `begun` survives the crash of its writer. A live writer gives up long before its note is considered old.
 Opening the store, and each put, checks a few old notes and removes the incomplete uploads that they name.
@@ -53,8 +54,8 @@ from slora_adapters.store.blob_name import check_digest, check_member_name, is_d
 from slora_adapters.store.object_blob import TIER, ObjectBlob
 
 _NUM_THREADS = 16
-# A writer that takes longer than UPLOAD_LIMIT_S gives up. An incomplete upload older than LEFTOVER_AGE_S has no writer
-# any more. The difference allows for clock skew between hosts.
+# A writer that takes longer than UPLOAD_LIMIT_S gives up. So an incomplete upload older than LEFTOVER_AGE_S has no
+# writer. The difference allows for clock skew between hosts.
 UPLOAD_LIMIT_S = 3600
 LEFTOVER_AGE_S = 24 * 3600
 _MAX_SWEPT = 16
@@ -97,7 +98,7 @@ def open_object_store(url: str) -> "ObjectStore":
             f"a {scheme}:// store needs another package in addition to slora[objects]: {error}"
         ) from None
     with _as_unavailable(scheme, _secrets(url)):
-        # Not fsspec's shared instance, because the listing cache of this instance is switched off.
+        # fsspec's shared instance is not used, because the store disables the listing cache of its instance.
         filesystem, root = url_to_fs(url, skip_instance_cache=True)
     store = ObjectStore(filesystem, root, scheme=scheme, secrets=_secrets(url))
     store.prepare()
@@ -106,8 +107,8 @@ def open_object_store(url: str) -> "ObjectStore":
 
 @dataclass(slots=True)
 class _Upload:
-    """The objects of one upload in a folder. done: name of its `done` object, or None. promised: the member count
-    and the total bytes that this name states.
+    """The objects of one upload in a folder. done: name of the upload's `done` object, or None. promised: the member
+    count and the total bytes in this name.
     """
 
     upload_id: str
@@ -127,7 +128,8 @@ class ObjectStore:
     `put` is as durable as a finished write of the filesystem. A write to local files may not survive a power failure;
     use `file_store.py` for them.
 
-    root: root path, in the filesystem's syntax. secrets: texts that are removed from error messages. clock: Unix time.
+    root: root path, in the filesystem's syntax. secrets: strings that are removed from error messages. clock: returns
+    the Unix time.
     """
 
     tiers = (TIER,)
@@ -297,7 +299,9 @@ class ObjectStore:
             self._remove_uploads(digest, own)
 
     def _sweep(self) -> None:
-        """Removes what crashed writers left behind, as their notes show. Handles at most _MAX_SWEPT old notes."""
+        """Removes the incomplete uploads of crashed writers, which their notes name. Handles at most _MAX_SWEPT old
+        notes.
+        """
         notes = [match for name, _ in self._list(self._begun) if (match := _NOTE.fullmatch(name))]
         for match in [match for match in notes if self._is_old(match[1])][:_MAX_SWEPT]:
             upload_id, digest = match.groups()
@@ -330,7 +334,9 @@ class ObjectStore:
         return sorted(found.values(), key=lambda upload: (upload.turn, upload.upload_id))
 
     def _read_range(self, path: str, start: int, end: int) -> bytes:
-        """Raises AdapterNotFound if the upload was replaced or deleted after it was listed."""
+        """Reads bytes [start, end) of a member. Raises AdapterNotFound if the upload was replaced or deleted after it
+        was listed.
+        """
         try:
             piece: bytes = self._filesystem.cat_file(path, start=start, end=end)
         except FileNotFoundError:
@@ -371,7 +377,7 @@ class ObjectStore:
         return self._age_s(upload_id) > LEFTOVER_AGE_S
 
     def _age_s(self, upload_id: str) -> float:
-        """Seconds since the upload began. Its id starts with that time."""
+        """Returns the seconds since the upload began. The id of an upload starts with that time."""
         return self._clock() - int(upload_id[:8], 16)
 
     def _folder(self, digest: str) -> str:
@@ -390,7 +396,9 @@ class ObjectStore:
             )
 
     def _is_there(self, path: str) -> bool:
-        """Reads the object itself, because a filesystem may answer existence checks from a cache."""
+        """Returns whether an object exists. Reads the object itself, because a filesystem may answer existence checks
+        from a cache.
+        """
         try:
             self._filesystem.cat_file(path)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a Redis says about itself, for `slora doctor`.
+"""Reads facts about a Redis, for `slora doctor`.
 
 The module needs the package redis, so only modules that `store_url.load_optional` loads import it.
 """
@@ -20,7 +20,9 @@ _TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """max_bytes: 0 without a limit. eviction: the setting maxmemory-policy. is_logged: the setting appendonly."""
+    """Facts about a Redis. max_bytes: the setting maxmemory; 0 means no limit. eviction: the setting maxmemory-policy.
+    is_logged: the setting appendonly.
+    """
 
     version: str
     max_bytes: int
@@ -31,7 +33,7 @@ class RedisFacts:
 
 
 def read_redis_facts(url: str) -> RedisFacts:
-    """Raises StoreUnavailable, within seconds if the Redis hangs."""
+    """Reads the facts. Raises StoreUnavailable, within seconds even if the Redis hangs."""
     with _client(url) as client, as_unavailable():
         info: dict[str, Any] = {
             **client.info("server"),

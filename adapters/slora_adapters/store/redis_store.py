@@ -7,8 +7,8 @@ second, and Redis limits a string to 512 MiB:
     slora:{<digest>}:c:<upload>:<i>  chunks, numbered across all members
     slora:claims                     set of registries that refer to blobs here
 
-The keys of a warm tier begin with `slora:warm:{` in place of `slora:{`. A warm tier replaces, deletes and expires its
-blobs at any time. That must never affect a durable store in the same Redis, which may belong to another host.
+The keys of a warm tier begin with `slora:warm:{` instead of `slora:{`. A warm tier replaces, deletes and expires its
+blobs at any time. The separate prefix protects a durable store in the same Redis, which may belong to another host.
 
 The braces put all keys of a blob into one cluster slot. Each upload has its own chunk keys, which expire. A script
 writes the manifest last, and makes the chunks permanent in a durable store. A blob exists only once its manifest
@@ -39,7 +39,7 @@ from slora_adapters.store.local_blob import LocalBlob
 from slora_adapters.store.redis_blob import CHUNK_BYTES, TIER, RedisBlob
 from slora_adapters.store.store import Blob
 
-# TTL of a chunk before the commit. An upload has to complete within this time after it wrote the chunk.
+# TTL of a chunk before the commit. An upload must complete within this time after it wrote its first chunk.
 UPLOAD_EXPIRY_S = 3600
 # TTL of a warm copy after its last use.
 WARM_EXPIRY_S = 24 * 3600
@@ -211,8 +211,8 @@ def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
 
 
 def _parse_manifest(raw: bytes) -> list[tuple[str, int]] | None:
-    """Returns None for an invalid manifest. Another program may have written the key, and a warm tier must not break
-    reads.
+    """Parses a manifest. Returns None for an invalid manifest: another program may have written the key, and a warm
+    tier must not break reads.
     """
     try:
         entries = [(str(name), int(num_bytes)) for name, num_bytes in json.loads(raw)]

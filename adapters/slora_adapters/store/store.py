@@ -1,11 +1,12 @@
-"""The store interface. A store keeps blobs; a blob is a few named members under the digest of an adapter's arithmetic.
+"""The store interface. A store keeps blobs. A blob consists of a few named members, and its key is the digest of an
+adapter's arithmetic.
 
 A store does not know tenants, names or PEFT. The registry tracks which versions refer to a blob and decides when it is
-deleted. All blobs that are ever put under one digest are interchangeable (`bundle.py`). So putting a digest again is
-never a conflict: it writes all members again, and replaces the existing blob.
+deleted. All blobs with the same digest are interchangeable (`bundle.py`). So a second put of a digest is never a
+conflict: the put writes all members again, and replaces the existing blob.
 
 A blob is read in pieces into the reader's memory, so no store holds a whole blob in memory. Stores do not verify what
-they return. The reader verifies the digest end to end, and calls `report_corrupt` if it does not match.
+they return. The reader verifies the digest of the content, and calls `report_corrupt` if the digest does not match.
 `store_url.py` opens stores.
 """
 
@@ -37,7 +38,7 @@ class Blob(Protocol):
         """
 
     def close(self) -> None:
-        """Closes the blob. It need not have been read to its end."""
+        """Closes the blob, which need not have been read completely."""
 
 
 class Store(Protocol):
@@ -49,7 +50,7 @@ class Store(Protocol):
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The tiers that the store's blobs may be read from, nearest first; see `Blob.tier`."""
+        """The tiers from which the store's blobs may be read, nearest first; see `Blob.tier`."""
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         """Stores a blob atomically. When it returns, the blob survives a crash, except in a warm tier."""
@@ -72,8 +73,8 @@ class Store(Protocol):
         """Yields the digest of every blob in the store, in no particular order."""
 
     def claim(self, registry: str) -> None:
-        """Records permanently that the registry with this id refers to blobs here. Repeating it is a no-op. A registry
-        claims a store before its first put.
+        """Records permanently that the registry with this id refers to blobs in this store. Repeating the claim is a
+        no-op. A registry claims a store before its first put.
 
         registry: an id of letters and digits.
         """

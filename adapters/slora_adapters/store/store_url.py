@@ -27,10 +27,11 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
 
     url: a path or file:///path; redis://, rediss:// or unix:// for a Redis with append-only file and noeviction; or a
       URL that fsspec supports, such as s3://bucket/folder.
-    warm_url: a Redis with any settings, whose contents may be lost. The same Redis as in `url` means no warm tier.
+    warm_url: the URL of a Redis with any settings, whose contents may be lost. If it is the same Redis as in `url`,
+    there is no warm tier.
 
     Raises ValueError for other URLs. Raises StoreUnavailable if the durable store does not answer or its settings allow
-    data loss. A warm tier that does not answer is logged, and used again later.
+    data loss. If the warm tier does not answer, this is logged, and the warm tier is tried again later.
     """
     if warm_url is not None:
         check_redis_url(warm_url, "the warm tier")
@@ -54,7 +55,7 @@ def check_redis_url(url: str, what: str) -> None:
     """
     try:
         _place(url)
-    except ValueError:  # its message may quote a part of the password
+    except ValueError:  # the message of this error may quote a part of the password
         raise ValueError(
             f"the URL of {what} is not valid: write / as %2F, @ as %40 and : as %3A in its password"
         ) from None

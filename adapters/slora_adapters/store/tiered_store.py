@@ -1,8 +1,8 @@
 """A durable store with a warm tier in front. Reads try the warm tier first, but never depend on it.
 
-A write or delete is complete when the durable store has completed it. The warm tier is filled in the background, with
-blobs that are put, and with blobs that were read from the durable store. After a failure, the warm tier is not used for
-a few seconds. Otherwise each read would wait for a timeout while the warm tier is unavailable.
+A write or delete is complete when the durable store has completed it. Blobs are copied to the warm tier in the
+background, after they were put or were read from the durable store. After a failure, the warm tier is not used for a
+few seconds. Otherwise each read would wait for a timeout while the warm tier is unavailable.
 """
 
 import logging
@@ -19,7 +19,7 @@ from slora_adapters.store.store import Blob, Store, WarmStore
 logger = logging.getLogger(__name__)
 
 REST_AFTER_FAILURE_S = 5.0
-# The most blobs that wait to be copied to the warm tier. Beyond this, further blobs are not copied.
+# Maximum number of blobs that wait to be copied to the warm tier. Further blobs are not copied.
 MAX_PENDING_COPIES = 8
 
 
@@ -58,19 +58,21 @@ class TieredStore:
         return self.durable.exists(digest)
 
     def delete(self, digest: str) -> None:
-        """Deletes both copies. A copy to the warm tier that is in progress, in this or another process, can be opened
-        for a moment: it is deleted as soon as it is complete.
+        """Deletes both copies. If any process is just copying the blob to the warm tier, readers can briefly open the
+        new warm copy. That process deletes the warm copy as soon as it is complete.
         """
         self.durable.delete(digest)
         try:
             self.warm.delete(digest)
         except StoreUnavailable as error:
-            # The warm copy expires by itself. No reader opens it until then, because the registry has no version with
-            # this digest any more.
+            # The warm copy expires by itself. No reader opens it until then, because no version in the registry has
+            # this digest.
             self.rest(error)
 
     def report_corrupt(self, digest: str) -> bool:
-        """Drops the warm copy. Returns True if there was one, because the durable copy may be intact."""
+        """Drops the warm copy. Returns True if there was a warm copy. The reader should then open the blob again,
+        because the durable copy may be intact.
+        """
         try:
             had_copy = self.warm.exists(digest)
             self.warm.delete(digest)
@@ -89,7 +91,7 @@ class TieredStore:
         return self.durable.claims()
 
     def check(self) -> None:
-        """Checks only the durable store, because the platform is ready without its warm tier."""
+        """Checks only the durable store, because the platform can serve without its warm tier."""
         self.durable.check()
 
     def close(self) -> None:
