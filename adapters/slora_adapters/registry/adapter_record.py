@@ -146,7 +146,7 @@ class StorageUsage:
     """Totals over all versions of a tenant.
 
     num_bytes: bytes stored for all versions. Weights that several versions share count once; extras count for each
-    version.
+      version.
     weights_bytes: the part of num_bytes for the weights with the requested digest; None if the tenant has no version
       with that digest.
     """

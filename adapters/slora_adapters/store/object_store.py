@@ -20,8 +20,8 @@ large ones in several ranges (`object_blob.py`).
 Three alternatives were rejected:
 
 - The Redis store's layout, a manifest that names its chunks. Each upload would overwrite the manifest, and only some
-filesystems do that atomically. A deletion cannot be limited to one version of the manifest, so it could leave members
-of another upload without a manifest.
+  filesystems do that atomically. A deletion cannot be limited to one version of the manifest, so it could leave members
+  of another upload without a manifest.
 - Members named by their content. Uploads would share members, so they would need reference counts.
 - obstore instead of fsspec. Version 0.12.1 works against an S3 server (moto), and its put with `mode="create"` fails if
   the object exists. But existing stores must keep this layout, so the change would affect only the six short functions

@@ -28,7 +28,7 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
     url: a path or file:///path; redis://, rediss:// or unix:// for a Redis with append-only file and noeviction; or a
       URL that fsspec supports, such as s3://bucket/folder.
     warm_url: the URL of a Redis with any settings, whose contents may be lost. If it is the same Redis as in `url`,
-    there is no warm tier.
+      there is no warm tier.
 
     Raises ValueError for other URLs. Raises StoreUnavailable if the durable store does not answer or its settings allow
     data loss. If the warm tier does not answer, this is logged, and the warm tier is tried again later.
