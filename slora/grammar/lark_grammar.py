@@ -28,7 +28,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 _LIMITS = LLParserLimits(
     # About 50,000 units of fuel take a millisecond.
     initial_lexer_fuel=500_000,
-    # With hostile grammars, a mask took 2 ms, and a mask that exceeds a limit took at most 10 ms.
+    # Measured with hostile grammars: 2 ms for a mask, and at most 10 ms until the library reports an exceeded limit.
     step_lexer_fuel=30_000,
     step_max_items=10_000,
     # The states of one answer take up to 5 MB.

@@ -54,9 +54,7 @@ class PrefixCache:
         return num_blocks - self._first_needed(num_blocks)
 
     def adopt(self, sequence: Sequence, num_blocks: int) -> None:
-        """Gives the sequence references to its first `num_blocks` blocks. The sequence computes only the tokens after
-        them.
-        """
+        """Adds cached blocks to the sequence as its first `num_blocks` blocks, so that they are not computed."""
         first = self._first_needed(num_blocks)
         pages = self._kv.acquire(sequence.block_keys[first:num_blocks])
         sequence.blocks.adopt(first, pages, self._kv)

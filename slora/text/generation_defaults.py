@@ -74,7 +74,7 @@ class GenerationDefaults:
     min_tokens: int | None = None
 
     def override(self, base: "GenerationDefaults") -> "GenerationDefaults":
-        """Returns these defaults, with fields that they do not set taken from `base`."""
+        """Returns these defaults. Fields that are not set here have the values of `base`."""
         own = {
             name: value
             for name, value in self.explicit_fields().items()

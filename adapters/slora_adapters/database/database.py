@@ -194,7 +194,8 @@ class Database:
                 self._changing.release()
         else:
             raise StoreUnavailable(
-                f"database {self.label}: other changes took longer than {BUSY_TIMEOUT_S:.0f} s"
+                f"database {self.label}: earlier changes took longer than {BUSY_TIMEOUT_S:.0f} s, so this change was "
+                "not made; try again"
             )
 
     @contextmanager

@@ -99,8 +99,8 @@ def copy_everything(source: Connection, target: Connection) -> None:
 
 
 def take_over_registry(connection: Connection, registry: str) -> bool:
-    """Gives a database without names the id of the registry whose names are then copied into it. The registry has
-    claimed its store under this id. Returns False if the database has the id already.
+    """Stores the id of a registry in a database without names. The caller then copies the registry's names into the
+    database. The registry has claimed its store under this id. Returns False if the database has the id already.
 
     The copied names are not in the feed, so its readers must look everything up again. Raises StoreUnfit if the
     database has names.

@@ -46,9 +46,7 @@ class PatternField:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every pattern is plain. Plain patterns hardly backtrack. EVA writes one plain pattern for each
-        module.
-        """
+        """Whether every pattern consists of literal characters and simple escapes, so that it hardly backtracks."""
         return all(map(_PLAIN.match, self.patterns))
 
     @property

@@ -292,7 +292,7 @@ class ModelCatalog:
             self._pinning.refresh()
 
     async def prewarm(self, key: KeyRecord, reference: str) -> PrewarmObject:
-        """Starts to load all versions that the reference stands for, and returns the place of each version at present.
+        """Starts to load all versions that the reference stands for, and returns where each version is now.
 
         A version is copied into the page pool only if that needs no eviction. Raises ModelNotFound, EngineUnavailable.
         """

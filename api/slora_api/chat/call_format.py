@@ -48,7 +48,7 @@ class CallLayout:
 class CallFormat:
     """One format of tool calls.
 
-    blocks: the kinds of blocks, none of which begins with the opener of an earlier one.
+    blocks: the kinds of blocks. No kind begins with the opener of an earlier kind.
     bare: reads calls that begin an answer without an opener. Such calls must call one of the request's tools.
     layout: the form of an answer that must call a tool.
     signs: texts that identify the format. The chat template of a model with this format contains at least one of them.

@@ -105,7 +105,7 @@ class _Call:
         self._envelope = AnswerEnvelope(index, body.model, request_id)
 
     async def whole(self) -> list[bytes]:
-        """Returns the JSON of the answer in parts."""
+        """Returns the parts of the JSON of a complete answer."""
         answered = await self._answer()
         if isinstance(answered, ErrorAnswer):
             body: Sequence[bytes] = [json.dumps(answered.body).encode()]

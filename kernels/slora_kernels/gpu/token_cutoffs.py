@@ -48,7 +48,7 @@ def _sum_weights_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _compact_candidates(source, row_candidates, least, greatest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies the weights of a row in [least, greatest) to `row_candidates`, side by side.
+    """Copies the weights of a row that are in [least, greatest) to `row_candidates`, without gaps between them.
 
     Returns their number. The caller makes sure that they fit.
     """

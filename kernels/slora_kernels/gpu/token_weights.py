@@ -52,7 +52,8 @@ def bind_token_weights(
 ) -> tuple[Launch, Tensor]:
     """Binds the kernel to logits [B, V] and max_logits float32 [B]. Returns the launch and weights float32 [N, V].
 
-    V is padded with zeros to whole blocks.
+    N: rows of `sampling`, each of which names a row of the logits. Each row of weights is padded with zeros to whole
+    blocks.
     """
     vocab = logits.shape[1]
     width = -(-vocab // SAMPLE_BLOCK) * SAMPLE_BLOCK

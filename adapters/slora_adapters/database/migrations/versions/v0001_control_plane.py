@@ -66,7 +66,7 @@ def _set_aside(connection: sa.Connection) -> list[str]:
     old = [table for table in _OLD_TABLES if table in tables]
     indexes = sa.text(
         "SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL"
-    )  # the others belong to keys, and are dropped with their table
+    )  # indexes of primary and unique keys are dropped with their table
     for (index,) in connection.execute(indexes).fetchall():
         op.execute(f"DROP INDEX {index}")
     for table in old:
