@@ -5,42 +5,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from slora.device.device_facts import DeviceFacts
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora_api.doctor.finding import Finding, fine, warning
 from slora_api.doctor.shared_fact import SharedFact
 from slora_api.server.child_environment import ENGINE_VARIABLES, pass_on
 
-__all__ = ["DEVICE_LIMIT_S", "Device", "check_device", "find_device"]
+__all__ = ["DEVICE_LIMIT_S", "check_device", "find_device"]
 
 # torch takes seconds to import, and much longer from a cold disk.
 DEVICE_LIMIT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The facts about the device that `slora.runner.device_facts` prints."""
-
-    type: str
-    device: str
-    num_gpus: int
-    kernels: str
-    torch: str
-    triton: str | None
-    numba: str | None
-    num_threads: int
-    total_bytes: int | None
-    free_bytes: int | None
-
-
-def find_device(config: EngineConfig) -> Device:
+def find_device(config: EngineConfig) -> DeviceFacts:
     """Returns the device that the engine would use. A child process with the engine's environment imports torch and
     finds the device. Raises ConfigError.
     """
-    command = [sys.executable, "-P", "-m", "slora.runner.device_facts"]
+    command = [sys.executable, "-P", "-m", "slora.runner.device_probe"]
     command += [
         "--device",
         config.device,
@@ -70,10 +54,10 @@ def find_device(config: EngineConfig) -> Device:
     answer: dict[str, Any] = json.loads(done.stdout)
     if "error" in answer:
         raise ConfigError(answer["error"])
-    return Device(**answer)
+    return DeviceFacts(**answer)
 
 
-def check_device(device: SharedFact[Device]) -> Iterator[Finding]:
+def check_device(device: SharedFact[DeviceFacts]) -> Iterator[Finding]:
     found = device.get()
     packages = ", ".join(
         f"{name} {version}"

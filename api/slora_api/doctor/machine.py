@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from slora.device.device_facts import DeviceFacts
 from slora.engine_config import (
     CPU_POOL_SHARE,
     GPU_POOL_SHARE,
@@ -15,7 +16,6 @@ from slora.engine_config import (
 )
 from slora_adapters.loader.host_cache import HostCache
 from slora_api.doctor.byte_text import format_bytes
-from slora_api.doctor.device import Device
 from slora_api.doctor.finding import Finding, failure, fine, warning
 from slora_api.doctor.model_files import Model
 from slora_api.doctor.server_probe import ServerProbe
@@ -30,7 +30,10 @@ _LOWER = "lower --pool-bytes, --swap-bytes or --host-cache-bytes, or choose a sm
 
 
 def check_memory(
-    settings: Settings, device: SharedFact[Device], model: SharedFact[Model], server: SharedFact[ServerProbe]
+    settings: Settings,
+    device: SharedFact[DeviceFacts],
+    model: SharedFact[Model],
+    server: SharedFact[ServerProbe],
 ) -> Iterator[Finding]:
     limit, free = cgroup_memory_limit(), free_ram_bytes()
     within = f" (this control group may use {format_bytes(limit)})" if limit is not None else ""
@@ -108,7 +111,7 @@ def _size_of(path: Path) -> int:
     return found.f_blocks * found.f_frsize
 
 
-def check_cores(settings: Settings, device: SharedFact[Device]) -> Iterator[Finding]:
+def check_cores(settings: Settings, device: SharedFact[DeviceFacts]) -> Iterator[Finding]:
     num_cores = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
     usable = num_cores if quota is None else min(num_cores, max(1, math.ceil(quota)))

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from slora.device.device_facts import DeviceFacts
 from slora_api.doctor import doctor
-from slora_api.doctor.device import Device
 from slora_api.doctor.finding import Finding, Result, fine, warning
 from slora_api.doctor.secret_mask import SecretMask
 from tests.api.command import Ended, run_command
 
 DEMO = Path(__file__).parents[3] / "demo"
-CPU = Device("cpu", "CPU", 0, "numba", "2.13", "3.9", "0.68", 1, None, None)
+CPU = DeviceFacts("cpu", "CPU", 0, "numba", "2.13", "3.9", "0.68", 1, None, None)
 NAMES = [
     "settings", "device", "model", "memory", "shared memory", "cores", "open files", "port", "data directory",
     "secrets", "database", "store", "redis", "clock",

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from slora.device.device_facts import DeviceFacts
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora_api.doctor import device as device_module
 from slora_api.doctor import machine
-from slora_api.doctor.device import Device, check_device, find_device
+from slora_api.doctor.device import check_device, find_device
 from slora_api.doctor.finding import Finding, Status
 from slora_api.doctor.model_files import Model, find_model
 from slora_api.doctor.server_probe import ServerProbe, check_port, find_server
@@ -40,7 +41,7 @@ def worst(findings: Iterator[Finding]) -> tuple[Status, str]:
 
 
 def check_memory(
-    settings: Settings, device: Device = CPU, *, weights: int = GIB, probe: ServerProbe | None = None
+    settings: Settings, device: DeviceFacts = CPU, *, weights: int = GIB, probe: ServerProbe | None = None
 ):
     model = Model(None, 1, weights)  # type: ignore[arg-type]
     return worst(machine.check_memory(settings, known(device), known(model), known(probe or ServerProbe())))

@@ -1,6 +1,6 @@
 """Prints as JSON what torch finds on this machine, and whether the engine can use it as configured.
 
-    python -P -m slora.runner.device_facts --device auto --kernels auto --kv-cache-dtype auto
+    python -P -m slora.runner.device_probe --device auto --kernels auto --kv-cache-dtype auto
 
 `slora doctor` runs this program, because API processes and commands do not import torch.
 """
@@ -8,38 +8,17 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from slora.device.device_facts import DeviceFacts
 from slora.device.float8_support import check_float8_kv
 from slora.errors import ConfigError
 from slora.runner.runner import load_kernels, resolve_device
 
-__all__ = ["DeviceFacts", "find_device"]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """The facts that torch finds about this machine.
-
-    type: `cpu` or `cuda`. AMD GPUs also have the type `cuda`. device: a readable name.
-    num_gpus: number of GPUs that torch sees. num_threads: number of threads that torch uses on a CPU.
-    torch, triton, numba: versions; None if the package is not installed.
-    total_bytes, free_bytes: memory of the GPU; None on a CPU.
-    """
-
-    type: str
-    device: str
-    num_gpus: int
-    kernels: str
-    torch: str
-    triton: str | None
-    numba: str | None
-    num_threads: int
-    total_bytes: int | None = None
-    free_bytes: int | None = None
+__all__ = ["find_device"]
 
 
 def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
