@@ -6,6 +6,7 @@
 import argparse
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -762,7 +763,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"slora: `slora {parsed.handler}` needs the package {error.name}: {remedy}", file=sys.stderr)
         return 2
     try:
-        return handler(parsed)
+        code = handler(parsed)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe. Without this, Python would report an error when it closes
+        # standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

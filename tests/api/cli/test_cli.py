@@ -1,5 +1,9 @@
 """Messages of `slora` for wrong arguments. Subcommands are tested together with the server part that they call."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from slora_api.cli.main import main
@@ -14,3 +18,24 @@ def test_arguments_that_a_subcommand_does_not_know_are_answered_with_its_own_usa
     told = capsys.readouterr().err
     assert "usage: slora adapter push" in told and "--name NAME" in told
     assert "unrecognized arguments: ./my-adapter" in told
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_subcommand_without_a_traceback() -> None:
+    code = """
+import sys
+from slora_api.cli import main
+main._load_handler = lambda name: lambda arguments: print("line\\\\n" * 100_000) or 0
+sys.exit(main.main(["health"]))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            env=environment,
+            timeout=600,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")

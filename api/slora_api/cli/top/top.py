@@ -33,10 +33,6 @@ def watch(arguments: argparse.Namespace) -> None:
                 _print_frames(client, path)
             else:
                 _show_screen(client, path, title)
-        except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe. Without this, Python would report an error when it closes
-            # standard output.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             return
 
