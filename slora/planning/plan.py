@@ -7,7 +7,9 @@ an engine with the planned settings has the planned number of pages. Its through
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import mul
 
+from slora.byte_text import format_bytes
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
@@ -211,9 +213,9 @@ class _Planner:
         if not self._num_pages:
             left = memory.device_bytes - taken
             return (
-                f"the weights take {_gib(memory.weight_bytes)}, driver and activations "
-                f"{_gib(taken - memory.weight_bytes)}, so {_gib(max(0, left))} of {_gib(memory.device_bytes)} are left "
-                "for the page pool"
+                f"the weights take {format_bytes(memory.weight_bytes)}, driver and activations "
+                f"{format_bytes(taken - memory.weight_bytes)}, so {format_bytes(max(0, left))} of "
+                f"{format_bytes(memory.device_bytes)} are left for the page pool"
             )
         longest = max(
             (one.prompt_tokens + one.output_tokens for one in load.trace),
@@ -307,16 +309,16 @@ class _Planner:
         pages = [machine.pages_of(num_bytes) for num_bytes in layouts]
         counts = [len(range(first, count, len(layouts))) for first in range(len(layouts))]
         request_pages = self._footprint.pages(load.prompt_tokens + load.output_tokens)
-        mean_pages = sum(map(_multiply, counts, pages)) / count if count else 0.0
+        mean_pages = sum(map(mul, counts, pages)) / count if count else 0.0
         at_once = int(self._num_pages / (request_pages + mean_pages))
         # If all adapters fit into the pool, requests share them.
-        beside_all = (self._num_pages - sum(map(_multiply, counts, pages))) // request_pages
+        beside_all = (self._num_pages - sum(map(mul, counts, pages))) // request_pages
         sizes = {
             rank: AdapterSize(rank, num_bytes, num_pages)
             for rank, num_bytes, num_pages in zip(adapters.ranks, layouts, pages, strict=False)
         }
         swap_pages = count_swap_pages(self.config, self._num_pages, self._page_bytes, 1 << 62)
-        host_bytes = int(_HOST_CACHE_MARGIN * sum(map(_multiply, counts, layouts)))
+        host_bytes = int(_HOST_CACHE_MARGIN * sum(map(mul, counts, layouts)))
         return Memory(
             device_bytes=question.device.memory_bytes,
             reserved_bytes=_RESERVED_BYTES,
@@ -330,7 +332,7 @@ class _Planner:
             max_model_len=self._max_model_len,
             num_adapters=count,
             adapter_sizes=tuple(sizes.values()),
-            adapter_pages=sum(map(_multiply, counts, pages)),
+            adapter_pages=sum(map(mul, counts, pages)),
             adapters_at_once=min(MAX_SLOTS, int(self._num_pages / mean_pages)) if mean_pages else 0,
             requests_at_once=min(self.config.max_num_seqs, max(at_once, beside_all)),
             host_cache_bytes=-(-host_bytes // _MIB) * _MIB,
@@ -409,11 +411,3 @@ def _check(question: Question) -> None:
             f"{question.device.name} has no 8-bit floats (compute capability 8.9); set kv_cache_dtype to auto, and "
             "quantization to auto or int8"
         )
-
-
-def _multiply(one: int, other: int) -> int:
-    return one * other
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from slora.byte_text import format_bytes
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.models.model_spec import ModelSpec
@@ -32,7 +33,7 @@ _STATED = ("model", "pool_bytes", "max_model_len")
 _HOST_BANDWIDTH = 24e9
 _DEFAULT_ADAPTERS = 100
 _LEAST_TOKENS, _MOST_TOKENS = 1000, 100_000_000
-_GIB, _MIB = 1 << 30, 1 << 20
+_MIB = 1 << 20
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -244,21 +245,22 @@ def _describe_memory(spec: ModelSpec, device: Device, found: Plan) -> str:
     taken = memory.reserved_bytes + memory.weight_bytes + memory.activation_bytes + memory.pool_bytes
     return _align(
         {
-            "device": f"{device.name}: {_size(device.memory_bytes)}, {device.bandwidth / 1e9:,.0f} GB/s, "
+            "device": f"{device.name}: {format_bytes(device.memory_bytes)}, {device.bandwidth / 1e9:,.0f} GB/s, "
             f"{device.flops / 1e12:,.0f} TFLOP/s",
-            "weights": f"{_size(memory.weight_bytes)} ({spec.family}, {spec.resolve_dtype(found.config.dtype)}, "
+            "weights": f"{format_bytes(memory.weight_bytes)} ({spec.family}, {spec.resolve_dtype(found.config.dtype)}, "
             f"quantization {found.config.quantization})",
-            "activations": f"{_size(memory.activation_bytes)}, estimated",
-            "driver": f"{_size(memory.reserved_bytes)}, estimated",
-            "page pool": f"{_size(memory.pool_bytes)}: {memory.num_pages:,} pages of {_size(memory.full_page_bytes)}",
-            "unused": f"{_size(max(0, memory.device_bytes - taken))}, for recorded steps and fragmentation",
+            "activations": f"{format_bytes(memory.activation_bytes)}, estimated",
+            "driver": f"{format_bytes(memory.reserved_bytes)}, estimated",
+            "page pool": f"{format_bytes(memory.pool_bytes)}: {memory.num_pages:,} pages of "
+            f"{format_bytes(memory.full_page_bytes)}",
+            "unused": f"{format_bytes(max(0, memory.device_bytes - taken))}, for recorded steps and fragmentation",
         }
     )
 
 
 def _describe_room(question: Question, memory: Memory) -> str:
     sizes = {
-        f"adapter of rank {one.rank}": f"{_size(one.num_bytes)}: {one.pages:,} pages, the KV of "
+        f"adapter of rank {one.rank}": f"{format_bytes(one.num_bytes)}: {one.pages:,} pages, the KV of "
         f"{one.pages * memory.block_tokens:,} tokens"
         for one in memory.adapter_sizes
     }
@@ -275,8 +277,8 @@ def _describe_room(question: Question, memory: Memory) -> str:
             "tokens of KV": f"{memory.kv_tokens:,} without adapters; longest sequence {memory.max_model_len:,}",
             "requests at once": f"{memory.requests_at_once:,} of {length:,} tokens (--max-num-seqs allows "
             f"{question.config.max_num_seqs})",
-            "host memory": f"{_size(memory.host_cache_bytes)} to cache all adapters, "
-            f"{_size(memory.swap_bytes)} for preempted sequences",
+            "host memory": f"{format_bytes(memory.host_cache_bytes)} to cache all adapters, "
+            f"{format_bytes(memory.swap_bytes)} for preempted sequences",
         }
     )
 
@@ -341,12 +343,6 @@ def _as_record(found: Plan) -> dict[str, Any]:
 def _align(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= _GIB:
-        return f"{num_bytes / _GIB:.2f} GiB"
-    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes >= _MIB else f"{num_bytes / 1024:.1f} KiB"
 
 
 def _ms(seconds: float) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from slora.byte_text import format_bytes
 from slora_adapters.disk_reserve import RESERVE_BYTES
 from slora_adapters.full_disk import has_space
 from slora_api.data_dir import DataDir, find_lock_holder
-from slora_api.doctor.byte_text import format_bytes
 from slora_api.doctor.file_system import find_file_system
 from slora_api.doctor.finding import Finding, failure, fine, warning
 from slora_api.doctor.server_probe import ServerProbe

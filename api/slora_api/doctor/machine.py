@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from slora.byte_text import format_bytes
 from slora.device.device_facts import DeviceFacts
 from slora.engine_config import (
     CPU_POOL_SHARE,
@@ -15,7 +16,6 @@ from slora.engine_config import (
     free_ram_bytes,
 )
 from slora_adapters.loader.host_cache import HostCache
-from slora_api.doctor.byte_text import format_bytes
 from slora_api.doctor.finding import Finding, failure, fine, warning
 from slora_api.doctor.model_files import Model
 from slora_api.doctor.server_probe import ServerProbe

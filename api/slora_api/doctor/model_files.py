@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slora.byte_text import format_bytes
 from slora.errors import ConfigError
 from slora.models.model_spec import ELEMENT_BYTES
 from slora.weights.checkpoint import Checkpoint
-from slora_api.doctor.byte_text import format_bytes
 from slora_api.doctor.finding import Finding, fine
 from slora_api.doctor.shared_fact import SharedFact
 from slora_api.server.base_model_files import BaseModelFiles

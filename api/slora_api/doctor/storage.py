@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from slora.byte_text import format_bytes
 from slora_adapters.clock_offset import ClockOffset
 from slora_adapters.database.database_facts import measure_database_clock, read_database_facts
 from slora_adapters.errors import StoreUnavailable
@@ -20,7 +21,6 @@ from slora_adapters.store.store_url import (
     open_store,
 )
 from slora_api.data_dir import DataDir
-from slora_api.doctor.byte_text import format_bytes
 from slora_api.doctor.data_directory import check_directory
 from slora_api.doctor.finding import Finding, failure, fine, warning
 from slora_api.server.children import store_url
