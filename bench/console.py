@@ -69,6 +69,8 @@ def viewer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
         for name, figures in runs.items()
     ]
     rows[1]["KB to each viewer in a round"] = statistics.median(num_bytes) / _VIEWERS / 1000
+    # A quick round ends before the next frame.
+    assert quick or all(num_bytes), "no frame arrived in a round"
     return {
         f"{_STREAMS} streams of the base model, tokens/s in {pairs} pairs of rounds": rows,
         "bar of the viewers": [*_VIEWER_BAR.verdicts(rows)],
@@ -101,14 +103,14 @@ async def _viewers(url: str, count: int) -> AsyncIterator[Callable[[], int]]:
         nonlocal num_read
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
-            writer.write(
-                f"GET /admin/live HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {ADMIN_KEY}\r\n\r\n".encode()
-            )
+            head = f"GET /admin/live?frames=1000000 HTTP/1.1\r\nHost: {host}\r\n"
+            writer.write(f"{head}Authorization: Bearer {ADMIN_KEY}\r\n\r\n".encode())
             while content := await reader.read(_READ_BYTES):
                 if not opened.is_set() and not content.startswith(b"HTTP/1.1 200"):
                     raise RuntimeError(f"the live feed was refused: {content[:200]!r}")
                 opened.set()
                 num_read += len(content)
+            raise RuntimeError("the live feed ended")
         finally:
             writer.close()
 
@@ -117,6 +119,8 @@ async def _viewers(url: str, count: int) -> AsyncIterator[Callable[[], int]]:
     try:
         await asyncio.gather(*(event.wait() for event in events))
         yield lambda: num_read
+        if ended := [task for task in tasks if task.done()]:
+            await ended[0]
     finally:
         for task in tasks:
             task.cancel()
