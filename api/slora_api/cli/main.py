@@ -76,7 +76,7 @@ _QUOTA_HELP = {
     "tokens_per_day": "tokens of a day (UTC)",
     "tokens_per_month": "tokens of a month (UTC)",
     "concurrent_answers": "answers in progress; each prompt and each choice of a request counts",
-    "composed_adapters": "adapters that one request adds up",
+    "composed_adapters": "adapters that one request combines",
     "adapter_versions": "versions of adapters; of a tenant only",
     "stored_bytes": "bytes stored for adapters; of a tenant only",
 }

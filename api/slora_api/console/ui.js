@@ -109,7 +109,8 @@ const rounded = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 export const formatCount = (value) => whole.format(value);
 export const formatNumber = (value) => (Math.abs(value) >= 1000 ? whole.format(Math.round(value)) : rounded.format(value));
-export const formatShare = (value) => `${rounded.format(value * 100)} %`;
+const percent = new Intl.NumberFormat("en", { maximumFractionDigits: 2 });
+export const formatShare = (value) => (value > 0 && value < 0.0001 ? "< 0.01 %" : `${percent.format(value * 100)} %`);
 
 export function formatBytes(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

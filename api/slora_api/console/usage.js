@@ -44,7 +44,7 @@ export function addUp(results, keyOf) {
 }
 
 // Returns today's traffic of the key's tenant, or null if the key may not see it. `of(reference)` is that of a name, or
-// of a version such as `voice@2`. Requests that add up adapters are not part of it.
+// of a version such as `voice@2`. Requests that combine adapters are not part of it.
 export async function loadTraffic(me, signal) {
   if (!me.scopes.includes("usage:read")) return null;
   const results = (await loadToday("v1/usage", "model", signal)).filter((one) => one.model && !one.model.includes("+"));

@@ -223,7 +223,7 @@ class RequestMeter:
             limit = subject.quota.composed_adapters
             if limit is not None and count > limit:
                 raise BadRequest(
-                    f"`adapters` adds up {count} adapters; the limit of {_owner(subject)} is {limit} in one request "
+                    f"`adapters` combines {count} adapters; the limit of {_owner(subject)} is {limit} in one request "
                     "(composed_adapters). Name fewer, or ask the operator for a higher quota.",
                     "adapters",
                 )

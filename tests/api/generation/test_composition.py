@@ -128,7 +128,7 @@ def test_a_quota_limits_the_adapters_of_one_request(platform: Platform) -> None:
     two = [{"name": "formal"}, {"name": "brief"}]
     status, param, message = error_of(ask(platform, key, two))
     assert (status, param) == (400, "adapters")
-    assert "adds up 2 adapters; the limit of this API key is 1 in one request (composed_adapters)" in message
+    assert "combines 2 adapters; the limit of this API key is 1 in one request (composed_adapters)" in message
     refused = post(platform, key, "/v1/embeddings", {"model": "base", "input": "a", "adapters": two})
     assert error_of(refused)[:2] == (400, "adapters")
     fanned = post(

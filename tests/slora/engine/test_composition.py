@@ -1,4 +1,4 @@
-"""Requests that add up several adapters answer as peft does with `add_weighted_adapter`, and do not depend on their
+"""Requests that combine several adapters answer as peft does with `add_weighted_adapter`, and do not depend on their
 batch."""
 
 import random

@@ -12,7 +12,7 @@ const LIMITS = [
   { field: "tokens_per_day", title: "Tokens today" },
   { field: "tokens_per_month", title: "Tokens this month" },
   { field: "concurrent_answers", title: "Answers in progress" },
-  { field: "composed_adapters", title: "Adapters added up by a request" },
+  { field: "composed_adapters", title: "Adapters combined in a request" },
   { field: "adapter_versions", title: "Adapter versions", isOfTenant: true },
   { field: "stored_bytes", title: "Stored adapters", isOfTenant: true, format: formatBytes },
 ];
