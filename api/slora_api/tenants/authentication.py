@@ -86,6 +86,8 @@ class AuthenticationMiddleware:
         self._key_use = key_use
         self._running = running
         self._look_ups = FairSlots(_LOOK_UP_SLOTS, _MAX_LOOK_UPS, "API keys")
+        # Secrets that are being looked up. The result of each future is whether the lookup has ended.
+        self._pending: dict[str, asyncio.Future[bool]] = {}
         self._admin_key = admin_key
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -132,15 +134,32 @@ class AuthenticationMiddleware:
     async def _look_up(self, secret: str, address: str) -> Caller | None:
         """Looks up a key in the database. Lookups are shared fairly among client addresses, so an address that sends
         many unknown keys does not block others. Raises ServerBusy.
+
+        Requests with a key that is being looked up wait for this lookup, and then find the key in the cache. A gateway
+        may send a thousand requests with one key as soon as the server has started.
         """
+        while (earlier := self._pending.get(secret)) is not None:
+            has_ended = await asyncio.shield(earlier)
+            if self._key_store.is_lookup_local(secret):
+                return self._key_store.authenticate(secret)
+            if has_ended:
+                break
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        is_first, has_ended = self._pending.setdefault(secret, ended) is ended, True
         try:
             async with self._look_ups.hold(address):
                 return await asyncio.to_thread(self._key_store.authenticate, secret)
+        except asyncio.CancelledError:
+            has_ended = False
+            raise
         except TenantBusy:
             raise ServerBusy(
-                f"{_MAX_LOOK_UPS} requests from your address wait until their API keys are looked up; try again "
-                "shortly."
+                f"{_MAX_LOOK_UPS} API keys from your address wait until they are looked up; try again shortly."
             ) from None
+        finally:
+            if is_first:
+                del self._pending[secret]
+                ended.set_result(has_ended)
 
 
 def _address(scope: AsgiScope) -> str:

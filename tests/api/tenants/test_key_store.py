@@ -5,6 +5,7 @@ import gc
 import logging
 import random
 import statistics
+import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
@@ -459,6 +460,75 @@ def test_a_flood_of_unknown_keys_does_not_keep_a_key_from_being_looked_up(
     assert isinstance(found, KeyRecord) and found.tenant == "honest"
     assert num_refused > 200
     assert order.index(found.key_id) < 16, "it did not wait behind the flood"
+
+
+def test_requests_with_the_same_key_share_one_lookup_of_it(platform: Platform) -> None:
+    """Born from a soak of a thousand streams: a server that had just started refused some of them."""
+    key_store = platform.services.key_store
+    secret, read = platform.key("crowd"), key_store._read_key
+    num_reads = 0
+
+    def slow_read(key_id: str) -> Any:
+        nonlocal num_reads
+        time.sleep(0.01)
+        num_reads += 1
+        return read(key_id)
+
+    async def run() -> list[Caller | None]:
+        guard = AuthenticationMiddleware(
+            platform.services.generator,  # type: ignore[arg-type]  # no request gets that far
+            key_store, platform.services.key_use, platform.services.running, None,
+        )  # fmt: skip
+        first, *others = [
+            asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1")) for _ in range(400)
+        ]
+        await asyncio.sleep(0)
+        # The client of the first request leaves during the lookup.
+        first.cancel()
+        found = await asyncio.gather(*others)
+        assert not guard._pending
+        return found
+
+    key_store._cache.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_store, "_read_key", slow_read)
+        callers = asyncio.run(run())
+    assert {caller.tenant for caller in callers if isinstance(caller, KeyRecord)} == {"crowd"}
+    assert len(callers) == 399 and all(callers)
+    # The request that left had begun a lookup, and one other request began another.
+    assert num_reads <= 2
+
+
+def test_requests_that_waited_for_a_lookup_are_not_answered_with_an_outdated_one(platform: Platform) -> None:
+    key_store = platform.services.key_store
+    secret, read = platform.key("revoked"), key_store._read_key
+    key_id = secret.split("_")[1]
+    is_reading, is_revoked = threading.Event(), threading.Event()
+
+    def read_before_the_revocation(key_id: str) -> Any:
+        found = read(key_id)
+        is_reading.set()
+        is_revoked.wait(60)
+        return found
+
+    async def run() -> Caller | None:
+        guard = AuthenticationMiddleware(
+            platform.services.generator,  # type: ignore[arg-type]  # no request gets that far
+            key_store, platform.services.key_use, platform.services.running, None,
+        )  # fmt: skip
+        early = asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1"))
+        await asyncio.to_thread(is_reading.wait, 60)
+        await asyncio.to_thread(key_store.revoke_key, key_id)
+        late = asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1"))
+        await asyncio.sleep(0)
+        is_revoked.set()
+        await early
+        return await late
+
+    key_store._cache.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_store, "_read_key", read_before_the_revocation)
+        assert asyncio.run(run()) is None
 
 
 def test_no_log_and_no_repr_has_a_secret(
