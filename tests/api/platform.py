@@ -237,7 +237,7 @@ def running_platform(
         ),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, key_store, quota_store, engine, pinning.refresh),
+        ChangeFollower(registry, key_store, quota_store, tenant_store, engine, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes

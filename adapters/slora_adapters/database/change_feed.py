@@ -51,7 +51,8 @@ class Change:
     changed. If `key_id` is also empty, the tenant itself has changed, for example its share.
 
     orphaned: deleted weights that no remaining version of the tenant uses. moved_pin: whether the versions that engines
-    must pin have changed. purged: whether the tenant and all of its data were deleted.
+    must pin have changed. purged: whether a purge of the
+    tenant has begun or ended.
     """
 
     tenant: str

@@ -11,7 +11,7 @@ changes.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from slora_adapters.version import AdapterVersion
 from slora_api.host_changes import HostChanges
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.tenants.key_store import KeyStore
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 
@@ -60,6 +61,7 @@ class ChangeFollower:
         registry: Registry,
         key_store: KeyStore,
         quota_store: QuotaStore,
+        tenant_store: TenantStore,
         engine: VersionHolder,
         on_moved_pin: Callable[[], None],
         host_changes: HostChanges | None = None,
@@ -67,6 +69,7 @@ class ChangeFollower:
         self._registry = registry
         self._key_store = key_store
         self._quota_store = quota_store
+        self._tenant_store = tenant_store
         self._engine = engine
         self._on_moved_pin = on_moved_pin
         self._host_changes = host_changes
@@ -112,14 +115,14 @@ class ChangeFollower:
                 return
 
     async def _pass_on(self, changes: Changes) -> None:
-        for tenant in dict.fromkeys(change.tenant for change in changes.changes if change.purged):
+        purged = {change.tenant for change in changes.changes if change.purged}
+        # The engine knows tenants by name. A purge must not end the requests of a new tenant with the same name.
+        reused = await asyncio.to_thread(self._tenant_store.find_served, purged) if purged else frozenset()
+        for tenant in purged - reused:
             with suppress(EngineUnavailable):
                 await self._engine.purge_tenant(tenant)
-        suspects: Collection[AdapterVersion]
-        if changes.resync:
-            suspects = set(self._engine.versions)
-        else:
-            suspects = dict.fromkeys(version for change in changes.changes for version in change.orphaned)
+        suspects = {version for change in changes.changes for version in change.orphaned}
+        suspects |= {one for one in self._engine.versions if changes.resync or one.tenant in reused}
         if suspects:
             # A version may have been pushed again since the change.
             named = await asyncio.to_thread(self._registry.named, suspects)

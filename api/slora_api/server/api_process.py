@@ -201,6 +201,7 @@ async def open_services(
             registry,
             key_store,
             quota_store,
+            tenant_store,
             client,
             pinning.refresh,
             host_changes if num_serving > 1 else None,

@@ -9,7 +9,7 @@ Methods block on the database, so an event loop must call them on a thread. This
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +107,9 @@ _DIGESTS = (
     select(schema.adapter_versions.c.digest)
     .where(schema.adapter_versions.c.tenant == bindparam("name"))
     .distinct()
+)
+_UNPURGED = select(_t.name).where(
+    _t.name.in_(bindparam("names", expanding=True)), _t.status != bindparam("purging")
 )
 _ONE_TENANT = _TENANTS.where(_t.name == bindparam("name"))
 
@@ -225,7 +228,7 @@ class TenantStore:
                 raise PurgeBegun(name)
             connection.execute(update(schema.tenants).where(_t.name == name).values(status=status))
             # The engine must not have pins of a suspended tenant, so the pins have to be sent again.
-            publish(connection, Change(name, moved_pin=True))
+            publish(connection, Change(name, moved_pin=True, purged=status is TenantStatus.PURGING))
             record_change(connection, action, name)
         self._key_store.drop_tenant(name)
         return replace(before, status=status)
@@ -233,6 +236,11 @@ class TenantStore:
     def find_tenant(self, name: str) -> Tenant:
         """Returns the tenant. Raises NotFound."""
         return _find_tenant(self._database.read(_ONE_TENANT, {"name": name}), name)
+
+    def find_served(self, names: Collection[str]) -> set[str]:
+        """Returns those of the names that belong to a tenant whose purge has not begun."""
+        rows = self._database.read(_UNPURGED, {"names": list(names), "purging": TenantStatus.PURGING})
+        return {name for (name,) in rows}
 
     def list_tenants(self) -> Sequence[Tenant]:
         return [_read_tenant(row) for row in self._database.read(_TENANTS)]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,10 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.change_follower import ChangeFollower
+from slora_api.errors import NotFound
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.tenants.tenant_store import TenantStore
 from tests.api.platform import open_key_store
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
@@ -31,9 +33,10 @@ class FakeEngine:
     def __init__(self, *versions: AdapterVersion) -> None:
         self.versions = set(versions)
         self.is_there = True
+        self.purged: list[str] = []
 
     async def purge_tenant(self, tenant: str) -> None:
-        """Nothing is kept by tenant here."""
+        self.purged.append(tenant)
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         if not self.is_there:
@@ -76,9 +79,12 @@ def follow(
     assert database.path is not None
     key_store = open_key_store(database, database.path.parent)
     quota_store = QuotaStore(database, NO_QUOTA)
+    tenant_store = TenantStore(database, key_store)
 
     async def main() -> None:
-        follower = ChangeFollower(registry, key_store, quota_store, engine, lambda: moved.append(None))
+        follower = ChangeFollower(
+            registry, key_store, quota_store, tenant_store, engine, lambda: moved.append(None)
+        )
         running = asyncio.create_task(follower.run())
         async with asyncio.timeout(300):
             while not moved:  # the follower has started
@@ -115,6 +121,45 @@ def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
         )
     assert engine.versions == {_v(D2)} and len(moved) == 1
     assert registry.num_asked >= 2 and caplog.text.count("changes are not seen") >= 1
+
+
+def test_a_late_report_of_a_purge_leaves_a_new_tenant_with_the_name_alone(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        registry = Registry(RegistryStorage(database))
+        tenant_store = TenantStore(database, open_key_store(database, tmp_path))
+        for name in ("t1", "leaver"):
+            tenant_store.create_tenant(name)
+        for name, digest in (("a", D1), ("b", D2)):
+            registry.put(name, _v(digest), DETAILS)
+        engine = FakeEngine(_v(D1), _v(D2))
+
+        def change() -> None:
+            for name in ("t1", "leaver"):
+                tenant_store.begin_purge(name)
+                tenant_store.finish_purge(name, {})
+            tenant_store.create_tenant("t1")
+            registry.put("b", _v(D2), DETAILS)
+
+        follow(database, registry, engine, change, lambda moved: len(moved) > 1)
+    assert set(engine.purged) == {"leaver"}
+    assert engine.versions == {_v(D2)}, "the engine dropped what only the purged tenant had"
+
+
+def test_the_engine_ends_a_tenant_when_its_purge_begins_and_when_it_ends(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        registry = Registry(RegistryStorage(database))
+        tenant_store = TenantStore(database, open_key_store(database, tmp_path))
+        tenant_store.create_tenant("leaver")
+        engine = FakeEngine()
+
+        def is_done(moved: list[None]) -> bool:
+            if engine.purged == ["leaver"] and tenant_store.find_served(["leaver"]) == set():
+                with suppress(NotFound):
+                    tenant_store.finish_purge("leaver", {})
+            return len(engine.purged) > 1
+
+        follow(database, registry, engine, lambda: tenant_store.begin_purge("leaver"), is_done)
+    assert engine.purged == ["leaver"] * 2
 
 
 def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
