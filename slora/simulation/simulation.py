@@ -132,6 +132,7 @@ class Simulation:
     """One engine and one trace.
 
     running: the sequences that hold pages, for observers.
+    unfinished_tokens: prompt and answer tokens of unfinished requests, computed ones included.
     schedule_s, postprocess_s: real seconds that the scheduler took in the last step.
     """
 
@@ -149,7 +150,7 @@ class Simulation:
         # By request: the token that is sampled, and the length of the answer at which the stop token is sampled.
         self._tokens: dict[str, tuple[SampledToken, int | None]] = {}
         self._stop = SampledToken(STOP_TOKEN)
-        self.num_unfinished = 0
+        self.num_unfinished = self.unfinished_tokens = 0
         self.schedule_s = self.postprocess_s = 0.0
 
     @property
@@ -184,6 +185,14 @@ class Simulation:
         )
         return summarize(list(self.outcomes.values()))
 
+    def advance(self, until_s: float) -> None:
+        """Runs steps until the clock reaches `until_s`. The last step may end later."""
+        while self.now < until_s:
+            if self.step():
+                continue
+            arrival = self.source.next_arrival
+            self.source.now = until_s if arrival is None or arrival <= self.now else min(arrival, until_s)
+
     def submit(self, request: TraceRequest) -> None:
         """Passes a request to the engine. Its waiting time counts from its arrival in the trace."""
         setup = self.setup
@@ -193,6 +202,7 @@ class Simulation:
         self.outcomes[request_id] = Outcome(request, setup.num_choices)
         self._tokens[request_id] = SampledToken(request.thread_token), stops_after
         self.num_unfinished += 1
+        self.unfinished_tokens += request.prompt_tokens + request.output_tokens
         engine_request = EngineRequest(
             request_id,
             f"tenant-{request.tenant}",
@@ -290,6 +300,7 @@ class Simulation:
     def _end(self, outcome: Outcome) -> None:
         outcome.end_s = self.now
         self.num_unfinished -= 1
+        self.unfinished_tokens -= outcome.request.prompt_tokens + outcome.request.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
