@@ -1,7 +1,7 @@
-"""The cost model: how many seconds the parts of a step take, as far as scheduling decisions need it.
+"""The cost model: estimates the seconds that the parts of a step take, for scheduling decisions.
 
 The runner measures the costs at its start and updates them from the steps that run. A simulator supplies its own
-values. The formulas are linear: they compare alternatives, but do not predict when work is done.
+values. The formulas are linear: accurate enough to compare alternatives, but not to predict when work is done.
 """
 
 import math
@@ -12,7 +12,7 @@ from slora.errors import ConfigError
 
 
 class StepWork(NamedTuple):
-    """The work of one step. The fields have the order of `CostModel`'s fields after step_s.
+    """The work of one step. Its fields correspond to the fields of `CostModel` after step_s, in the same order.
 
     context_tokens: total context length of all decode rows.
     swapped_pages: KV pages copied between device and host, in both directions together.

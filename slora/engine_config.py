@@ -12,7 +12,7 @@ from slora_kernels.kv_format import KVFormat
 _GIB = 1 << 30
 # Longer drafts are rarely accepted completely, and would delay other sequences of the step.
 MAX_DRAFT_TOKENS = 64
-# Shares that `auto` takes: of free RAM or GPU memory for the page pool, and of the pool's size for swapped sequences.
+# With `auto`, the page pool takes a share of free RAM or GPU memory, and swap space is a share of the pool's size.
 CPU_POOL_SHARE = 0.25
 GPU_POOL_SHARE = 0.9
 SWAP_SHARE = 0.25

@@ -142,13 +142,13 @@ class RequestTiming:
 
     @property
     def queue_s(self) -> float:
-        """Time until it was admitted or ended, without the time that fetching its adapters to the host took."""
+        """Time until the request was admitted or ended, less the time spent on fetching its adapters to the host."""
         admitted_at = self.ended_at if self.admitted_at is None else self.admitted_at
         return max(0.0, admitted_at - self.arrived_at - self.fetch_s)
 
     @property
     def load_s(self) -> float:
-        """Time in the batch until its adapters were loaded into the pool."""
+        """Time that the request spent in the batch until its adapters were loaded into the pool."""
         if self.admitted_at is None:
             return 0.0
         return (self.ended_at if self.computed_at is None else self.computed_at) - self.admitted_at

@@ -21,7 +21,7 @@ from slora_kernels.layout import ModelShape
 
 
 class _SlotContent(NamedTuple):
-    """The content of a slot: the first `num_pages` pages of the adapter that got the slot in this generation."""
+    """The loaded part of a slot's adapter: its first `num_pages` pages. generation: counts the adapters of the slot."""
 
     generation: int
     num_pages: int
@@ -107,7 +107,7 @@ class DeviceMemory:
         """Copies pages to the host, each with all of its layers. pairs: (page, host page). On a GPU the copies are
         asynchronous, in stream order.
 
-        Pages are copied one by one: each is contiguous, and gathering many of them would need as much memory again.
+        Pages are copied one by one, because each page is contiguous. Gathering many pages would need a second buffer.
         """
         for page, host_page in pairs:
             self.host_pages[host_page].copy_(self.pages[page], non_blocking=True)

@@ -1,9 +1,9 @@
 """Pages of host memory for the KV of preempted sequences. `SwapSpace` decides which sequence owns a page.
 
 The pages are allocated in slabs. Each slab is allocated when its first page is used. On a CPU, a single allocation
-would do, because untouched memory takes no physical memory in Linux. Page-locking takes the physical memory at once.
-Locking tens of GiB at start would take seconds, and most of it might never be used. torch also rounds a page-locked
-size up to a power of two.
+would do, because untouched memory takes no physical memory in Linux. For a GPU the pages are page-locked, and
+page-locking takes the physical memory at once. Locking tens of GiB at start would take seconds, and most of the memory
+might never be used. torch also rounds a page-locked size up to a power of two.
 """
 
 import torch
@@ -43,7 +43,7 @@ class HostPages:
         return self._slabs[slab][row]
 
     def zero(self, pages: list[int]) -> None:
-        """Overwrites pages with zeros. A page whose slab was never used is left alone."""
+        """Overwrites pages with zeros. Skips pages in slabs that were never used."""
         for page in pages:
             if page // self._slab_pages in self._slabs:
                 self[page].zero_()

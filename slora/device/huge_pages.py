@@ -16,7 +16,7 @@ from torch import Tensor
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux constants. The second one needs Linux 5.14.
 _HUGE_PAGE_BYTES = 2 << 20
-# Other threads that map memory wait while a part is populated. A part of this size takes only a few ms.
+# While a part is populated, other threads cannot map memory. A part of this size takes only a few ms.
 _PART_BYTES = 4 << 20
 
 

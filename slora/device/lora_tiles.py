@@ -31,7 +31,7 @@ class TileLayer(NamedTuple):
     Whether a row is a decode row depends only on its own chunk. The result of a row is therefore bit-identical in every
     batch.
 
-    max_group_rank: greatest total rank of a linear group among the layer's adapters.
+    max_group_rank: the greatest `LoraTargets.max_group_rank` of the layer's adapters.
     """
 
     tiles: list[Tile]

@@ -2,8 +2,8 @@
 and does not write to the matmul's output.
 
 A decode linear is bound by reading its weights and leaves multiprocessors idle at its beginning and end. A shrink has a
-latency of a few microseconds, which the matmul hides. With prefill chunks both are bound by arithmetic, so there is
-nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
+latency of a few microseconds, which the matmul hides. With prefill chunks, matmul and shrink are both bound by
+arithmetic, so there is nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class SideStream(Protocol):
 
 
 class CudaSideStream:
-    """A `SideStream` next to the device's current stream, also while a CUDA graph records that stream.
+    """A `SideStream` beside the device's current stream. It can also be used while a CUDA graph records that stream.
 
     Memory that the work allocates is freed before the next fork, and that fork waits for the last reader of this
     memory. So the allocator can reuse the memory safely without `record_stream`.

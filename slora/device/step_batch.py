@@ -1,6 +1,6 @@
 """A step plan as tensors: flat tokens without padding, block tables, and the LoRA work as tiles.
 
-It is built once per step and read by every layer. All arrays are copied to the device together.
+The batch is built once per step and read by every layer. All arrays are copied to the device together.
 """
 
 from collections.abc import Iterable, Iterator

@@ -90,7 +90,7 @@ class EngineClient(Protocol):
         """Returns the engine's present statistics. Raises EngineUnavailable."""
 
     async def observe(self, tenants: Collection[str]) -> LiveState:
-        """Returns what the engine does at present, for consoles. Raises EngineUnavailable.
+        """Returns the engine's current state, for consoles. Raises EngineUnavailable.
 
         tenants: the tenants that must be listed, even if they are small.
         """

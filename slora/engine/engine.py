@@ -46,7 +46,7 @@ _TRANSFER_FAILED = (
     "request again"
 )
 
-# The buckets of vLLM's histograms of inter-token latencies and of the tokens of a step.
+# The buckets are the same as in vLLM's histograms of inter-token latency and of tokens per step.
 _LATENCIES_S = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -63,7 +63,7 @@ class Engine:
 
     costs: the cost model. With None, the engine measures it at start and learns it from each step. A fixed cost model
     makes runs reproducible: the same requests give the same batches, and therefore the same results to the last bit.
-    Structured output is the exception: which masks a step defers depends on the CPU time that they take.
+    Structured output is the exception: the CPU time of masks decides how many of them a step defers.
     load: the function that loads the model; by default it reads the checkpoint.
     notify: called, from another thread, when a grammar has been compiled, so that `step` can start its requests. None:
     `add` compiles grammars itself.
@@ -179,11 +179,12 @@ class Engine:
         self._scheduler.remove_adapter(version)
 
     def purge_tenant(self, name: str) -> tuple[TenantPurge, list[StepOutput]]:
-        """Ends a tenant's requests, drops its adapters, its prefixes and its share, and overwrites what it left in the
-        pool and on the host with zeros. May be repeated. Returns the errors of the ended requests, too.
+        """Ends a tenant's requests, and drops its adapters, its prefixes and its share. Idempotent.
 
-        Pages that other tenants have taken over since are theirs and stay as they are. So does the prefix cache of the
-        base model if it is public, because all tenants share it.
+        Overwrites the tenant's data in the pool and on the host with zeros. Pages that now belong to other tenants are
+        not changed. A public prefix cache of the base model is not changed either, because all tenants share it.
+
+        Returns the number of dropped items, and the errors of the ended requests.
         """
         self._scheduler.advance_clock(time.monotonic())
         accounts = self._tenants.find_both(name)

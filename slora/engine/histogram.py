@@ -9,7 +9,10 @@ __all__ = ["Histogram", "HistogramCounts"]
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """counts[i]: values above bounds[i - 1] and up to bounds[i]; the last count is of values above all bounds.
+    """The counts of a histogram at one moment.
+
+    counts[i]: number of values above bounds[i - 1], up to bounds[i]. The last count is the number of values above all
+        bounds.
     total: the sum of all values.
     """
 
@@ -18,7 +21,7 @@ class HistogramCounts:
     total: float
 
     def cumulate(self) -> list[tuple[str, float]]:
-        """The buckets of Prometheus: each upper bound as text, with the number of values up to it."""
+        """Returns Prometheus' cumulative buckets: each upper bound as text, with the number of values up to it."""
         buckets, count = [], 0
         for bound, more in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             count += more

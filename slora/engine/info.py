@@ -58,8 +58,8 @@ class EngineStats:
     prefix_queries: prompt tokens that were looked up in the prefix cache. prefix_hits: prompt tokens found there.
     prefix_evictions: KV blocks evicted from the prefix cache.
     swapped_out_pages, swapped_in_pages: pages copied to host memory, and back.
-    drafts: runs of tokens that prompt lookup has drafted. draft_tokens, accepted_draft_tokens: their tokens, and how
-        many of these became part of an answer.
+    drafts: runs of tokens that prompt lookup has drafted. draft_tokens: the tokens in these runs.
+    accepted_draft_tokens: drafted tokens that became part of an answer.
     deadline_misses: requests that ended because their first token could not meet the deadline.
     pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
     not_finite: requests that ended because their logits or hidden states were not finite.

@@ -1,7 +1,7 @@
 """Observes the engine for consoles: the page pool, recent steps, and what happened since the last observation.
 
 An observation delays the next step by a millisecond or two. Several API processes may ask several times a second, so
-all that ask within a fifth of a second get the same observation.
+an observation is reused for a fifth of a second.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Routes the engine's outputs to the coroutines that await them, with one queue per unfinished request.
 
-A reader that is slower than the engine gets all deltas that have arrived at once, so it catches up at a lower cost.
+A reader that is slower than the engine gets several waiting deltas in one list, so it catches up at a lower cost.
 
 Both engine clients use this class: RemoteEngine behind a socket, and LocalEngine in the same process.
 """

@@ -210,8 +210,8 @@ class EngineServer:
 
         The usage of ended requests is sent first.
 
-        A choice that arrives whole, as in beam search, gets a frame of its own, and so does an embedding. All choices
-        of a beam search together could exceed the limit of one frame, and so could all embeddings of a step. All other
+        A complete choice, as from beam search, gets a frame of its own, and so does an embedding. All choices of a
+        beam search together could exceed the limit of one frame, and so could all embeddings of a step. All other
         outputs of a step together have at most `max_num_seqs` tokens, accepted drafts included.
         """
         self._deliver_usage(ended)
@@ -316,7 +316,7 @@ class EngineServer:
 
 
 def _is_whole(delta: TokenDelta) -> bool:
-    """Whether this is an embedding, or a choice that may have arrived whole."""
+    """Whether the delta is an embedding, or may be a complete choice."""
     is_choice = delta.finish_reason is not None and len(delta.token_ids) > 1
     return is_choice or delta.embedding is not None
 

@@ -1,9 +1,9 @@
 """Decides whether an engine can serve a request, with pure functions without tensors, sockets or state.
 
-The engine calls `check_request`. An API process calls the same checks one by one, each as soon as it knows what the
-check needs: terms and sampling before it tokenizes the prompt, and lengths afterwards. `SamplingParams` checks the
-ranges of its own fields. Whether a request fits into the pool together with its adapter is known only to the scheduler,
-which learns the adapter's pages when the adapter is fetched.
+The engine calls `check_request`. An API process calls the same checks one by one, each as early as possible:
+`check_terms` and `check_sampling` before it tokenizes the prompt, and the checks of lengths afterwards.
+`SamplingParams` checks the ranges of its own fields. Only the scheduler knows whether a request fits into the pool
+together with its adapter, because it learns the adapter's size in pages when the adapter is fetched.
 
 Every check raises RequestRefused, which names the field.
 """
@@ -173,7 +173,7 @@ def _check_filter(sampling: SamplingParams, stop_ids: AbstractSet[int], info: En
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
-    """Checks that a prompt is not empty and that the vocabulary has its ids. param: the field that holds the prompt."""
+    """Checks that a prompt is not empty and all its ids are in the vocabulary. param: the field with the prompt."""
     if not token_ids:
         raise RequestRefused(f"the {param} is empty; it needs at least one token", param)
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:

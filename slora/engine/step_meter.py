@@ -22,9 +22,9 @@ _MAX_FIRST_TOKENS, _MAX_INTERVALS, _MAX_STEPS = 1024, 2048, 1024
 
 
 class StepRates(NamedTuple):
-    """What recent steps computed.
+    """The rates and times of recent steps.
 
-    tokens_per_s: generated tokens, by tenant. adapters: those with the most computed tokens first.
+    tokens_per_s: generated tokens, by tenant. adapters: in descending order of their computed tokens.
     tokens_per_step: computed tokens. steps: times of the steps.
     first_tokens, intervals: times by tenant. The key "" holds the times of all tenants together.
     """
@@ -102,7 +102,7 @@ class StepMeter:
                 self._intervals.append((now, tenant, now - last_at))
 
     def measure(self, now: float) -> StepRates:
-        """Returns what was recorded in the last seconds."""
+        """Returns the rates and times of the last seconds."""
         recent = [one for one in self._periods if one.begins_at > now - _PERIOD_S * _NUM_PERIODS]
         seconds = max(now - recent[0].begins_at, _PERIOD_S) if recent else 1.0
         tokens = sum((one.tokens for one in recent), Counter[str]())

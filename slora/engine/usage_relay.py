@@ -1,8 +1,8 @@
 """Usage that no API process has recorded yet.
 
-The engine sends the usage of each ended request to the API process that asked for it. That process writes it to its
-journal and acknowledges it. If the process dies first, the engine writes the record to its own journal. So the usage is
-recorded at least once, whichever process dies, and the ledger counts each request id once.
+The engine sends the usage of each ended request to the API process that sent the request. That process writes the usage
+to its journal and acknowledges it. If the process dies first, the engine writes the record to its own journal. So the
+usage is recorded at least once, whichever process dies, and the ledger counts each request id once.
 
     add ---> unfinished ---- end ----> unacknowledged ---- acknowledge ----> (recorded by the API process)
                  |                          |
@@ -52,9 +52,7 @@ class UsageRelay:
         )
 
     def end(self, request_id: str, usage: RequestUsage) -> None:
-        """Adds the usage of a request that has ended. Makes no record if the request has no account to bill or used
-        nothing.
-        """
+        """Adds the usage of an ended request. If the request used nothing or has no account to bill, there is no record."""
         record = self._unfinished.pop(request_id, None)
         if record is None or not record.account or usage == RequestUsage():
             return

@@ -47,7 +47,7 @@ class RemoveAdapter:
 
 @dataclass(frozen=True, slots=True)
 class PurgeTenant:
-    """`answer` is called on the engine's thread."""
+    """Purges a tenant. `answer` is called on the engine's thread."""
 
     tenant: str
     answer: Callable[[TenantPurge], None]
@@ -60,7 +60,7 @@ class SetPins:
 
 @dataclass(frozen=True, slots=True)
 class Prewarm:
-    """`answer` is called on the engine's thread."""
+    """Loads an adapter before its first request. `answer` is called on the engine's thread."""
 
     version: AdapterVersion
     share: TenantShare
@@ -69,14 +69,14 @@ class Prewarm:
 
 @dataclass(frozen=True, slots=True)
 class GetStats:
-    """`answer` is called on the engine's thread."""
+    """Reads the engine's statistics. `answer` is called on the engine's thread."""
 
     answer: Callable[[EngineStats], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """`answer` is called on the engine's thread."""
+    """Observes the engine for a console. `answer` is called on the engine's thread."""
 
     tenants: frozenset[str]
     answer: Callable[[LiveState], None]

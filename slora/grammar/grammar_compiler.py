@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, on the caller's thread or its own, and caches them for each tenant.
+"""Compiles the grammars of requests, on the caller's thread or a separate one, and caches them for each tenant.
 
 The library is loaded, and the vocabulary is read, when the first grammar is compiled or when the thread starts.
 """

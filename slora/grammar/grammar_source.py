@@ -1,4 +1,4 @@
-"""How the scheduler gets compiled grammars: it requests them, continues to step, and polls for the results.
+"""How the scheduler gets compiled grammars: it requests a grammar, keeps running steps, and polls for the result.
 
 Plain protocols and values. `grammar_compiler` implements them with the library llguidance.
 """
@@ -30,13 +30,13 @@ class Matcher(Protocol):
     def write_mask(self, words: Int32Array) -> None:
         """Writes the mask of the next token into words int32 [ceil(vocab_size / 32)].
 
-        Bit t % 32 of word t // 32 is 1 if token t is allowed. Stop tokens are allowed where the answer may end. All
-        bits are 0 if there is no such token; `error` then has the reason. Repeating the call has no effect.
+        Bit t % 32 of word t // 32 is 1 if token t is allowed. Stop tokens are allowed where the answer may end. If no
+        token is allowed, all bits are 0 and `error` has the reason. Repeating the call has no effect.
         """
 
 
 class Grammar(Protocol):
-    """A compiled form of answers."""
+    """A compiled grammar, from which the matcher of each answer starts."""
 
     def start(self, stop_ids: Set[int]) -> Matcher:
         """Returns a matcher of an empty answer. stop_ids: the tokens that end the answer."""
@@ -60,8 +60,9 @@ class GrammarSource(Protocol):
     """Compiles grammars. All methods are called from one thread, and none blocks for long."""
 
     def request(self, tenant: str, output: StructuredOutput) -> None:
-        """Starts to compile a form. `poll` returns one result for it. If the tenant's form is already being
-        compiled, it is not compiled twice: its requests share one result.
+        """Starts to compile the grammar of a form. `poll` returns the result.
+
+        A form that is already being compiled for the tenant is not compiled twice: its requests share one result.
         """
 
     def poll(self) -> list[Compiled | Refused]:

@@ -22,8 +22,8 @@ from slora_kernels.layout import Int32Array
 
 __all__ = ["GrammarLibrary", "LarkGrammar", "LarkMatcher"]
 
-# The library would compute forced tokens ahead of the answer. The engine does not use them, and a long
-# constant made a mask take 70 ms.
+# By default, the library computes forced tokens ahead of the answer. The engine does not use them, and with a long
+# constant in the grammar this took 70 ms for one mask.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 _LIMITS = LLParserLimits(
     # About 50,000 units of fuel take a millisecond.
@@ -58,7 +58,7 @@ class GrammarLibrary:
         self._num_tokens = len(spelling.pieces)
 
     def compile(self, output: StructuredOutput) -> "LarkGrammar":
-        """Raises RequestRefused, naming the field, if the form can't be compiled or no answer can have it."""
+        """Compiles a form. Raises RequestRefused, naming the field, if that fails or no answer can match the form."""
         matcher = LLMatcher(self._tokenizer, _write_lark(output), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(output, matcher.get_error())

@@ -1,6 +1,6 @@
 """The matcher of `allowed_token_ids` and `bad_words`: which tokens a request allows after the tokens of its answer.
 
-As in vLLM, the last token of a sequence of `bad_words` is forbidden wherever the answer ends with the tokens before it.
+As in vLLM, a sequence of `bad_words` is prevented by forbidding its last token after all of its other tokens.
 """
 
 from collections import defaultdict
@@ -15,10 +15,10 @@ __all__ = ["TokenFilter"]
 
 
 class TokenFilter:
-    """A `Matcher` that always allows a token, because `check_sampling` refuses requests without allowed tokens.
+    """A `Matcher` that always allows at least one token: `check_sampling` refuses requests without allowed tokens.
 
     allowed: None allows all tokens. Tokens of `banned` are never allowed.
-    endings: second-last token -> the sequences of several tokens that are forbidden.
+    endings: the forbidden sequences of two or more tokens, by their second-last token.
     """
 
     error = None
@@ -33,12 +33,14 @@ class TokenFilter:
         self._banned = banned
         self._endings = endings
         self._longest = max((len(one) for group in endings.values() for one in group), default=1)
-        self._tail: tuple[int, ...] = ()  # The last tokens of the answer, at most `_longest` - 1.
-        self._fixed: Int32Array | None = None  # The mask as it is without `endings`.
+        # The last tokens of the answer, at most `_longest` - 1.
+        self._tail: tuple[int, ...] = ()
+        # The mask before `endings` is applied.
+        self._fixed: Int32Array | None = None
 
     @staticmethod
     def of(sampling: SamplingParams) -> "TokenFilter | None":
-        """The filter of a request; None if it allows all tokens."""
+        """The filter of a request; None if the request allows all tokens."""
         if sampling.allowed_token_ids is None and not sampling.bad_words:
             return None
         endings = defaultdict(list)

@@ -161,7 +161,7 @@ class LLM:
 
     @contextmanager
     def _opened(self, requests: Sequence[EngineRequest]) -> Iterator[deque[StepOutput]]:
-        """Adds requests to the engine, with one inbox for their outputs. At the end, unfinished ones are aborted."""
+        """Adds requests to the engine, with one inbox for their outputs. On exit, aborts unfinished requests."""
         inbox: deque[StepOutput] = deque()
         self._inboxes |= {request.request_id: inbox for request in requests}
         try:
@@ -197,7 +197,7 @@ def _streamable(answers: list[Answer]) -> list[Answer]:
 
 
 def _take(answer: Answer, output: StepOutput) -> CompletionDelta:
-    """Raises the error that ended the request."""
+    """Adds an output to the answer and returns its delta. Raises the error if the output has one."""
     if output.error is not None:
         raise output.error
     assert output.delta is not None, "an output has a delta or an error"

@@ -282,7 +282,10 @@ class RequestBuilder:
         return replace(served, adapters=(WeightedAdapter(version, named.weight),))
 
     def _find_known(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel | None:
-        """Returns None if the directory may have changed. Adapters given as tensors never change and have no state."""
+        """Returns the adapter if it was read before and has not changed, otherwise None.
+
+        state: the state of its directory. Adapters given as tensors have none and never change.
+        """
         served, known = self._served.get(key, (None, None))
         is_current = known is None or (state is not None and state.proves_unchanged(known))
         return served if is_current else None
@@ -303,7 +306,7 @@ class RequestBuilder:
         number = self._num_discarded
         adapter = read_content(key, self.source.shape, self.source.limits)
         directory = key if isinstance(key, Path) else None
-        # The engine may remove a discarded version only later. The number makes the adapter that is added now a
+        # A discarded version may still be in the engine. With the number, the adapter that is added now gets a
         # different version, even if its weights are equal.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)

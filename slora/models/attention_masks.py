@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["MaskFunction", "MaskRecord", "describe_mask_difference"]
 
-# Returns whether a query sees a key, from the indices of batch, head, query and key. All are tensors.
+# Returns whether a query sees a key. The arguments are the indices of batch, head, query and key, as tensors.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Distances at which a mask may change, in addition to the lengths in the config.

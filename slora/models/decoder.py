@@ -57,7 +57,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The model's weights on `device` in `dtype`. Loading reads each tensor directly to its final place."""
+    """The model's weights on `device` in `dtype`. Loading reads each tensor directly into its final memory."""
 
     can_embed = True
 

@@ -1,7 +1,8 @@
 """The fields of a config.json that our decoder reads, and the fields that are known not to change the logits.
 
-Any other field is refused, because it may change the model's answers: a newer checkpoint may describe a different layer
-with it. The lists come from transformers' config classes and from the fields that training tools add.
+Any other field is refused, because it may change the model's answers. For example, a newer checkpoint may describe an
+unknown kind of layer with it. The lists come from transformers' config classes and from the fields that training tools
+add.
 """
 
 from collections.abc import Mapping

@@ -66,7 +66,7 @@ _HARMLESS = ("position_ids", "use_cache", "dropout", "output_attentions", "cu_se
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's attention as the model calls it."""
+    """The attention module of one layer, and the sizes with which the model calls it."""
 
     module: str
     num_heads: int

@@ -62,7 +62,7 @@ class TenantAccount:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether it has a floor or a ceiling."""
+        """Whether the tenant has a floor or a ceiling."""
         return self.min_pages > 0 or self.max_pages is not None
 
     def charge(self, tokens: float) -> None:
@@ -74,15 +74,15 @@ class TenantAccount:
 
     @property
     def is_above_floor(self) -> bool:
-        """Whether other tenants may evict its cached pages."""
+        """Whether other tenants may evict this tenant's cached pages."""
         return self.num_pages > self.min_pages
 
     def would_exceed_ceiling(self, num_pages: int) -> bool:
-        """Whether `num_pages` further held pages would exceed its ceiling even if all its cached pages were evicted."""
+        """Whether `num_pages` more pages would exceed the ceiling even if all cached pages of the tenant were evicted."""
         return self.max_pages is not None and self.num_pages - self.num_cached + num_pages > self.max_pages
 
     def pages_over_ceiling(self, num_pages: int) -> int:
-        """Number of its pages that must be evicted before it may allocate `num_pages`."""
+        """Number of the tenant's pages that must be evicted before the tenant may allocate `num_pages`."""
         return 0 if self.max_pages is None else max(0, self.num_pages + num_pages - self.max_pages)
 
 

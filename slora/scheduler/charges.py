@@ -39,6 +39,6 @@ def charge_mask(sequence: Sequence, costs: Costs) -> None:
 
 
 def charge_load(sequence: Sequence, num_bytes: int, costs: Costs) -> None:
-    """Charges the load of an adapter into the pool to the sequence that it is loaded for."""
+    """Charges a sequence for loading its adapter into the pool."""
     sequence.usage.adapter_bytes += num_bytes
     sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(costs.load_s(num_bytes)))

@@ -457,8 +457,8 @@ class Scheduler:
         while not self._preemption.make_room(missing + copied, sequence):
             victim = self._preemption.choose_victim(missing + copied, sequence.tenant)
             self._preemption.preempt(victim, plan)
-            # `sequence` has also stopped running if the victim was another choice of its request and could not be
-            # queued again: that ends the whole request.
+            # A victim that cannot be queued again ends its whole request. If `sequence` is another choice of that
+            # request, it has stopped running too.
             if not sequence.is_running:
                 return False
             # After another choice was preempted, this sequence may be the only user of the page.

@@ -51,7 +51,7 @@ class TokenAligner:
         return tuple(certain)
 
     def flush(self) -> tuple[AlignedToken, ...]:
-        """Returns the remaining tokens of an answer that no stop string has cut off."""
+        """Returns the remaining tokens of an answer that did not end at a stop string."""
         self._measure(self._widths.finish())
         return tuple(token for _, token in self._held)
 

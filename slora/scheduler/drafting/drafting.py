@@ -90,7 +90,7 @@ class Drafting:
         return self.num_draft_tokens - self.num_accepted_tokens
 
     def add_drafts(self, plan: StepPlan) -> None:
-        """Adds drafts to the plan where they are expected to pay."""
+        """Adds drafts to the plan where they are expected to save more time than they cost."""
         if not self._config.prompt_lookup_tokens:
             return
         work, costs = plan.measure_work(self._config.full_page_bytes), self._costs
@@ -104,7 +104,7 @@ class Drafting:
         step_s = costs.step_seconds(work._replace(swapped_pages=0, loaded_bytes=0))
         # The time that one more sampled token is worth.
         token_s = step_s / num_rows
-        # Return if not even drafts that are certain to be accepted would pay.
+        # Return if drafting would cost more than it saves even if every draft were accepted.
         if token_s <= _MIN_GAIN * costs.decode_s:
             return
         candidates = self._find_candidates(plan, token_s)
