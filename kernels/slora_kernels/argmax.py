@@ -9,8 +9,8 @@ _BLOCK = 256
 def find_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Kernels.argmax`.
 
-    On a CPU, it first finds the block with the maximum and then the argmax in that block. This takes a fifth of the
-    time of `max` over the whole row.
+    On a CPU, the function first finds the block with the maximum, and then the argmax in that block. This takes a fifth
+    of the time of `max` over the entire row.
     """
     logits = logits.float()
     whole = logits.shape[1] // _BLOCK * _BLOCK

@@ -67,7 +67,7 @@ class KVBlockLayout:
 def lay_out_kv_block(
     num_kv_heads: int, head_dim: int, block_tokens: int, element_bytes: int, kv_format: KVFormat
 ) -> KVBlockLayout:
-    """Computes the layout. A block with scales is padded to whole segments.
+    """Computes the layout of one layer in a KV block. A block with scales is padded to whole segments.
 
     element_bytes: size of one element of the model's dtype.
     """
@@ -312,7 +312,7 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
 class LoraTargets:
     """The parts of the model that one adapter changes, or that all adapters of a step together change.
 
-    max_group_rank: greatest total rank of a site.
+    max_group_rank: the greatest rank of a site. The rank of a site is the sum of its modules' ranks.
     embedding, head: whether the input embedding or the output head is adapted.
     kv: whether K or V of any layer changes.
     """

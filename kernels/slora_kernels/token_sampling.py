@@ -98,7 +98,7 @@ def gumbel_sample(weights: Tensor, keys: Tensor) -> Tensor:
 def _sample_index(weights: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
     """Samples an index in each row by the Gumbel-max trick: int64 [B].
 
-    numbers: int64 [B or 1, N], the number of each entry for `_uniform`.
+    numbers: int64 [B or 1, N], from which `_uniform` hashes a random number for each entry.
     """
     return (weights / -_uniform(keys.unsqueeze(1), numbers).log()).argmax(dim=-1)
 

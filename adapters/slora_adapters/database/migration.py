@@ -112,8 +112,8 @@ def upgrade(connection: Connection, label: str) -> None:
         if not _is_about_schema(error):
             raise
         raise StoreUnavailable(
-            f"database {label} cannot be migrated, because its tables are not those of the release that it names "
-            f"({' '.join(str(error.orig).split())}): restore a complete copy of the database"
+            f"database {label} cannot be migrated: its tables do not match the schema version recorded in it "
+            f"({' '.join(str(error.orig).split())}); restore a complete copy of the database"
         ) from error
     logger.info("database %s has schema %s now (before: %s)", label, head, before or "none")
 

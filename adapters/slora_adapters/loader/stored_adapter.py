@@ -102,8 +102,8 @@ class StoredAdapter:
     def _read(
         self, digest: AdapterHash, packer: Packer, spare: list[bytearray], on_read: Callable[[], None]
     ) -> None:
-        """Reads, hashes and packs all tensors. Raises AdapterInvalid if a value overflows. Both threads have ended when
-        this method returns or raises.
+        """Reads all tensors, while one thread hashes them and another thread packs them. Raises AdapterInvalid if a
+        value overflows. When this method returns or raises, the two threads have ended.
         """
         under_way: deque[tuple[bytearray, Future[None], Future[None]]] = deque()
         with (
@@ -113,7 +113,7 @@ class StoredAdapter:
             for batch in _list_batches(self._spans):
                 buffer = spare.pop() if spare else _finish(*under_way.popleft())
                 if len(buffer) < batch.num_bytes:
-                    buffer = bytearray(batch.num_bytes)  # for one row that is longer than a batch
+                    buffer = bytearray(batch.num_bytes)  # the batch is a row longer than BATCH_BYTES
                 content = memoryview(buffer)[: batch.num_bytes]
                 self._blob.read_into(TENSORS_NAME, self._body_start + batch.start, content)
                 on_read()

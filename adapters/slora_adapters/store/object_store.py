@@ -294,7 +294,8 @@ class ObjectStore:
         """Tries to remove the objects of a failed upload. Its note stays, because a write that failed here may still
         complete.
         """
-        with suppress(Exception):  # the error of the upload is more useful than one of the removal
+        # If the removal fails too, only the error of the upload is reported, because it is more useful.
+        with suppress(Exception):
             own = [one for one in self._uploads(digest) if one.upload_id == upload_id]
             self._remove_uploads(digest, own)
 

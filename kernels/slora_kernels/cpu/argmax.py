@@ -1,7 +1,7 @@
 """The maximum and argmax of each row on a CPU: one pass over the logits, then one over the block with the maximum.
 
-Logits are compared as integers that sort like them (`sortable_int`). Comparing floats would not detect NaN, because
-fastmath assumes that there is none.
+Logits are converted to integers of the same order (`sortable_int`) and then compared. Comparing floats would not detect
+NaN, because fastmath assumes that there is none.
 """
 
 import numpy as np

@@ -5,11 +5,12 @@ item in blocks, with an online softmax (arXiv 2205.14135) in base 2. Sums are fl
 attention weights are bfloat16, as on a GPU, because some CPUs add two bfloat16 products in one instruction. In other
 models, queries and attention weights are float32.
 
-Decode reads keys and values directly from the pages. A tile of several queries first copies each block. If the tile has
-enough rows, it also transposes the keys, so that scores are weighted sums of contiguous rows.
+For a tile with one query (decode), the thread reads keys and values directly from the pages. For a tile of several
+queries, the thread first copies each block. If the tile has enough rows, the thread also transposes the keys, so that
+scores are weighted sums of contiguous rows.
 
-`scales` holds the pages viewed as bfloat16. It is None if K and V have no scales. The scores are multiplied by the
-scales of K, and the attention weights by the scales of V.
+`scales` is a bfloat16 view of the same pages, for reading the scales that they contain. It is None if K and V have no
+scales. The scores are multiplied by the scales of K, and the attention weights by the scales of V.
 """
 
 import numpy as np
@@ -80,7 +81,7 @@ def count_operand_scratch(head_dim: int) -> int:
 
 @compiled
 def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
-    """Copies heads of q [tokens, heads * D]: rows [t * group + g] is head `first_head + g` of token t."""
+    """Copies heads of q [tokens, heads * D]: head `first_head + g` of token t becomes row t * group + g of `rows`."""
     size = rows.shape[1]
     for m in range(rows.shape[0]):
         start = (first_head + m % group) * size
@@ -166,7 +167,7 @@ def attend_token(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """Computes attention of one token's queries, rows [M, D], to the keys from `first` to `visible - 1`.
+    """Computes attention of one token's queries, `rows` [M, D], over the keys from `first` to `visible - 1`.
 
     Updates sums [M, D] and state [M, 3], which the caller has initialised.
 
@@ -246,9 +247,10 @@ def attend_tile(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """Computes attention of the queries rows [M, D] of one KV head. Updates sums [M, D] and state [M, 3].
+    """Computes attention of one KV head for the queries in `rows` [M, D]. Updates sums [M, D] and state [M, 3].
 
-    Row m belongs to the token at position before + m // group. It sees that token and the window - 1 tokens before it.
+    Row m belongs to the token at position `before + m // group`. The row sees that token and the `window - 1` tokens
+    before that token.
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
     """
     num_rows, size = rows.shape

@@ -40,10 +40,10 @@ def _tile_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
 
 
 def _choose_heads_per_item(num_tiles: int, num_heads: int, group: int, max_query_len: int) -> int:
-    """Number of KV heads per item.
+    """Returns the number of KV heads per item.
 
-    If all sequences decode, it is the greatest number that leaves enough items for all threads. More heads per item are
-    faster, because consecutive heads are contiguous in a page. If any sequence prefills, it is 1.
+    If all sequences decode, this is the greatest number that leaves enough items for all threads. More heads per item
+    are faster, because consecutive heads are contiguous in a page. If any sequence prefills, the number is 1.
     """
     if max_query_len > 1:
         return 1
@@ -82,7 +82,7 @@ class AttentionPlan:
         layer: int,
         norms: QueryKeyNorm | None,
     ) -> JobWords:
-        """The job that rotates q and k and writes KV.
+        """Returns the job that rotates q and k and writes KV.
 
         Run the job before you make the next one. Making another job may free the norm weights that this job points to.
         """

@@ -26,7 +26,7 @@ from slora_kernels.cpu.vectors import (
 
 
 def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
-    """Builds the block (see `vectors`) for sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
+    """Builds the block (see `vectors`) that computes sums [tokens, rows] += x [tokens, count] times rows of weights."""
 
     @intrinsic
     def dots(typing: Any, sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> Any:

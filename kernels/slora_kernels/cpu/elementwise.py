@@ -98,8 +98,8 @@ def sigmoid(value: Float) -> Float:
 def normal_cdf(value: Float) -> Float:
     """The normal distribution's CDF at `value`: erfc(-value / sqrt(2)) / 2, with a relative error below 1.2e-7.
 
-    Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc). It calls no function, so loops over it can
-    be vectorised.
+    Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc). It calls no other function, so a loop
+    that calls it can be vectorised.
     """
     z = abs(value) * _ROOT_HALF
     t = _ONE / (_ONE + _HALF * z)

@@ -353,7 +353,7 @@ def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
 
 @intrinsic
 def magnitude(typing: Any, value: Any) -> Any:
-    """An int32 that orders elements of the model's dtype by magnitude."""
+    """Maps an element of the model's dtype to an int32 that grows with the element's magnitude."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_magnitude(builder, value, args[0])[0]
@@ -375,7 +375,10 @@ def find_largest_magnitude(row: Array) -> Int:
 
 @intrinsic
 def sortable_int(typing: Any, value: Any) -> Any:
-    """An int32 that orders elements of the model's dtype by value. NaN sorts beyond the infinity with the same sign."""
+    """Maps an element of the model's dtype to an int32 that sorts like the element.
+
+    NaN sorts beyond the infinity with the same sign.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         size, is_negative = _emit_magnitude(builder, value, args[0])
@@ -468,7 +471,7 @@ _HALF, _ONE, _ZERO, _LOWEST = np.float32(0.5), np.float32(1.0), np.float32(0.0),
 
 @compiled
 def exp2(x: Float) -> Float:
-    """2^x for x <= 0, and 0 below -126. It calls no function, so loops over it can be vectorised."""
+    """2^x for x <= 0, and 0 below -126. It calls no other function, so a loop that calls it can be vectorised."""
     clamped = max(x, _LOWEST)
     whole = np.int32(clamped - _HALF)
     f = clamped - np.float32(whole)

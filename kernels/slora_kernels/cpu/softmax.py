@@ -186,8 +186,8 @@ def update_softmax_of_tile(
 ) -> None:
     """Turns the scores of the first `count` keys of a block into weights. Scores and weights are [M, BLOCK_KEYS].
 
-    Positions count from the first key of the block. Row m belongs to the token at position `before + m // group`. It
-    attends to that token and the `window - 1` tokens before it. All other keys get weight 0.
+    Positions count from the first key of the block. Row m belongs to the token at position `before + m // group`. The
+    row sees that token and the `window - 1` tokens before that token. All other keys get weight 0.
     """
     # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
     is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS

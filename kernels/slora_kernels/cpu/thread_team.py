@@ -40,7 +40,7 @@ def _bind_openmp() -> Enter | None:
 
 
 def _bind_python_threads() -> Enter:
-    """Returns the fallback without OpenMP: a function that runs the worker on Python threads.
+    """Returns a function that runs the worker on Python threads. It is the fallback without OpenMP.
 
     ctypes releases the GIL while a worker runs.
     """

@@ -103,7 +103,7 @@ class Memory:
         emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
 
     def lines(self, columns: list[Any]) -> list[Any]:
-        """Returns one column per cache line. columns: where adjacent vectors start."""
+        """Returns one of `columns` for each cache line. columns: the first columns of adjacent vectors."""
         return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
     def load_scalar(self, row: int, column: Any) -> Any:

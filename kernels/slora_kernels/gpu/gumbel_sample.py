@@ -21,7 +21,7 @@ _WARPS = 16
 
 @triton.jit
 def _gumbel_scores(weights, key, numbers):
-    """weight / E of each entry, float64. E is -log of the uniform number that `token_sampling._uniform` documents."""
+    """weight / E of each entry, float64. E is -log(u), with u as in `token_sampling._uniform`."""
     state = key + numbers.to(tl.uint64) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB

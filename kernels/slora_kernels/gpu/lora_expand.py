@@ -74,7 +74,7 @@ def _lora_expand_kernel(
     target = out + (first + tokens).to(tl.int64)[:, None] * out_stride
     target += tl.multiple_of(column_start, ALIGNMENT) + columns[None, :]
     mask = (tokens[:, None] < size) & inside
-    # Loaded early to overlap with the page lookups.
+    # The old output is loaded early, so that the load overlaps with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
     # All planes are loaded and summed at once, which takes 11 barriers. Adding one plane at a time took 25 barriers,
     # because Triton converted the register layout of each plane separately.
@@ -117,7 +117,7 @@ def bind_lora_expand(
     tiles: LoraTiles,
     sizes: LoraSizes,
 ) -> list[Launch]:
-    """Binds the kernels to shrunk [splits, T, columns], and to out [T, sum(site.widths)], which they change in place.
+    """Binds the kernels to shrunk [splits, T, columns] and to out [T, sum(site.widths)], which is changed in place.
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.

@@ -45,8 +45,8 @@ _STAGES = range(1, 9)
 class ShrinkTile:
     """Sizes of a shrink program, for ranks up to max_rank.
 
-    max_rank: greatest total rank of a site. None: no limit. block_rank: rows of A per program.
-    block_segments: segments of each row per iteration of the loop.
+    max_rank: greatest rank of a site, which is the sum of its modules' ranks. None: no limit.
+    block_rank: rows of A per program. block_segments: segments of each row per iteration of the loop.
     """
 
     max_rank: int | None
@@ -75,7 +75,7 @@ class ShrinkSizes:
 class ExpandTile:
     """Sizes of an expand program, for ranks up to max_rank.
 
-    max_rank: greatest total rank of a site. None: no limit. block_segments: segments of output columns per program.
+    max_rank: as in `ShrinkTile`. block_segments: segments of output columns per program.
     """
 
     max_rank: int | None

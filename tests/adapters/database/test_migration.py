@@ -247,7 +247,7 @@ def execute(place: str, statement: str) -> None:
         ),
         (
             f"UPDATE {VERSION_TABLE} SET version_num = '0001'",
-            "cannot be migrated, because its tables are not .* restore a complete copy",
+            "cannot be migrated: its tables do not match .* restore a complete copy",
         ),
         (f"DROP TABLE {VERSION_TABLE}", "tables of another product .*: give slora a database of its own"),
     ],
