@@ -57,7 +57,7 @@ class EngineRequest:
         and their weights.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
-    is_background: the request only gets tokens of a step that interactive requests leave, and is preempted first.
+    is_background: the request gets only the tokens of a step that interactive requests leave, and is preempted first.
     account: the account that is billed within the tenant. The engine only copies it to usage records. Empty: none is
         billed.
     deadline_s: maximum seconds from arrival to the first token; None: no deadline. The request ends as soon as it can't
@@ -172,8 +172,8 @@ class TokenLogprobs:
     """The log-probabilities at one position.
 
     logprob: log-probability of the chosen token, from the model's logits before penalties, biases and temperature.
-    top: (token id, logprob) of the most probable tokens, best first. With `logprob_token_ids`, of the chosen token and
-        then of the others in the order of the request.
+    top: (token id, logprob) of the most probable tokens, best first. With `logprob_token_ids`: of the chosen token, and
+        then of these tokens in the order of the request.
     """
 
     logprob: float

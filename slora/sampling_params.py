@@ -72,12 +72,12 @@ class SamplingParams:
     include_stop_str_in_output: whether the text includes the stop string or stop token that ended it.
     skip_special_tokens: whether the text leaves out special tokens.
     logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
-    logprob_token_ids: vLLM's; with `logprobs`, the log-probabilities of these tokens and of the chosen token take the
-        place of those of the most probable tokens.
+    logprob_token_ids: vLLM's; with `logprobs`, the log-probabilities of the chosen token and of these tokens are
+        returned, instead of those of the most probable tokens.
     prompt_logprobs: the same for each prompt token except the first, which has no preceding token.
     n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
     best_of: number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None
-        means n. The engine returns all of them, and the caller that collects them chooses.
+        means n. The engine returns all sampled answers, and the caller selects the n most probable.
     use_beam_search: vLLM's; returns the n best hypotheses of a search with best_of beams instead of sampling
         (`beam_search`). No token is reported before the search is over.
     length_penalty: a hypothesis' sum of log-probabilities is divided by its length to this power.

@@ -104,7 +104,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class ByteSize:
-    """A number of bytes, spelled `512MiB`, `2GB` (10**9 bytes each) or `1.5GiB`."""
+    """A number of bytes, spelled for example `512MiB`, `1.5GiB` or `2GB` (2 * 10**9 bytes)."""
 
     lowest: int = 0
 
@@ -198,16 +198,16 @@ class _Declaration:
 
 
 def setting(default: Any, help_text: str, kind: Kind | None = None, *, metavar: str = "VALUE") -> Any:
-    """A field of a configuration dataclass. default: MISSING for a field that must be given. kind: any text by default.
+    """Declares a setting as a field of a configuration dataclass.
 
-    metavar: the name of the value in `--help`.
+    default: MISSING for a field that must be given. kind: any text by default. metavar: the value's name in `--help`.
     """
     return field(default=default, metadata={"setting": _Declaration(help_text, kind or Text(), metavar)})
 
 
 @dataclass(frozen=True, slots=True)
 class SettingSpec:
-    """A setting as the command line and the environment see it."""
+    """A declared setting, for the command line and the environment."""
 
     name: str
     default: Any

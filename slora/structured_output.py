@@ -24,9 +24,10 @@ __all__ = [
 ]
 
 MAX_FORM_CHARS = 65_536
-# The engine keeps this many compiled grammars, of all tenants and of one. One takes 50 KB, and the largest that a
-# server accepts 10 MB. The API remembers no more forms than that, so that a form that the engine compiles again is
-# charged again. Tenants never share a grammar: the time to the first token would tell a tenant that another uses it.
+# The most compiled grammars that the engine keeps, for all tenants together and for one tenant. A typical grammar takes
+# 50 KB, and the largest that a server accepts takes 10 MB. The API remembers the same numbers of forms, so that a form
+# that the engine compiles again is also charged again. Tenants never share a grammar: a fast first token would reveal
+# that another tenant uses it.
 MAX_CACHED_FORMS = 512
 MAX_CACHED_FORMS_OF_TENANT = 64
 MISSING_LIBRARY = (
@@ -52,7 +53,7 @@ class StructuredOutput:
         syntax or GBNF. Empty for JSON_OBJECT.
     param: the field of the request that holds the form. Errors name it.
 
-    An answer that ends with finish_reason `stop` has this form, unless a stop string has cut it.
+    An answer that ends with finish_reason `stop` has this form, unless a stop string has cut it off.
     """
 
     kind: OutputKind

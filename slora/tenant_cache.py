@@ -1,6 +1,6 @@
 """A cache that keeps the entries of each tenant apart.
 
-A tenant cannot find the entries of other tenants. It cannot evict them by storing many entries of its own.
+A tenant can neither find the entries of other tenants nor evict them by storing many entries of its own.
 """
 
 from collections import OrderedDict

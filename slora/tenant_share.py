@@ -8,7 +8,7 @@ from slora.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What one tenant is entitled to.
+    """The service, pages and priority that one tenant is entitled to.
 
     weight: service relative to other tenants; a tenant of weight 2 gets twice as many tokens as one of weight 1.
     min_share: fraction of the pool's pages that other tenants cannot evict once this tenant owns them (its floor).

@@ -52,7 +52,7 @@ class UsageRelay:
         )
 
     def end(self, request_id: str, usage: RequestUsage) -> None:
-        """Adds the usage of an ended request. If the request used nothing or has no account to bill, there is no record."""
+        """Adds the usage of an ended request. Makes no record if nothing was used or there is no account to bill."""
         record = self._unfinished.pop(request_id, None)
         if record is None or not record.account or usage == RequestUsage():
             return

@@ -35,10 +35,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071) treats each wavelength by the number of turns that it makes in the original context.
+    """YaRN (arXiv 2309.00071) scales each wavelength by its number of turns in the original context.
 
-    Below beta_slow turns it is multiplied by `factor`. Above beta_fast turns it is kept. Between them it is
-    interpolated.
+    Below beta_slow turns, the wavelength is multiplied by `factor`. Above beta_fast turns, it is kept. In between, it
+    is interpolated.
 
     truncate: the bounds are rounded to whole dimensions.
     """

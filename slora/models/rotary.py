@@ -1,7 +1,7 @@
 """Tables of cosines and sines for rotary embedding (RoFormer, arXiv 2104.09864), one for each rope of a model.
 
-Angles are computed in float32 in transformers' order of operations. The tables equal those of transformers, in nearly
-every case to the last bit.
+Angles are computed in float32 in transformers' order of operations. The tables equal those of transformers, almost
+always bit for bit.
 """
 
 import math

@@ -12,10 +12,10 @@ _MPS_SHARES = ("50%", "25%")
 
 
 def compare_slices(question: Question, progress: Progress, *, max_tokens: int) -> dict[str, Plan | str]:
-    """Returns plans of the whole device, each MIG profile and some MPS shares, by name.
+    """Returns plans for the whole device, for each MIG profile and for some MPS shares, by name.
 
-    A string instead of a plan is the reason why there is none. Each slice runs its own engine. The adapters are divided
-    among the engines, and each request goes to the engine that has its adapter.
+    If a slice can't be planned, its entry is the reason as a string. Each slice runs its own engine. The adapters are
+    divided among the engines, and each request goes to the engine that has its adapter.
     """
     whole = question.device
     # The last profile is the whole GPU, which is already in the list.

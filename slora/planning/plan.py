@@ -280,7 +280,7 @@ class _Planner:
         config, spec, device = question.config, question.spec, question.device
         free = device.memory_bytes - _RESERVED_BYTES - self._size.weight_bytes - self._activations
         if config.pool_bytes is None:
-            # Whole MiB, so that a flag can give the exact size.
+            # Rounded down to whole MiB, so that a flag can give the exact size.
             pool_bytes = choose_pool_bytes(config, max(0, free), on_gpu=True) // _MIB * _MIB
         elif config.pool_bytes > free:
             raise ConfigError(

@@ -21,7 +21,7 @@ __all__ = ["EFFICIENCIES", "Roofline"]
 
 # Shares of the data sheet's bandwidth and FLOP/s that the engine reaches.
 WEIGHT_READS = 0.72
-QUANTIZED_READS = 0.6  # not measured on a GPU yet
+QUANTIZED_READS = 0.6  # Not measured on a GPU yet.
 KV_READS = 0.72
 KV_FP8_READS = 0.35  # FP8 KV has half the bytes of 16-bit KV, but takes no less time to read.
 ADAPTER_READS = 0.6

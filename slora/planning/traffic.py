@@ -45,7 +45,7 @@ class Capacity:
 class Latencies:
     """The latencies that clients see under a load.
 
-    seconds: simulated time. hit_share: share of the admissions with an adapter that found it in the pool.
+    seconds: simulated time. hit_share: of the admissions with an adapter, the share that found the adapter in the pool.
     """
 
     ttft_p50_s: float

@@ -34,7 +34,7 @@ class Adapters:
 class Load:
     """The requests of a plan.
 
-    rate: requests per second. prompt_tokens, output_tokens: mean lengths. trace: if given, the requests themselves.
+    rate: requests per second. prompt_tokens, output_tokens: mean lengths. trace: the requests; empty if synthetic.
     """
 
     rate: float

@@ -10,8 +10,8 @@ last eviction may cut into the floor by less than the size of the evicted item.
 
 Ceiling (`max_pages`): a tenant at its ceiling must evict one of its own cached pages for each page that it allocates.
 
-A pinned item is evicted only when no unpinned item can be, and only in two cases: the caller passes `ignore_pins`, or
-its own tenant is at its ceiling. Pinned items have heaps of their own.
+A pinned item is evicted only when no unpinned item can be evicted, and only in two cases: the caller passes
+`ignore_pins`, or the tenant that owns the item is at its ceiling. Pinned items have heaps of their own.
 
 Nearly all tenants have neither floor nor ceiling and share one heap. Each tenant with bounds has its own heap. Apart
 from the logarithmic heap operations, the cost of an operation does not grow with the number of idle items.

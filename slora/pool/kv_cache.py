@@ -177,8 +177,8 @@ class KVCache:
 
         keys: keys of all leading blocks.
 
-        first_needed(n): the first of the n leading blocks that a token after them attends to. It is less than n and
-            never decreases as n grows. Without a window it is 0. With a window, the blocks before it may be missing.
+        first_needed(n): the first of the n leading blocks to which any later token attends. It is less than n and never
+            decreases as n grows. Without a window it is 0. With a window, the blocks before it may be missing.
 
         Worked example: of 5 blocks the third is missing. Without a window n is 2. If only the last two blocks before n
         are needed, n is 5.

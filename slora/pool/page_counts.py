@@ -1,4 +1,4 @@
-"""Counts of the pool's pages by what they hold."""
+"""The numbers of the pool's pages, by content."""
 
 from dataclasses import dataclass
 

@@ -32,7 +32,7 @@ def find_full_page_bytes(shape: ModelShape, config: EngineConfig) -> int:
 def choose_pool_bytes(config: EngineConfig, free_bytes: int, *, on_gpu: bool) -> int:
     """The size of the pool: `pool_bytes`, or a share of the free memory.
 
-    free_bytes: what the weights and the activations of the largest step leave of the memory.
+    free_bytes: the memory that is left beside the weights and the activations of the largest step.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes

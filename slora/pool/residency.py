@@ -102,7 +102,7 @@ class Resident:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
 
     def restore_s(self, costs: Costs) -> float:
-        """Seconds to fetch the adapter to the host, as measured lately, and to load it.
+        """Seconds to fetch the adapter to the host, as expected from recent fetches, and to load it into the pool.
 
         A fetch from the host cache takes almost no time.
         """
@@ -162,9 +162,9 @@ class Residency:
 
         Never evicts `protected`. Returns False if no slot can be freed.
 
-        Pinned adapters, and adapters of other tenants that are not above their floor, are evicted only if there is no
-        other idle adapter. They are not protected further: floors count pages and not slots, and a request must not
-        wait for the slot of a tenant that may never send a request again.
+        Pinned adapters, and adapters of other tenants at or below their floor, are evicted only if there is no other
+        idle adapter. They have no stronger protection: floors count pages and not slots, and a request must not wait
+        for the slot of a tenant that may never send a request again.
         """
         if self._free_slots:
             return True

@@ -78,7 +78,7 @@ class TenantAccount:
         return self.num_pages > self.min_pages
 
     def would_exceed_ceiling(self, num_pages: int) -> bool:
-        """Whether `num_pages` more pages would exceed the ceiling even if all cached pages of the tenant were evicted."""
+        """Whether `num_pages` more pages would exceed the ceiling even after evicting all the tenant's cached pages."""
         return self.max_pages is not None and self.num_pages - self.num_cached + num_pages > self.max_pages
 
     def pages_over_ceiling(self, num_pages: int) -> int:

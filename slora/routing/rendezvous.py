@@ -1,7 +1,7 @@
 """Rendezvous hashing: each key has its own order of the replicas.
 
-A replica that leaves changes the order of no other replicas. So only the keys whose home it was get another home, and
-routers agree on homes without talking to each other.
+When a replica leaves, the order of all other replicas stays the same. So only keys with their home on this replica get
+another home, and routers agree on homes without communicating.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ def rank_names(key: int, name_hashes: UInt64Array, most: int) -> IntArray:
 
 
 def _mix(values: UInt64Array) -> UInt64Array:
-    """The finalizer of splitmix64: every bit of the input changes half of the bits of the output."""
+    """The finalizer of SplitMix64: changing one bit of the input changes about half of the bits of the output."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -26,7 +26,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class RoutedWork:
-    """A request, as far as routing depends on it.
+    """The properties of a request that routing depends on.
 
     versions: all adapters that the request combines; empty for the base model.
     prefix_key: identifies tenant, adapter and the first block of the prompt. None: no prefix affinity.

@@ -13,24 +13,25 @@ from slora.routing.traffic_share import TrafficShare
 from slora_adapters.version import AdapterVersion
 
 # A choice looks at up to 8 homes and the next 4 replicas in the rendezvous order of the adapter. Further requests for a
-# very hot adapter look at its other homes. All of up to 16 replicas are looked at.
+# very hot adapter look at its other homes. In a fleet of at most 16 replicas, a choice looks at all of them.
 NUM_HOMES, NUM_SPARES, NUM_SMALL_FLEET = 8, 4, 16
 # A window of 64 requests per replica resolves shares of traffic down to a fraction of one replica's.
 WINDOW_REQUESTS, MIN_WINDOW_REQUESTS = 64, 1024
-# An order takes about 30 microseconds at 1,000 replicas. 65,536 of them take about 30 MiB.
+# Computing an order takes about 30 microseconds with 1,000 replicas. 65,536 orders take about 30 MiB.
 MAX_ORDERS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What each place adds to the load of a replica, in seconds.
+    """The seconds that are added to a replica's load if it does not have the adapter or the prefix of a request.
 
     The request goes to the replica with the least sum. So a replica is never chosen if its load is more than
     `stranger_s + prefix_s` above the least load.
 
-    host_s: the adapter is in the host cache only. home_s: it is in neither, and the replica is one of its homes.
-    spare_s: the replica is next after the homes. stranger_s: all other replicas.
-    prefix_s: another home than the first for the request's prefix.
+    host_s: the adapter is in the host cache, but not in the pool.
+    home_s, spare_s, stranger_s: the adapter is in neither. The replica is one of the adapter's homes, comes next after
+        its homes, or is any other replica.
+    prefix_s: the replica is not the first candidate for the request's prefix.
     """
 
     host_s: float = 0.1
@@ -53,8 +54,8 @@ class Router:
 
     token_s: estimated seconds of work per token. It is applied to requests that this router has placed since the last
         ReplicaState of their replica. 0: the caller adds them to `load`.
-    homes_per_replica_of_traffic: homes of an adapter with as much traffic as one replica serves on average. An adapter
-        has one home more than this.
+    homes_per_replica_of_traffic: number of homes that an adapter gets, beside its first home, for as much traffic as
+        one replica serves on average.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Router:
         return order
 
     def _select_homes(self, work: RoutedWork, homes: Sequence[int]) -> Sequence[int]:
-        """Returns at most NUM_HOMES homes: the first for the prefix of the request, or others at each call."""
+        """Returns at most NUM_HOMES homes: with a prefix the same at each call, otherwise the next homes in turn."""
         if work.prefix_key is not None and len(homes) > 1:
             hashes = self._hashes if isinstance(homes, range) else self._hashes[homes]
             first = rank_names(hash_key(work.prefix_key), hashes, NUM_HOMES)
@@ -176,7 +177,7 @@ class Router:
         return homes
 
     def _fetch_s(self, replica: ReplicaState, versions: tuple[AdapterVersion, ...], cold_s: float) -> float:
-        """Returns the penalty for missing adapters. Several adapters are loaded side by side."""
+        """Returns the greatest penalty of the missing adapters. Penalties are not summed: loads run in parallel."""
         seconds = 0.0
         for version in versions:
             if version not in replica.resident:

@@ -4,9 +4,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class TrafficShare:
-    """Counts tokens in two windows of `window` requests each. The older window counts by the part that is still recent.
+    """Counts tokens in two windows of `window` requests each. The old window counts less as the new window fills.
 
-    So at most 2 * window adapters are remembered.
+    At most 2 * window adapters are remembered.
     """
 
     def __init__(self, window: int) -> None:
@@ -25,10 +25,11 @@ class TrafficShare:
         self._new_total += tokens
 
     def share(self, version: AdapterVersion) -> float:
-        """Returns a number from 0 to 1.
+        """Returns the adapter's share of the recent tokens, from 0 to 1.
 
-        Worked example: a window of 100 requests of one token, 50 of them in the new window, 10 of these and 40 of the
-        old window of this adapter: (10 + 40 * 0.5) / (50 + 100 * 0.5) = 0.3.
+        Worked example: windows of 100 requests, one token each. The old window is full and has 40 tokens of this
+        adapter. The new window has 50 tokens, 10 of them of this adapter. The share is
+        (10 + 40 * 0.5) / (50 + 100 * 0.5) = 0.3.
         """
         weight = max(0.0, 1 - self._num_requests / self.window)
         total = self._new_total + weight * self._old_total

@@ -38,7 +38,7 @@ _MAX_RUNS = 3
 # longer. A copy cost that is too high might never be corrected: the scheduler would never choose a swap, so no swap
 # would be measured again.
 _MIN_COPIES = 5
-# Upper limit of the bytes in one timed copy. So many bytes do not fit into a CPU cache.
+# Upper limit of the bytes in one timed copy. This many bytes do not fit into a CPU cache.
 _COPY_BYTES = 32 << 20
 _COPY_PAGES = 64
 _MIN_S = 1e-9

@@ -28,12 +28,12 @@ _MAX_RUNS = 64
 
 
 class PageTransferFailed(SloraError):
-    """A step could not move pages or load adapters. None of the pages that it was to write can be trusted."""
+    """A step could not move pages or load adapters. The content of all pages that the step was to write is invalid."""
 
 
 class StepRunner(Protocol):
     def run(self, plan: StepPlan) -> list[SampledToken]:
-        """One token per sequence in the chunks' `sampled_sequences`, in order.
+        """Runs a step. Returns one token per sequence in the chunks' `sampled_sequences`, in order.
 
         Raises PageTransferFailed, or the computation's error.
         """

@@ -102,7 +102,7 @@ class SamplingRows:
 
 
 class SamplingTable:
-    """Rows 0 to num_rows - 1, on the host.
+    """The sampling table: rows 0 to num_rows - 1, on the host.
 
     The token counts (`token_counts`) are allocated on `device` when the first row needs them.
     """

@@ -6,7 +6,7 @@
                                                                   ^              |
                                                                   +- preempted --+
 
-A request for structured output first waits until its grammar is compiled, and then takes one of the ways from `add`.
+A request for structured output first waits until its grammar is compiled, and then continues as drawn from `add`.
 A waiting sequence holds nothing in the pool; its KV may be swapped to the host. A sequence that ends releases all its
 resources, in any state. This module makes no decisions: `Admission` decides which sequence is admitted, and
 `Preemption` decides which sequence is preempted.

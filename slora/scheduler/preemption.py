@@ -1,4 +1,4 @@
-"""Makes pages free: evicts idle items first, and then preempts running sequences."""
+"""Frees pages: evicts idle items first, and then preempts running sequences."""
 
 from collections import Counter
 

@@ -55,9 +55,7 @@ class Prewarming:
         self._fetched.pop(version, None)
 
     def prefetch_requested(self) -> None:
-        """Fetches the adapters to prewarm, as far as the adapters that requests wait for leave room in the host
-        cache.
-        """
+        """Fetches the adapters to prewarm, if the host cache has room beside the adapters that requests wait for."""
         for version in list(self._requested):
             if self._adapters.num_pages(version) is None:
                 self._adapters.prefetch(version)

@@ -31,7 +31,7 @@ preempts a beam to make room for the next sequence in the queue. It never preemp
 
 If every layer has a sliding window, a sequence frees the blocks that no later token attends to.
 
-Plain Python without tensors or sockets. The plans are deterministic given the inputs, which include the time.
+Plain Python without tensors or sockets. The same inputs, which include the time, always give the same plans.
 """
 
 from collections import Counter
@@ -193,7 +193,10 @@ class Scheduler:
         self.pins.replace(versions)
 
     def prewarm(self, version: AdapterVersion) -> AdapterPlace:
-        """Fetches an adapter to the host, and loads it into the pool if there is room. Returns where it is now."""
+        """Fetches an adapter to the host, and loads it into the pool if there is room.
+
+        Returns where the adapter is now.
+        """
         return self.prewarming.request(version)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
@@ -378,7 +381,7 @@ class Scheduler:
         return any(sequence.has_proposed for sequence in self._batch)
 
     def _plan_background(self, plan: StepPlan, num_tokens: int) -> None:
-        """Fills the step with background work. num_tokens: what interactive requests leave of the token budget."""
+        """Fills the step with background work. num_tokens: the tokens that interactive requests leave of the budget."""
         running = [sequence for sequence in self._batch if sequence.is_background]
         if not running and not len(self._lifecycle.queue):
             return
@@ -397,7 +400,7 @@ class Scheduler:
     def _continue_running(self, plan: StepPlan) -> PrefillBudget:
         """Plans the next tokens of the running interactive sequences, oldest first.
 
-        Returns the tokens that the step can still spend on prompts of waiting sequences.
+        Returns the number of tokens that the step can still spend on prompts of waiting sequences.
         """
         if self._config.rope_switch is not None:
             for sequence in self._batch:
@@ -431,7 +434,7 @@ class Scheduler:
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""
-        if not sequence.is_running:  # It was preempted after the caller had listed the running sequences.
+        if not sequence.is_running:  # Preempted after the caller had listed the running sequences.
             return False
         if not self.adapters.are_ready(sequence.residents):
             return False
@@ -446,8 +449,8 @@ class Scheduler:
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if the pool has too few.
 
-        If other sequences share the page of the first of these tokens, it is copied first (copy-on-write). Returns
-        False if `sequence` itself was preempted or ended.
+        If other sequences share the page of the first token, the page is copied first (copy-on-write). Returns False
+        if `sequence` itself was preempted or ended.
         """
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.paging.kv
         self._preemption.free_behind_window(sequence)

@@ -66,7 +66,7 @@ class LengthPair:
     most_output: int = MAX_TOKENS
 
     def draw(self, count: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Returns the lengths of `count` prompts and of as many answers, drawn independently of each other."""
+        """Returns the lengths of `count` prompts and `count` answers, drawn independently."""
         prompts = draw_lengths(count, self.prompt_mean, random, self.prompts, self.most_prompt)
         return prompts, draw_lengths(count, self.output_mean, random, self.outputs, self.most_output)
 

@@ -9,12 +9,12 @@ Two beams of a real model differ in a few words and expect similar next tokens. 
 longer both beams survive. Here two beams expect the same next tokens if their last `memory_tokens` tokens are equal.
 Otherwise their expectations are independent. There are two extremes:
 
-- With 0, all beams expect the same tokens, so the differences between their scores stay.
+- With 0, all beams expect the same tokens, so the differences between their scores persist.
 - With None, beams that differ anywhere are independent. One of them soon falls behind and is dropped, so the beams that
   are left share most of their text.
 
-A sentence (`SENTENCE_TOKENS`) is a realistic value, because language models hardly depend on the order of words before
-it (Khandelwal et al., ACL 2018).
+A sentence (`SENTENCE_TOKENS`) is a realistic value, because language models hardly depend on the order of earlier words
+(Khandelwal et al., ACL 2018).
 
 This module does not depend on searches or sequences.
 """

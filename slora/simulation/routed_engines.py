@@ -13,9 +13,9 @@ from slora.simulation.traces import Trace, TraceRequest
 
 
 class RoutedEngines:
-    """`num_replicas` engines and one trace. The router knows the state of each engine at each arrival.
+    """Replays a trace on `num_replicas` engines. The router knows the current state of each engine at each arrival.
 
-    token_s: estimated seconds of work per token, for the loads of the engines.
+    token_s: seconds of work per token, from which the load of an engine is estimated.
     """
 
     def __init__(self, setup: Setup, num_replicas: int, router: Router, token_s: float) -> None:

@@ -129,7 +129,7 @@ class Totals:
 
 
 class Simulation:
-    """One engine and one trace.
+    """Simulates one engine that serves one trace.
 
     running: the sequences that hold pages, for observers.
     unfinished_tokens: prompt and answer tokens of unfinished requests, computed ones included.
@@ -147,7 +147,7 @@ class Simulation:
         self.outcomes: dict[str, Outcome] = {}
         self.running: dict[int, Sequence] = {}
         self._observers = tuple(observers)
-        # By request: the token that is sampled, and the length of the answer at which the stop token is sampled.
+        # For each request: the token that is sampled, and the answer's length at which the stop token is sampled.
         self._tokens: dict[str, tuple[SampledToken, int | None]] = {}
         self._stop = SampledToken(STOP_TOKEN)
         self.num_unfinished = self.unfinished_tokens = 0

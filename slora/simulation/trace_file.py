@@ -1,7 +1,8 @@
 """Reads a trace of requests from a file: CSV with a header, or one JSON object in each line.
 
-The fields are `arrival_s` (seconds), `prompt_tokens`, `output_tokens`, and optionally `adapter` and `tenant`, which are
-any text. A request without an adapter uses the base model. A request without a tenant belongs to its adapter's.
+The fields are `arrival_s` (seconds), `prompt_tokens`, `output_tokens`, and optionally `adapter` and `tenant`. The names
+of adapters and tenants may be any text. A request without an adapter uses the base model. A request without a tenant
+belongs to the tenant of its adapter.
 """
 
 import csv

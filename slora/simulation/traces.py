@@ -130,8 +130,8 @@ def chat_trace(
     num_tenants: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Makes a trace of conversations. Each begins with the system prompt of its adapter, and each turn begins with the
-    whole conversation before it.
+    """Makes a trace of conversations, which begin with their adapter's system prompt. Each turn's prompt contains all
+    earlier turns of its conversation.
 
     `rate` counts requests, so `rate / turns` conversations begin per second. The pauses between turns have an
     exponential distribution with mean `pause_s`. The load is open-loop: a turn does not wait for a late answer.

@@ -93,7 +93,7 @@ class Answer:
     prompt_logprobs: log-probabilities of the prompt tokens, if they were requested. The list is complete when the first
     answer token arrives.
     timing: when the request passed the stages of the engine, if the caller has set it.
-    shown: special tokens that the text contains, such as those that mark tool calls.
+    shown: special tokens that are kept in the text, such as the markers of tool calls.
     prompt_only: the answer is empty and ends when its first token arrives. The engine has to compute that token: it
     computes log-probabilities of a prompt only for a request that generates a token.
     """
@@ -250,12 +250,12 @@ class _ChoiceState:
 async def stream_answer(
     deltas: AsyncGenerator[list[TokenDelta], None], answer: Answer, end_choice: Callable[[str, int], None]
 ) -> AsyncGenerator[list[CompletionDelta], None]:
-    """Yields the answer as the engine's `deltas` arrive. No list is empty.
+    """Yields the answer in lists of deltas, as the engine's `deltas` arrive. No list is empty.
 
     end_choice: called with request id and choice index when a stop string ends one choice while others continue.
 
-    When the answer is complete, or when this iterator is closed or cancelled, the deltas are closed. That aborts the
-    request.
+    When the answer is complete, or when this iterator is closed or cancelled, it closes `deltas`, which aborts the
+    request if it is unfinished.
     """
     async with aclosing(deltas):
         async for arrived in deltas:

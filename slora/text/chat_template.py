@@ -169,7 +169,7 @@ def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call as an object. DeepSeek's templates append the arguments to a string, as JSON."""
+    """The arguments of a call as an object. A template may also append it to a string as JSON, as DeepSeek's do."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)

@@ -1,8 +1,7 @@
 """Detokenizes one answer as its tokens arrive, and never returns text that a later token could change.
 
-Text is held back in two cases: the decoder needs more tokens to complete it, or it may be the
-beginning of a stop string. The cost of a token depends neither on the length of the answer nor on the length of the
-stop strings.
+Text is held back in two cases: the decoder needs more tokens to complete it, or it may be the beginning of a stop
+string. The cost of a token depends neither on the length of the answer nor on the length of the stop strings.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ class Detokenizer:
     min_tokens: a stop string that ends within the text of the first min_tokens tokens is ordinary text, as in vLLM
     (v1/engine/detokenizer.py). A stop string that begins there and ends later ends the answer.
 
-    includes_stop: whether the text ends with the stop string instead.
+    includes_stop: whether the text ends with the stop string, instead of before it.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Reads the sampling defaults in a generation_config.json, which fill the fields that a request leaves out.
 
 The base model may have such a file, and so may an adapter. For each field, the adapter's value takes precedence. An
-unsupported field may only have its neutral value. If an adapter's file gives it another value, the adapter is refused,
-because it would be served differently from how it was tuned. If the base model's file does, the field is logged and
-ignored.
+unsupported field may only have its neutral value. If it has another value in an adapter's file, the adapter is refused,
+because it would be served differently from how it was tuned. If it has another value in the base model's file, the
+field is logged and ignored.
 """
 
 import json

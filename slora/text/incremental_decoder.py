@@ -79,7 +79,7 @@ class _EachToken:
 
 
 class _AllButLast:
-    """Maps every string independently. The last string is mapped differently, so each one waits for the next."""
+    """Maps every string independently. The last string is mapped differently, so each string waits for the next one."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -188,7 +188,7 @@ class _StripStart:
 
 
 class _WholeText:
-    """Replaces the stages of a decoder that does not support streaming: decodes the text after the last token."""
+    """Replaces the stages of a decoder that does not support streaming: collects all tokens, then decodes them."""
 
     def __init__(self, decoder: Decoder, pieces: Iterable[str] = ()) -> None:
         self._decoder = decoder
@@ -211,7 +211,7 @@ class _WholeText:
 
 
 class DecoderChain:
-    """The stages of one tokenizer's decoder, in their initial state. special: the texts of its special tokens."""
+    """The stages of one tokenizer's decoder, in their initial state. special: the strings of its special tokens."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -247,8 +247,8 @@ class DecoderChain:
 class IncrementalDecoder:
     """Decodes one text.
 
-    The joined results of `push` and the final `finish` equal decoding all of its tokens at once, except the skipped
-    ones.
+    The joined results of `push` and the final `finish` equal the result of decoding all tokens at once, without the
+    skipped tokens.
     """
 
     def __init__(self, chain: DecoderChain, stages: list[_Stage], skipped: frozenset[str]) -> None:
@@ -274,7 +274,7 @@ class IncrementalDecoder:
         return pieces
 
     def finish(self) -> str:
-        """Returns the text that was held back, after the last token."""
+        """Called after the last token. Returns the text that was held back."""
         return "".join(self.finish_pieces())
 
     def finish_pieces(self) -> list[str]:

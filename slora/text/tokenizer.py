@@ -92,7 +92,7 @@ class Tokenizer:
         return frozenset(self._fast.get_added_tokens_decoder())
 
     def find_special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Returns the id of each text that is a special token."""
+        """Returns the ids of those strings that are special tokens, by string."""
         ids = {text: self._fast.token_to_id(text) for text in texts if text in self._decoder_chain.special}
         return {text: token_id for text, token_id in ids.items() if token_id is not None}
 

@@ -1,4 +1,4 @@
-"""A local journal of usage records, on its way to the ledger in the database.
+"""A local journal, which keeps usage records until they are in the ledger of the database.
 
 All processes of a host share one directory, and each process writes segments of its own. A record is durable when its
 future is done. One thread writes all records that are waiting and syncs them together (group commit), so many requests
@@ -78,7 +78,7 @@ class UsageJournal:
             raise UsageJournalFull(self._refusal)
 
     def append(self, record: UsageRecord) -> "Future[None]":
-        """Returns at once. The future is done when the record is durable, or raises UsageJournalFull."""
+        """Queues a record without blocking. The future is done when it is durable, or raises UsageJournalFull."""
         entry = _Entry(record.to_line(), _uncancellable())
         with self._changed:
             assert not self._is_closing, "a record was appended to a closed journal"
@@ -87,11 +87,11 @@ class UsageJournal:
         return entry.done
 
     async def write(self, record: UsageRecord) -> None:
-        """Returns when the record is durable. Raises UsageJournalFull. A cancelled caller's record is also written."""
+        """Writes a record, even if the caller is cancelled. Returns when it is durable. Raises UsageJournalFull."""
         await asyncio.wrap_future(self.append(record))
 
     def rotate(self) -> "Future[None]":
-        """Closes the open segment so that it can be shipped, unless it has no record or there is no spare."""
+        """Closes the open segment so that it can be shipped, unless it has no record or there is no spare segment."""
         done = _uncancellable()
         with self._changed:
             self._rotations.append(done)

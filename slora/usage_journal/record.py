@@ -53,10 +53,10 @@ class UsageRecord:
 
     @staticmethod
     def from_line(line: bytes) -> "UsageRecord":
-        """Ignores unknown fields, which a newer release may have written. A field that an older release did not write
-        has its default. Raises BadLine.
+        """Parses a line, with or without its newline. Raises BadLine.
 
-        line: with or without its newline.
+        Ignores unknown fields, which a newer release may have written. A field that an older release did not write has
+        its default.
         """
         checksum, _, body = line.removesuffix(b"\n").partition(b" ")
         try:

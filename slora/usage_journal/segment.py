@@ -33,7 +33,7 @@ class OpenSegment:
 
     @staticmethod
     def create(directory: Path, num_bytes: int) -> "OpenSegment":
-        """Raises OSError, for example when the disk is full."""
+        """Allocates a new segment. Raises OSError, for example when the disk is full."""
         segment = OpenSegment(*_create_locked(directory), num_bytes)
         try:
             os.posix_fallocate(segment._descriptor, 0, num_bytes)
@@ -46,7 +46,7 @@ class OpenSegment:
 
     @staticmethod
     def take_over(directory: Path, num_bytes: int) -> "OpenSegment | None":
-        """Returns a segment whose writer ended before it was full; None if there is none. It needs no free space."""
+        """Returns a segment whose writer ended before it was full, or None. This needs no free space on the disk."""
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             found = _open_unlocked(path)
             if found is None:
@@ -65,7 +65,7 @@ class OpenSegment:
         return self._num_bytes - self.num_written
 
     def append(self, lines: bytes) -> None:
-        """Returns when the lines are durable. After an OSError the segment must be closed."""
+        """Writes lines, and returns when they are durable. After an OSError the segment must be closed."""
         written = 0
         while written < len(lines):
             written += os.pwrite(self._descriptor, lines[written:], self.num_written + written)
@@ -85,8 +85,9 @@ class OpenSegment:
             os.close(self._descriptor)
 
     def leave(self) -> None:
-        """Releases the lock and keeps the unused space. A process that finds the disk full may then take the segment
-        over, as it may after a kill.
+        """Releases the lock and keeps the unused space.
+
+        Then a process that finds the disk full may take the segment over, as if its writer had been killed.
         """
         os.close(self._descriptor)
 

@@ -27,7 +27,7 @@ _BLOCK_TOKENS = 16
 
 
 def probe_inputs(shape: ModelShape, site: LoraSite, dtype: torch.dtype) -> Tensor:
-    """[T, in] of a standard normal distribution, rounded to `dtype`. For the embedding: one-hot rows of random tokens.
+    """Inputs [T, in] from a standard normal distribution, in `dtype`. For the embedding, one-hot rows of random tokens.
 
     The inputs depend on the site only, so they are the same in every call.
     """

@@ -102,10 +102,12 @@ def compute_forced_logits(
 
     forward: one pass over tokens, which returns [number of tokens, vocab_size].
 
-    Longrope chooses its factors by the present length of the sequence, for all of its tokens. So a token that was
+    Longrope chooses its factors by the current length of the sequence, for all of its tokens. So a token that was
     sampled while the sequence had at most `rope_switch` tokens must be compared with a pass over at most `rope_switch`
-    tokens. Worked example: with a switch of 48, a prompt of 40
-    and an answer of 20, rows 0 to 47 come from a pass over 48 tokens and rows 48 to 59 from one over 60.
+    tokens.
+
+    Worked example: with a switch of 48, a prompt of 40 tokens and an answer of 20 tokens, rows 0 to 47 come from a pass
+    over 48 tokens, and rows 48 to 59 from a pass over 60 tokens.
     """
     tokens = [*prompt, *answer]
     logits = forward(tokens)

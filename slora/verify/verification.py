@@ -13,7 +13,7 @@ __all__ = ["TOLERANCES", "ModuleCheck", "PromptCheck", "Tolerance", "Verificatio
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The differences that rounding explains.
+    """The greatest differences that rounding can explain.
 
     logprob: the difference for one token, in nats. delta: the difference of a module's output, relative to its largest
         entry.

@@ -54,7 +54,7 @@ class VerificationRequest:
 
 
 class Reference(Protocol):
-    """The reference side (`PeftReference`)."""
+    """The interface of the reference side, which `PeftReference` implements."""
 
     notes: tuple[str, ...]
 
@@ -146,7 +146,7 @@ def _run_engine(
 
 
 def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list[int]]:
-    """Random tokens are sufficient: two programs that agree on them also agree on text."""
+    """Makes prompts of random tokens. They are sufficient: two programs that agree on them also agree on text."""
     rng = random.Random(0)
     room = max(1, max_len - max_tokens)
     return [[rng.randrange(vocab_size) for _ in range(min(length, room))] for length in _DEFAULT_LENGTHS]

@@ -137,7 +137,7 @@ def _prompt_rows(found: Verification) -> Iterable[list[str]]:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """model.layers.3.self_attn.q_proj -> ("3", "self_attn.q_proj"). A module outside the layers: ("-", path)."""
+    """Splits a path: model.layers.3.self_attn.q_proj -> ("3", "self_attn.q_proj"). Outside the layers: ("-", path)."""
     match = _LAYER.fullmatch(path)
     return (match["layer"], match["module"]) if match else ("-", path)
 

@@ -10,7 +10,7 @@ from slora.weights.packed_weight import PackedWeight, pack_weight
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
-# oneDNN sums a single bfloat16 row with more elements than this in another order than several rows.
+# A bfloat16 row with more elements than this is summed by oneDNN in another order if it is alone in its batch.
 _MAX_ALONE = 1024
 
 

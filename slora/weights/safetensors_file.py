@@ -3,8 +3,8 @@
 The format: 8 bytes with the header's length, little-endian; the header, a JSON object name -> {dtype, shape,
 data_offsets}; the bytes of the tensors.
 
-No tensor is read here: a caller reads its bytes from `offset` directly to their final place. This parser is stricter
-than the reference reader in one point: a name may occur only once.
+No tensor is read here: a caller reads a tensor's bytes from `offset` directly into their final memory. This parser is
+stricter than the reference reader in one point: a name may occur only once.
 """
 
 import json

@@ -39,7 +39,7 @@ class LoadBudget:
         """Sets the budget of the next step.
 
         num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load.
-        is_shared: whether interactive requests run. If so, both numbers count only these.
+        is_shared: whether interactive requests run. If so, both numbers count only interactive sequences.
         """
         self._is_limited = num_decoding > 0
         self.num_pages = self._limit(num_decoding, num_waiting) if self._is_limited else self._pool_pages
@@ -70,7 +70,7 @@ class LoadBudget:
         """Returns how many adapter pages one step may load; at least 1.
 
         Worked example: 20 sequences decode, a step takes 0.03 s and a page 0.001 s. With 1 waiting request the step
-        may grow by 0.1 * 0.03 s, which are 3 pages. With 11 it may grow by 10 / 20 * 0.03 s, which are 15 pages.
+        may grow by 0.1 * 0.03 s, which is 3 pages. With 11 requests it may grow by 10 / 20 * 0.03 s: 15 pages.
         """
         if self._fixed is not None:
             return self._fixed

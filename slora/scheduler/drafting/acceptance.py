@@ -9,7 +9,7 @@ from collections import OrderedDict
 from slora.scheduler.drafting.ngram_index import NGRAM_SIZES
 from slora_adapters.version import AdapterVersion
 
-# The acceptance rate that is assumed before the first draft, and the number of drafted tokens that it counts as.
+# The acceptance rate that is assumed before the first draft, and its weight as a number of drafted tokens.
 _FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
 # Each new draft multiplies the weight of older drafts by this factor. A sequence forgets old drafts sooner than an
 # adapter does, because its text may change quickly between copied and new passages.

@@ -3,7 +3,7 @@
 from slora.scheduler.drafting.acceptance import Rates
 from slora.scheduler.drafting.ngram_index import NgramIndex
 
-# While drafts are not expected to pay, one token is drafted after this many matches, to see whether it is accepted.
+# While drafts are not expected to save time, one token is drafted after this many matches, to see if it is accepted.
 # Each draft without an accepted token doubles this number, up to the maximum.
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128
 
@@ -24,7 +24,7 @@ class DraftState:
         self._patience = _FIRST_PATIENCE
 
     def is_probe_due(self) -> bool:
-        """Called at a match that is not expected to pay. Returns whether one token should be tried nevertheless."""
+        """Called at a match that is not expected to save time. Returns whether to draft one token nevertheless."""
         self._num_skipped += 1
         return self._num_skipped >= self._patience
 

@@ -14,13 +14,13 @@ The kernels compute each drafted token as a decode row, with the block table of 
 their KV before attention reads it. So the results are bit-identical to those of separate steps. KV of rejected tokens
 is overwritten before any token attends to it, and is never offered to the prefix cache.
 
-Drafts pay where additional rows make a step only a little longer. This is mostly the case in small batches. Drafts
-only use what a step has left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted and
-nothing is evicted for a draft.
+Drafts save time where additional rows make a step only a little longer. This is mostly the case in small batches.
+Drafts only use what a step has left: tokens of its budget, rows of the batch, and free pages. No sequence is preempted
+and nothing is evicted for a draft.
 
-Beams, structured output, and requests with penalties, `allowed_token_ids` or `bad_words` get no drafts. What they may
-sample depends on the earlier tokens in ways that a step does not compute for several positions at once.
-Background sequences get drafts only in steps without interactive ones.
+Beams, structured output, and requests with penalties, `allowed_token_ids` or `bad_words` get no drafts. Their sampling
+depends on the earlier tokens in ways that a step does not compute for several positions at once.
+Background sequences get drafts only in steps without interactive sequences.
 """
 
 from collections.abc import Sequence as Items

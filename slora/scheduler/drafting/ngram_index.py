@@ -11,7 +11,7 @@ NGRAM_SIZES = (4, 2)
 class NgramIndex:
     """For each n-gram of a sequence, the position after its last occurrence.
 
-    About 200 bytes per token. The n-gram at the end of the sequence is not indexed before a further token follows it.
+    Takes about 200 bytes per token. The n-gram at the end of the sequence is indexed only when another token follows.
     """
 
     __slots__ = ("_next", "_num_indexed")

@@ -109,8 +109,8 @@ class FairQueue:
 
     def _lift(self, tenant: TenantAccount) -> None:
         # Only tenants of the same class count. A tenant of a later class may have a very small counter, because earlier
-        # classes go first. Raising a counter only to such a small value would let its tenant lock out the others of its
-        # own class for long.
+        # classes go first. Raising a counter only to such a small value would let its tenant lock out the other tenants
+        # of its own class for a long time.
         group = tenant.share.priority
         services = (other.service for other in self._heaps if other.share.priority == group)
         tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))
