@@ -102,7 +102,7 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
-            # The process id only serves error messages, so a server on a full disk starts without it.
+            # A full disk must not prevent the start, because the process id is only shown in error messages.
             if not is_full(error):
                 raise
         yield DataDir(path)
@@ -111,8 +111,8 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
 
 
 def find_lock_holder(path: Path) -> str | None:
-    """Returns which process holds the lock of the directory; None if the lock is free. This function takes no lock
-    itself, because a server that starts at that moment would be refused.
+    """Returns the process that holds the lock of the directory, as text; None if the lock is free. Does not take the
+    lock to test it, because a server that starts at that moment would be refused.
     """
     try:
         inode = (path / _LOCK).stat().st_ino

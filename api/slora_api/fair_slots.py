@@ -25,8 +25,8 @@ __all__ = ["FairSlots", "reserved_slots", "slots_of_process"]
 
 
 def reserved_slots(num_slots: int) -> int:
-    """Returns how many slots stay free for tenants that hold none: a quarter, and at least one if there are three
-    slots.
+    """Returns how many slots stay free for tenants that hold none: a quarter of them, but at least one. With fewer than
+    three slots, there is no reserve.
     """
     return max(1, num_slots // 4) if num_slots > 2 else 0
 

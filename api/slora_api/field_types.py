@@ -30,8 +30,8 @@ _SHOWN_CHARS = 64
 
 
 def make_refusal(text: str, **values: object) -> PydanticCustomError:
-    """Returns the error of an invalid value. values: the values of the placeholders in the text. The value `param`
-    names another field as the cause.
+    """Returns the error of an invalid value. values: the values of the placeholders in the text. If they include
+    `param`, the error names that field instead of the invalid one.
     """
     return PydanticCustomError("invalid_value", text, values)
 
@@ -60,8 +60,8 @@ def check_length(value: str, limit: int) -> None:
 
 
 def check_depth(value: Any, limit: int = MAX_DEPTH) -> Any:
-    """Returns the value. Refuses arrays and objects nested more than `limit` levels deep. Writing JSON of 1,000 levels
-    raises RecursionError.
+    """Returns the value. Refuses arrays and objects nested more than `limit` levels deep, because writing JSON of 1,000
+    levels raises RecursionError.
     """
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
@@ -80,7 +80,7 @@ def check_depth(value: Any, limit: int = MAX_DEPTH) -> Any:
 
 
 def check_object(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value, a JSON object. Refuses a lone surrogate anywhere in it, and more than `MAX_DEPTH` levels."""
+    """Returns the JSON object. Refuses an object that contains a lone surrogate or has more than `MAX_DEPTH` levels."""
     try:
         text = to_json(value)
     except ValueError:  # The value has a surrogate, or more levels than `to_json` accepts.

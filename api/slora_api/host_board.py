@@ -1,11 +1,11 @@
 """The board: memory that the API processes of one host share.
 
-Each API process has a column that only it writes, and reads the columns of all. So no process waits for a lock, and a
-stopped or killed process blocks no other. The main process also writes the state of the host, and clears the column of
-a process that died.
+Each API process writes only its own column, and reads all columns. So no process waits for a lock, and a stopped or
+killed process does not block the others. The main process also writes the state of the host, and clears the column of a
+process that died.
 
-The memory consists of 64-bit words. It starts with the state of the host: the number of its changes, the length of its
-text, and the text, which is JSON. The columns follow. A column has the words of `_Word` and one table for each tally.
+The memory consists of 64-bit words. It starts with the state of the host: a change counter, the length of the state's
+JSON, and the JSON. The columns follow. A column has the words of `_Word` and one table for each tally.
 """
 
 import json
@@ -53,7 +53,8 @@ class BoardSize:
 
     @property
     def table_bytes(self) -> int:
-        # A table has the total, the number of rows ever used, the hashes of the keys, and the counts of the keys.
+        # A table consists of the total, the number of rows ever used, the hashes of the keys, and the counts of the
+        # keys.
         return _WORD_BYTES * (2 + 2 * self.num_keys)
 
     @property
@@ -76,7 +77,8 @@ class _Table:
         self._first_word = at // _WORD_BYTES
         self._hashes_at = at + 2 * _WORD_BYTES
         self._num_keys = num_keys
-        # Used only by the process that writes the table: the row of each key, and rows that are free again.
+        # The row of each key, and the rows that are free again. Only the process that writes the table uses these two
+        # fields.
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
 
@@ -87,7 +89,7 @@ class _Table:
     def count_of(self, key_hash: bytes) -> int:
         used = self._words[self._first_word + 1] * _WORD_BYTES
         at = self._memory.find(key_hash, self._hashes_at, self._hashes_at + used)
-        while at >= 0 and at % _WORD_BYTES:  # The match spans two hashes.
+        while at >= 0 and at % _WORD_BYTES:  # Skip a match that spans two hashes.
             at = self._memory.find(key_hash, at + 1, self._hashes_at + used)
         return 0 if at < 0 else self._words[at // _WORD_BYTES + self._num_keys]
 
@@ -111,7 +113,7 @@ class _Table:
 
 
 class Tally:
-    """Counts what each key, such as a tenant, holds in all API processes of the host. It starts empty.
+    """Counts what each key, such as a tenant, holds in all API processes of the host. A new tally is empty.
 
     own: the table of this process; None if there are no other processes. others: the tables of the other processes.
     """
@@ -133,7 +135,7 @@ class Tally:
         return own + sum(table.count_of(key_hash) for table in self._others)
 
     def add(self, key: str, count: int) -> None:
-        """Adds to the count of a key. count: negative to remove what was added."""
+        """Adds `count` to the count of a key. A negative count removes what was added."""
         self._total += count
         self._counts[key] += count
         left = self._counts[key]
@@ -191,7 +193,7 @@ class HostBoard:
         text = json.dumps(state).encode()
         if len(text) > _MAX_STATE_BYTES:
             raise ValueError(f"the state has {len(text)} bytes; the board has room for {_MAX_STATE_BYTES}")
-        self._words[0] += 1  # The number is odd while the text is incomplete.
+        self._words[0] += 1  # The change counter is odd while the text is incomplete.
         self._words[1] = len(text)
         self._memory[_STATE_AT : _STATE_AT + len(text)] = text
         self._words[0] += 1
@@ -216,7 +218,7 @@ class HostBoard:
             self._words[self._word(self.process, _Word.CHANGES)] += 1
 
     def changes_elsewhere(self) -> tuple[int, ...]:
-        """Returns how many changes each of the other processes has committed."""
+        """Returns, for every other process, the number of changes that it has committed."""
         return tuple(self._read_others(_Word.CHANGES))
 
     def set_ready(self, *, is_ready: bool) -> None:
@@ -229,7 +231,9 @@ class HostBoard:
         self._words[self._word(self.process, _Word.CONNECTIONS)] = count
 
     def least_connections_elsewhere(self) -> int | None:
-        """Returns the lowest number of connections of any other ready process; None if no other process is ready."""
+        """Returns the lowest number of open connections among the other ready processes; None if no other process is
+        ready.
+        """
         counts = zip(self._read_others(_Word.CONNECTIONS), self._read_others(_Word.READY), strict=True)
         return min((count for count, is_ready in counts if is_ready), default=None)
 

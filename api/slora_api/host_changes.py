@@ -34,8 +34,8 @@ class HostChanges:
         self._board.count_change()
 
     def read(self) -> tuple[int, ...]:
-        """Returns how many changes each other process has committed. Pass these numbers to `apply` after reading the
-        feed.
+        """Returns, for every other process, the number of changes that it has committed. Pass these numbers to `apply`
+        after reading the feed.
         """
         return self._board.changes_elsewhere()
 

@@ -24,7 +24,7 @@ class ListObject(TypedDict, Generic[T]):
 
 
 class PageObject(ListObject[T], Generic[T]):
-    """One page of a list. An identifier is null if the page is empty."""
+    """One page of a list. `first_id` and `last_id` are null if the page is empty."""
 
     first_id: str | int | None
     last_id: str | int | None

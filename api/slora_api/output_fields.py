@@ -25,7 +25,7 @@ _SchemaOrText = Annotated[dict[str, Any] | bool | str, AfterValidator(check_dept
 class JsonSchemaFormat(BaseModel):
     """OpenAI's object around a schema. name, description: no effect.
 
-    strict: has no effect, because a schema is always enforced, and one that cannot be enforced is refused.
+    strict: no effect. Every schema is enforced, and a schema that cannot be enforced is refused.
     """
 
     model_config = STRICT

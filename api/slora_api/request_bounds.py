@@ -72,13 +72,13 @@ _MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """What a JSON body may contain before it is parsed.
+    """Limits that a JSON body must meet before it is parsed.
 
     values: number of strings, numbers, arrays and objects.
     members: number of fields of all objects. Names of fields take longer to read than values. A chat of 2,048 messages
     with names has 6,144 fields.
     bare_bytes: number of bytes outside strings.
-    number_chars: length of one number.
+    number_chars: length of a number in characters.
     """
 
     values: int
@@ -177,9 +177,9 @@ class RequestBounds:
         )
 
     def check_counts(self, body: Mapping[str, Any]) -> None:
-        """Checks how many items each list or object of a parsed body has. Raises BadRequest or RequestRefused.
+        """Checks the number of items of each list and object in a parsed body. Raises BadRequest or RequestRefused.
 
-        Values of the wrong type are left to the schema.
+        Values of the wrong type are ignored here, because the schema refuses them.
         """
         _check_fields("The body", None, body)
         truncates = body.get("truncate_prompt_tokens") is not None
@@ -319,13 +319,13 @@ def _check_count(param: str, value: Any, unit: str, limit: int, remedy: str) -> 
 
 
 def _check_each(name: str, param: str, items: Any) -> None:
-    """Checks the fields of each tool or tool call, and the fields of its function."""
+    """Checks the number and names of the fields of each tool or tool call and of its function."""
     for item in items if isinstance(items, list) else ():
         _check_nested(name, param, item, "function")
 
 
 def _check_nested(name: str, param: str, value: Any, *inner: str) -> None:
-    """Checks the fields of an object, and the fields of the objects in its fields `inner`."""
+    """Checks the number and names of the fields of an object, and of the objects nested in its fields `inner`."""
     if isinstance(value, dict):
         _check_fields(name, param, value)
         for field in inner:

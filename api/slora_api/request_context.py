@@ -50,7 +50,7 @@ current_request: ContextVar[RequestContext | None] = ContextVar("current_request
 
 
 class RequestFields(logging.Filter):
-    """Adds the id and the tenant of the request to log records. Lets all records pass."""
+    """A log filter that adds the id and the tenant of the request to each record. It lets all records pass."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         context = current_request.get()

@@ -1,4 +1,4 @@
-"""The items of `input` in a request to /v1/responses, and the messages of a chat that they become.
+"""The items of `input` in a request to /v1/responses, and their conversion to chat messages.
 
 Clients send the items of earlier answers back, with all fields of an answer. The items that the assistant wrote in one
 turn, such as its reasoning, a text and two calls, become one message.

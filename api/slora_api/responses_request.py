@@ -1,7 +1,7 @@
-"""The body of POST /v1/responses, and what it means as a chat.
+"""The body of POST /v1/responses, and its conversion to a chat.
 
-The request has properties with the names of `ChatRequest`, from which `PromptMaker` makes the prompt. Nothing is
-stored, so a field that refers to an earlier answer is refused with the remedy.
+The request has those properties of `ChatRequest` that `PromptMaker` reads. Nothing is stored, so a field that refers to
+an earlier answer is refused with the remedy.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class ResponsesTool(FunctionTool):
 
     parameters: the JSON schema of the parameters; without it, the function has none.
     strict: if true for any tool, the arguments of every call follow the schema of its tool. By default, the arguments
-    need not follow it.
+    need not follow the schema.
     """
 
     type: Literal["function"]
@@ -136,7 +136,7 @@ def _read_choice(value: Any) -> Any:
 class TextFormat(BaseModel):
     """The form of the answer. name, description: no effect. json_schema: with the type `json_schema` only.
 
-    strict: has no effect, because a schema is always enforced, and one that cannot be enforced is refused.
+    strict: no effect. Every schema is enforced, and a schema that cannot be enforced is refused.
     """
 
     model_config = STRICT
@@ -202,8 +202,7 @@ def _check_include(names: list[str]) -> list[str]:
 class ResponsesRequest(TemplateFields, AnswerFields):
     """POST /v1/responses.
 
-    input: a text, or the items of a conversation: messages, and the reasoning, the calls and their results of earlier
-    answers.
+    input: a text, or the items of a conversation. Items are messages, reasoning, tool calls and results of tool calls.
     instructions: a system message before all items.
     tools: the functions that the model may call.
     tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, the model must

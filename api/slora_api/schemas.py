@@ -1,4 +1,4 @@
-"""The JSON bodies and query numbers that this API accepts, and their conversion to the engine's types.
+"""The JSON bodies and numeric query parameters that this API accepts, and their conversion to the engine's types.
 
 No field is ignored silently. An unknown field is refused by name. Unsupported fields of OpenAI's or vLLM's API are
 declared as `Unsupported`. Such a field is refused unless its value has no effect, such as `functions: []`.
@@ -117,7 +117,7 @@ def _list_prompts(value: "_Prompt") -> Sequence[str | list[int]]:
 
 
 def _read_content(value: Any, info: ValidationInfo) -> Any:
-    """Returns the text of a message. A message of the assistant may have none."""
+    """Returns the text of a message. Null is accepted only for the assistant, and becomes an empty text."""
     if value is None:
         if info.data.get("role") == "assistant":
             return ""
@@ -224,19 +224,19 @@ class AdapterWeight(BaseModel):
 
 
 class AnswerFields(BaseModel):
-    """The fields of every request for an answer. None: the client did not send the field.
+    """The fields of every request for an answer. A field that the client did not send is None.
 
     adapters: the model that answers is the base model plus the weighted sum of these adapters, as if they were merged.
     `model` must then be the base model or `default`.
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
-    deadline_ms: time limit for the first token. A beam search has no token before its end, so the limit applies to all
-    of it. A request that cannot meet the limit is answered 503 `deadline_missed`.
+    deadline_ms: time limit for the first token. A beam search sends no token before its end, so the limit applies to
+    the whole search. A request that cannot meet the limit gets the error 503 `deadline_missed`.
     prompt_lookup: false forbids drafts from the request's own text. Drafts never change an answer.
     safety_identifier, prompt_cache_key, metadata: for the client's own records, without effect.
     request_id: as in vLLM, the end of the answer's id.
     allowed_token_ids: as in vLLM, the only tokens that may be sampled. A stop token is sampled only if it is listed.
-    bad_words: as in vLLM, texts that are never sampled. Each one is excluded as tokenized at the beginning of a text
-    and after a space.
+    bad_words: as in vLLM, texts that are never sampled. Two tokenizations of each text are excluded: at the beginning
+    of a text, and after a space.
     logprob_token_ids: as in vLLM, tokens whose log-probabilities are listed instead of those of the most probable
         tokens. The sampled token is always listed.
     """
@@ -390,8 +390,8 @@ class EmbeddingRequest(TruncationFields):
     dimensions: how many components of the embedding to keep, by default all. The first components are kept, and then
     normalized.
     encoding_format: `float`, the default, or `base64`: the numbers as little-endian float32, encoded in base64.
-    pooling: which hidden states make the embedding. `last` takes the last token's, and `mean` averages over all tokens.
-        The operator sets the default.
+    pooling: which hidden states make the embedding. `last` takes the hidden state of the last token, and `mean`
+        averages the hidden states of all tokens. The operator sets the default.
     normalize: whether the embedding is divided by its L2 norm; by default, it is. use_activation: vLLM's name for
         `normalize`.
     add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
@@ -492,7 +492,7 @@ class ChatMessage(BaseModel):
 
     @property
     def num_chars(self) -> int:
-        """The characters that a chat template may show."""
+        """The number of characters that a chat template may show."""
         num_chars = len(self.content) + len(self.name or "") + len(self.thoughts)
         for call in self.tool_calls or ():
             num_chars += len(call.id) + len(call.function.name) + len(call.function.arguments)
@@ -770,7 +770,7 @@ class NewOperatorKeyRequest(BaseModel):
 
 
 def _check_targets(value: Any) -> Any:
-    """Converts the keys of an alias's targets from text, as JSON has them, to version numbers."""
+    """Converts the keys of an alias's targets from JSON strings to version numbers."""
     if value is None:
         return None
     if isinstance(value, dict) and all(
@@ -791,8 +791,8 @@ class AliasMove(BaseModel):
     """PUT /v1/adapters/{name}/aliases/{alias}.
 
     versions: version number -> percentage of the requests, 100 in all.
-    expected: the targets that the alias must have before the move, else the move is refused; {} means that the alias
-    must not exist yet.
+    expected: the targets that the alias must have before the move. If it has other targets, the move is refused. An
+    empty object means that the alias must not exist yet.
     follows_pushes: whether each later push moves the alias to the new version.
     """
 
@@ -850,8 +850,8 @@ class LoadLoraRequest(BaseModel):
     """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
 
     tenant: the owner of the adapter; may be left out if the server has only one tenant.
-    load_inplace: as in vLLM, whether to replace an adapter of the same name. By default, the request is refused if
-        there is one. The old version is kept.
+    load_inplace: as in vLLM, whether to replace an adapter of the same name. By default, the request is refused if the
+        name exists. Replacing keeps the old version.
     """
 
     model_config = STRICT

@@ -1,4 +1,5 @@
-"""The settings of `slora serve`: the server's are declared here, and the engine's in `slora.engine_config`.
+"""The settings of `slora serve`. This module declares the settings of the server, and `slora.engine_config` those of
+the engine.
 
 The field `max_model_len` becomes the flag `--max-model-len` and the environment variable `SLORA_MAX_MODEL_LEN`. A flag
 overrides the environment, which overrides the default. No other module reads these variables.

@@ -1,8 +1,8 @@
 """Marks fields of a request that this server knows but does not support.
 
 Such a field is declared with the values that have no effect, for example `functions: Annotated[Any, Unsupported([])] =
-None`. It accepts these values and null. Any other value is refused with the name of the field and the value, so that no
-field with an effect is ignored silently. The OpenAPI document lists the accepted values.
+None`. It accepts these values and null. Any other value is refused with an error that names the field and the value. So
+no field with an effect is ignored silently. The OpenAPI document lists the accepted values.
 """
 
 from typing import Any
@@ -39,7 +39,8 @@ class Unsupported:
         if value is None or any(_is_equal(value, one) for one in self._neutral):
             return value
         accepted = " or ".join([*map(repr, self._neutral), "null"])
-        # pydantic fills the placeholders in this order. The value comes last, because it may contain their names.
+        # pydantic fills the placeholders in this order. The value comes last, because it may contain the name of a
+        # placeholder.
         raise PydanticCustomError(
             "unsupported_parameter",
             "is not supported by this server with the value {value}; omit it (accepted: {accepted}).{instead}",

@@ -110,7 +110,7 @@ def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     return list(dict.fromkeys(plain))
 
 
-# (position, token id) -> log-probability. The token id -1 stands for the prompt's or answer's own token at that
+# (position, token id) -> log-probability. The token id -1 stands for the token of the prompt or answer at that
 # position.
 _Scores = dict[tuple[int, int], float]
 

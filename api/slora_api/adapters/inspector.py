@@ -27,7 +27,8 @@ __all__ = ["InspectionBounds", "Inspector"]
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# The largest valid answer has a config of 1 MiB and two texts of 256 KiB. One byte of them may take six bytes of JSON.
+# The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of
+# JSON.
 _MAX_ANSWER_BYTES = 16 << 20
 # Two inspectors are reserved for tenants that hold none, so that two tenants never hold all inspectors.
 _NUM_INSPECTORS, _NUM_RESERVED = 4, 2

@@ -46,7 +46,7 @@ class LocalAdapters:
         self._quarantine = quarantine
         self._max_bytes = max_bytes
         # One of the two slots is a reserve, so a tenant never gets both. Loads of one tenant therefore run one after
-        # the other, and do not use up the tenant's permits for uploads.
+        # the other, and hold at most one of the tenant's permits for uploads.
         self._turns = FairSlots(2, _MAX_WAITING, "adapters to load", num_reserved=1)
 
     def take_turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
@@ -100,9 +100,8 @@ def _below(root: Path, path: Path) -> Path:
 
 
 def _copy(source: Path, target: Path, max_bytes: int) -> None:
-    """Copies a regular file. Raises BadRequest if the file is too large. Raises OSError if it is not a regular file, or
-    has become a link since the path was resolved. Because of O_NONBLOCK, opening a named pipe without a writer does not
-    block.
+    """Copies a regular file. Raises BadRequest if the file is too large. Raises OSError if the source is not a regular
+    file, or has become a link since the path was resolved. Because of O_NONBLOCK, a named pipe does not block the call.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -110,7 +109,7 @@ def _copy(source: Path, target: Path, max_bytes: int) -> None:
             raise FileNotFoundError
         with target.open("xb") as copy:
             while chunk := file.read(_CHUNK_BYTES):
-                # Counted while copying, because the file may grow.
+                # Check the size while copying, because the file may grow.
                 if copy.tell() + len(chunk) > max_bytes:
                     raise BadRequest(
                         f"{target.name} is larger than {max_bytes} bytes, this server's limit (max_upload_bytes).",

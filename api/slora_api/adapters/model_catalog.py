@@ -1,10 +1,10 @@
 """Finds, lists and deletes the models of each tenant: the base model and the tenant's adapters. `publisher.py` adds
-adapters.
+adapters to a tenant.
 
 Each request looks its model up in the registry once. So a new version is used from the next request on, a deleted
 version is refused, and a request that has started keeps its version. A name of another tenant gives the same error as a
-name that does not exist. Lookups that take some ten microseconds run on the event loop. Lookups over the network run on
-a thread, as do writes and all reads of weights.
+name that does not exist. Lookups that take some ten microseconds run on the event loop. Lookups over the network,
+writes, and all reads of weights run on threads.
 
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
@@ -101,10 +101,10 @@ class ModelCatalog:
             )
 
     def read_allow_list(self, tenant: str, models: Sequence[str], adapter: str | None) -> AllowList:
-        """Returns the allow-list of a new API key with this default adapter. Raises BadRequest naming the field.
+        """Returns the allow-list of a new API key. Raises a BadRequest that names the field.
 
-        Without a default adapter, `default` selects the base model. The list is accepted even if it lacks the
-        base model.
+        adapter: the key's default adapter, which the list must permit. Without a default adapter, the model name
+            `default` selects the base model, which the list need not permit.
         """
         if not 1 <= len(models) <= MAX_MODELS:
             raise BadRequest(
@@ -238,7 +238,7 @@ class ModelCatalog:
     def list_adapters(
         self, key: KeyRecord, limit: int = DEFAULT_LIMIT, after: str | None = None
     ) -> PageObject[AdapterObject]:
-        """Lists a page of the names that the key may use, sorted."""
+        """Lists a page of the adapters that the key may use, sorted by name."""
         if key.models is None:
             return self.list_tenant_adapters(key.tenant, limit, after)
         names = [name for name in key.models.names() if key.models.permits(name) and name > (after or "")]
@@ -249,7 +249,7 @@ class ModelCatalog:
     def list_tenant_adapters(
         self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None
     ) -> PageObject[AdapterObject]:
-        """Lists a page of the tenant's names, sorted."""
+        """Lists a page of the tenant's adapters, sorted by name."""
         rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
         return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
@@ -286,7 +286,7 @@ class ModelCatalog:
         except AdapterInUse as error:
             raise InUse(reference, error.aliases) from None
         for version in removal.orphaned:
-            with suppress(EngineUnavailable):  # The next engine starts without adapters.
+            with suppress(EngineUnavailable):  # A new engine starts without adapters, so it needs no removal.
                 await self._client.remove_adapter(version)
         if removal.moved_pin:
             self._pinning.refresh()

@@ -129,8 +129,8 @@ class Publisher:
         return {**version, "new_version": is_new, "certificate": shown}
 
     async def sweep(self) -> None:
-        """Deletes blobs that crashed uploads left in the store, until cancelled. The work runs on a thread, because it
-        examines every blob.
+        """Runs until cancelled. Each sweep deletes the blobs that crashed uploads left in the store. It runs on a
+        thread, because it examines every blob.
 
         The first sweep runs at the start, the others every `RESERVATION_S`. Within that time, an upload has finished or
         its reservation has expired.
@@ -204,7 +204,7 @@ class Publisher:
                     await self._client.remove_adapter(version)
 
     async def _predict_load_ms(self, adapter: CheckedAdapter) -> dict[str, float | None] | None:
-        """Predicts load times from recent loads; see `LoadPaces.load_ms`. None if the engine has just died."""
+        """Predicts load times from recent loads; see `LoadPaces.load_ms`. Returns None if the engine has just died."""
         try:
             paces = (await self._client.stats()).load_paces
         except EngineUnavailable:

@@ -13,9 +13,9 @@ A purge deletes a tenant with everything that it has:
 | 4    | its usage is erased, if the operator wants that                                                          |
 | 5    | the database does not have the tenant, its keys, names and settings; its name is free                    |
 
-Steps 1 and 5 also tell all processes through the feed of changes, and each of them repeats step 2 in its engine, unless
-a new tenant has taken the name. Repeating a purge that was interrupted, even by a crash, completes it, because each
-step finds what is left.
+Steps 1 and 5 also tell all processes through the feed of changes. Each process then repeats step 2 in its engine,
+unless a new tenant has taken the name. If a purge was interrupted, even by a crash, it can be repeated: each step finds
+what is left to delete.
 """
 
 import asyncio

@@ -3,10 +3,10 @@
 The input is read once from its start, and lines that have an answer already are skipped. Only the lines in flight are
 in memory. A line keeps its slot until its answer is durable.
 
-The server may be unable to answer a line now. For example, it is busy or restarts, or the tenant is suspended or has
-used up its quota. Such a line is sent again later, until the batch expires. While the line waits, it holds no slot, so
-that lines of other tenants proceed. The number of waiting lines is bounded for each API key, because they stay in
-memory.
+The server may be unable to answer a line now. For example, the server is busy or restarting, or the tenant is suspended
+or has used up its quota. Such a line is sent again later, until the batch expires. While the line waits, it holds no
+slot, so that lines of other tenants proceed. The number of waiting lines is bounded for each API key, because they stay
+in memory.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class BatchRun:
 
     owner: the runner's id.
     slots: the slots for lines in flight in this process.
-    delayed: for each API key, the number of lines in this process that were not answered when they were first sent.
+    delayed: for each API key, the number of lines that this process is retrying.
     max_delayed: while a key has this many delayed lines, no further line of its batches is read.
     count_line: called with `completed` or `failed` for each answer.
     """

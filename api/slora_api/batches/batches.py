@@ -6,11 +6,11 @@
         +--> failed     |
         +---------------+--> cancelling --> cancelled
 
-A runner claims a batch for some seconds and renews its lease. If the runner dies, another one claims the batch when the
-lease has ended. A write by a runner that no longer has the lease is refused. The clocks of hosts that share a database
-must agree to within a few seconds.
+A runner claims a batch for some seconds and renews its lease. If the runner dies, another runner claims the batch when
+the lease has ended. A write by a runner that no longer has the lease is refused. The clocks of hosts that share a
+database must agree to within a few seconds.
 
-A transaction adds answers to an answer file as parts, one for each line, and updates the counts of the batch. So each
+An answer file has one part for each line. The transaction that adds parts also updates the counts of the batch. So each
 line is answered once, however often it was computed.
 
 Every call blocks, so an event loop should make it on a thread.
@@ -203,10 +203,10 @@ class Batches:
     def claim(
         self, owner: str, lease_s: float, busy_tenants: Collection[str], *, others_only: bool = False
     ) -> Batch | None:
-        """Leases the oldest batch that no runner works on; None if there is none. Batches of tenants without a batch in
-        progress here go first.
+        """Leases the oldest batch that no runner works on, and returns it; None if there is none. Batches of tenants
+        without a batch in progress in this process go first.
 
-        busy_tenants: tenants with a batch in progress here. others_only: lease no batch of these tenants.
+        busy_tenants: tenants with a batch in progress in this process. others_only: lease no batch of these tenants.
         """
         now = self.clock()
         is_free = and_(_b.status.in_(UNFINISHED), _b.lease_until < now)
@@ -219,11 +219,11 @@ class Batches:
         with self._database.transaction() as connection:
             values = {"lease_owner": owner, "lease_until": now + lease_s}
             if not connection.execute(leased.values(**values)).rowcount:
-                return None  # Another runner has leased the batch first.
+                return None  # Another runner leased the batch first.
             return _find(connection, rows[0].batch_id)
 
     def renew(self, batch_id: str, owner: str, lease_s: float) -> BatchStatus:
-        """Raises LeaseLost."""
+        """Extends a lease and returns the status of the batch. Raises LeaseLost."""
         with self._leased(batch_id, owner) as (connection, found):
             leased = update(schema.batches).where(_b.batch_id == batch_id)
             connection.execute(leased.values(lease_until=self.clock() + lease_s))
@@ -253,7 +253,7 @@ class Batches:
         return {row.number for row in self._database.read(query)}
 
     def record(self, batch: Batch, owner: str, answers: Sequence[LineAnswer]) -> None:
-        """Writes answers, except to lines that already have one. Raises LeaseLost."""
+        """Writes the answers of lines that have no answer yet. Raises LeaseLost."""
         with self._leased(batch.batch_id, owner) as (connection, found):
             numbers = [one.number for one in answers]
             both = (batch.output_file_id, batch.error_file_id)
@@ -266,7 +266,7 @@ class Batches:
                 {
                     "file_id": batch.error_file_id if one.is_error else batch.output_file_id,
                     "number": one.number,
-                    "tenant": found.tenant,  # The tenant may have been renamed.
+                    "tenant": found.tenant,  # Not `batch.tenant`, because the tenant may have been renamed.
                     "content": one.content,
                 }
                 for one in new

@@ -26,8 +26,7 @@ class AnswerSyntax:
     calls: the format of tool calls; None if an answer has none.
     tool_names: the tools of the request.
     max_calls: how many calls are kept; None for no limit. Later calls are dropped.
-    names_tool: whether the request names the tool to call. As in OpenAI's API, the answer then ends for the reason
-        `stop`.
+    names_tool: whether the request names the tool to call. As in OpenAI's API, the finish reason is then `stop`.
     """
 
     thinks: bool = False
@@ -47,21 +46,23 @@ class AnswerSyntax:
 class AnswerReader:
     """Divides the text of one answer into pieces.
 
-    The concatenated pieces do not depend on how the text is split into deltas. Text that looks like a call but is none
-    is content. White space between content and a call is left out, and so are line breaks around the reasoning.
+    The concatenated pieces do not depend on how the text is split into deltas. Text that looks like a call but cannot
+    be read as a call is content. White space between content and a call is dropped, and so are line breaks around the
+    reasoning.
     """
 
     def __init__(self, syntax: AnswerSyntax) -> None:
         self.num_calls = 0
-        # Whether the text has reasoning, and whether the text so far ends before the reasoning does.
+        # Whether the text so far contains reasoning.
         self.has_thought = False
+        # Whether the text so far ends within the reasoning.
         self.is_thinking = False
         self._syntax = syntax
         self._reader = TextReader()
         self._steps = self._read_answer()
-        # White space that is held back. It is dropped if a tool call follows, and emitted if more content follows.
-        # Within reasoning, these are line breaks. They are dropped at the end of the reasoning, and emitted before more
-        # reasoning.
+        # White space that is held back. In content, it is dropped if a tool call follows, and emitted if more content
+        # follows. In reasoning, only line breaks are held back. They are dropped if the reasoning ends, and emitted if
+        # more reasoning follows.
         self._space = ""
         self._follows_call = False
 

@@ -17,7 +17,7 @@ class CallBlock:
     """A part of an answer that has tool calls.
 
     opener: the text that begins the block.
-    read: reads the calls after the opener. Raises NoMatch if there are none.
+    read: the function that reads the calls after the opener. It raises NoMatch if there are none.
     closer: the text that ends the block; empty if there is none.
     only_known: whether calls of other tools than the request's are read as content.
     """
@@ -48,8 +48,9 @@ class CallLayout:
 class CallFormat:
     """One format of tool calls.
 
-    blocks: the kinds of blocks. No kind begins with the opener of an earlier kind.
-    bare: reads calls that begin an answer without an opener. Such calls must call one of the request's tools.
+    blocks: the kinds of blocks. If one opener begins with another, the longer opener comes first.
+    bare: the function that reads calls at the beginning of an answer that have no opener; None if every call has an
+        opener. Calls without an opener must call one of the request's tools.
     layout: the form of an answer that must call a tool.
     signs: texts that identify the format. The chat template of a model with this format contains at least one of them.
     foreign: texts of an unsupported format that has some of the same `signs`. A template that contains one of these
@@ -86,7 +87,8 @@ def _read_json_or_python(reader: TextReader, names: ToolNames) -> Steps:
 
 _MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
 
-# The first format with any of its `signs` in the template is used, so formats with more specific texts come first.
+# The first format that has one of its `signs` in the template is used. Formats with more specific `signs` therefore
+# come first.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral_args": CallFormat(
         (CallBlock("[TOOL_CALLS]", read_mistral_calls),),

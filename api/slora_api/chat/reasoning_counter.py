@@ -33,7 +33,7 @@ class ReasoningCounter:
         return None if syntax is None or not syntax.thinks else ReasoningCounter(syntax)
 
     def add(self, choice: int, num_tokens: int, text: str, *, is_last: bool) -> int:
-        """Adds the next part of a choice. Returns by how many tokens the known reasoning of the choice has grown."""
+        """Adds the next part of a choice. Returns the increase of the choice's count of reasoning tokens."""
         count = self._counts.get(choice)
         if count is None:
             count = self._counts[choice] = _Count(AnswerReader(self._syntax))

@@ -15,7 +15,7 @@ _EFFORT = "reasoning_effort"
 _EXPRESSION = re.compile(r"\{[{%].*?(?:[%}]\}|\Z)", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 _LEAST = ("none", "minimal")
-# The default effort of most models of OpenAI. It is accepted even if it changes nothing.
+# The default effort of most of OpenAI's models. A request may send this effort even if it changes nothing.
 _DEFAULT = "medium"
 
 
@@ -57,8 +57,8 @@ def find_reasoning_switch(template: str) -> ReasoningSwitch:
 
 
 def _reads_variable(expressions: Sequence[str], name: str) -> bool:
-    """Returns whether the first expression with this name reads it. If the expression sets the name, the template does
-    not read the request's variable.
+    """Returns whether the first expression with this name reads the variable. If this expression sets the variable
+    instead, the template ignores the request's value.
     """
     for expression in expressions:
         num_uses = len(re.findall(rf"(?<![.\w]){name}\b", expression))

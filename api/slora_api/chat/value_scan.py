@@ -12,8 +12,8 @@ PYTHON_QUOTES = "\"'"
 
 _SCALAR = re.compile(r"[^\s,{}\[\]()\"'<]*")
 _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in PYTHON_QUOTES}
-# Outside of strings, no value contains `<`. So a marker such as `</tool_call>` ends a value even if its brackets are
-# not all closed.
+# Outside of strings, no value contains `<`. So a marker such as `</tool_call>` ends a value even if some brackets of
+# the value are not closed.
 _OUTSIDE = {quotes: re.compile(rf"[{quotes}{{}}()\[\]<]") for quotes in (JSON_QUOTES, PYTHON_QUOTES)}
 
 

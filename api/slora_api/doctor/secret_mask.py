@@ -13,8 +13,8 @@ _MIN_CHARS = 8
 
 
 class SecretMask:
-    """Masks the secrets of the settings in messages. texts: setting name -> its value as a string; None if the setting
-    is not given.
+    """Masks secrets in messages. The secrets are taken from the values of settings. texts: setting name -> the value as
+    a string; None if the setting is not given.
     """
 
     def __init__(self, texts: Mapping[str, str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Formats the answers of several models as the JSON of /v1/fanout, whole or event by event.
+"""Formats the answers of several models as the JSON of /v1/fanout: as one body, or as the events of a stream.
 
 The answers themselves are JSON already, and are not parsed again.
 """
@@ -76,7 +76,9 @@ class AnswerEnvelope:
         self._request_id = request_id
 
     def whole(self, status: int, headers: Mapping[str, str], body: Sequence[bytes]) -> list[bytes]:
-        """Returns the answer as JSON, in parts. body: the parts of the JSON that the model's own answer contains."""
+        """Returns the JSON of the answer, as pieces to concatenate. body: the pieces of the model's own answer, which
+        is JSON.
+        """
         return [self._opening(status, headers)[:-1] + b',"body":', *body, b"}"]
 
     def opening(self, status: int, headers: Mapping[str, str]) -> bytes:
@@ -103,7 +105,7 @@ class AnswerEnvelope:
 
 
 def join_answers(call_id: str, answers: Iterable[Sequence[bytes]]) -> list[bytes]:
-    """Returns the JSON of a call in parts. answers: the parts of each answer's JSON."""
+    """Returns the JSON of a call, as pieces to concatenate. answers: the pieces of the JSON of each answer."""
     parts = [encode_ascii({"id": call_id, "object": "fanout"})[:-1].encode() + b',"answers":']
     mark = b"["
     for answer in answers:

@@ -16,8 +16,8 @@ def _as_object(value: Any) -> Any:
 
 
 class FanoutModel(BaseModel):
-    """One of the models. A string stands for an object with only this name. adapters: as in completions, a weighted
-    sum.
+    """One model of a fan-out. A string in the list is the name of a model without `adapters`. adapters: as in
+    completions, a weighted sum.
     """
 
     model_config = STRICT
@@ -31,7 +31,7 @@ _Model = Annotated[FanoutModel, BeforeValidator(_as_object, json_schema_input_ty
 class _FanoutFields(BaseModel):
     """The fields of every call of /v1/fanout.
 
-    models: names of adapters or of the base model, or objects with `adapters`. Each gets the rest of the body.
+    models: names of adapters or of the base model, or objects with `adapters`. Each model gets the rest of the body.
     """
 
     models: Annotated[list[_Model], Field(min_length=1)]

@@ -86,7 +86,8 @@ def _look_up(
     its only answer is returned.
     """
     sent = None if body is None else json.loads(json.dumps(body).replace("NAME", name))
-    # All requests have the same id, because a fan-out repeats the id in its answer.
+    # A fan-out repeats the id of its request in the answer. Use the same id for all requests, so that the compared
+    # answers do not differ in it.
     headers = {"x-request-id": _PROBE}
     answer = prober.server.send(method, path.replace("NAME", name), prober.key, headers, json=sent)
     status = answer.json()["answers"][0]["status_code"] if path == "/v1/fanout" else answer.status_code
