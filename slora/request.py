@@ -124,11 +124,11 @@ class RequestTiming:
     for all processes of a host. A stage that the request did not reach is None.
 
     fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
-    is_cold: whether it waited for an adapter to be fetched to the host or to be loaded into the pool.
-    admitted_at: when it joined the batch.
-    computed_at: when the step began that computed its first tokens. All of its adapters were loaded by then.
-    first_token_at: when its first token was sampled. None also for an embedding and for a beam search.
-    num_preemptions: preemptions of all of its sequences.
+    is_cold: whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
+    admitted_at: when the request joined the batch.
+    computed_at: start of the step that computed the request's first tokens, with all of its adapters loaded.
+    first_token_at: when the first token was sampled. Always None for an embedding and for a beam search.
+    num_preemptions: number of preemptions of the request's sequences.
     """
 
     arrived_at: float

@@ -137,7 +137,7 @@ class RemoteEngine:
 
     @property
     def versions(self) -> Set[AdapterVersion]:
-        """The adapters that this engine may hold: requested since it started, and not removed afterwards."""
+        """The adapters that this engine may hold: those requested since its start and not removed afterwards."""
         return self._versions
 
     @property

@@ -155,7 +155,7 @@ class Engine:
         return self._scheduler.num_running + self._scheduler.num_waiting
 
     def add(self, request: EngineRequest) -> None:
-        """Validates a request and queues it. Raises RequestRefused, naming the field, if it can never be served."""
+        """Validates and queues a request. Raises RequestRefused, naming the field, if it can never be served."""
         if self._scheduler.find(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
         check_request(request, self.info)

@@ -44,7 +44,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantPurge:
-    """What the engine dropped when it purged a tenant. num_pages: pool pages that were overwritten with zeros."""
+    """The numbers of items that a purge of a tenant dropped. num_pages: pool pages that were overwritten with zeros."""
 
     num_requests: int
     num_adapters: int

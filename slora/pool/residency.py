@@ -35,15 +35,15 @@ class Resident:
     """One adapter in the pool. Kernel work is planned for its `(slot, generation)`.
 
     num_bytes: size of the adapter; its last page may not be full.
-    fetch_s: expected seconds to fetch it to the host again.
+    fetch_s: expected seconds to fetch the adapter to the host again.
     num_loaded: number of leading pages whose bytes are loaded.
-    is_loading: True until its last page is loaded or its load is abandoned.
-    is_loaded: whether steps may compute with it.
-    evict_on_release: it is evicted when its last user releases it, because it was deleted or its load was abandoned.
-    is_pinned: it is evicted only as a last resort.
-    rank: its eviction rank while it is idle.
-    reading: the time that its pages were held so far, divided by the number of sequences that ran on it at each moment,
-        in page-seconds. It is the reading at the time `read_at`.
+    is_loading: True until the last page is loaded or the load is abandoned.
+    is_loaded: whether steps may compute with the adapter.
+    evict_on_release: whether the last release evicts the adapter, because it was deleted or its load was abandoned.
+    is_pinned: whether the adapter is evicted only as a last resort.
+    rank: the eviction rank while the adapter is idle.
+    reading: the page-seconds that the adapter has held until the time `read_at`. At each moment they are divided by the
+        number of sequences that run on the adapter.
     """
 
     content = Content.ADAPTER

@@ -23,12 +23,12 @@ class TenantAccount:
 
     is_background: whether it is the account of the tenant's background requests.
     service: virtual token counter (VTC, OSDI'24): grows by tokens / weight.
-    num_pages: number of pool pages that it owns, held and cached.
-    num_cached: how many of these are cached.
-    min_pages: its floor in pages; 0: no floor.
-    max_pages: its ceiling in pages; None: no ceiling.
-    num_waiting: number of its sequences in the waiting queue.
-    num_preemptions: preemptions of its sequences so far. num_prefix_evictions: evictions of its cached prefixes.
+    num_pages: number of pool pages that the account owns, held and cached.
+    num_cached: number of cached pages that the account owns.
+    min_pages: the floor in pages; 0: no floor.
+    max_pages: the ceiling in pages; None: no ceiling.
+    num_waiting: number of the account's sequences in the waiting queue.
+    num_preemptions, num_prefix_evictions: preemptions of the account's sequences, and evictions of its cached prefixes.
     """
 
     __slots__ = (

@@ -7,10 +7,10 @@ Before a replay, a step is padded to a recorded number of tokens and sequences a
 tokens have a KV slot of -1. Padding sequences and padding LoRA tiles have no tokens. So padding touches no page, and no
 other token reads its results.
 
-Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
-step, so another adapter in a slot changes no launch argument. Only the rank, rounded up to a power of two, the padded
-numbers of tiles, and the number of layers of LoRA work change the launches. So graphs differ by these numbers, but not
-by adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding tile
+Adapters do not need graphs of their own. The adapters of a step are named by buffers and slot tables on the device, so
+another adapter in a slot changes no launch argument. Three numbers change the launches: the rank, rounded up to a power
+of two, the padded number of tiles, and the number of layers of LoRA work. So graphs differ by these numbers, but not by
+adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding tile
 ends at once, but a site has thousands of such programs. With 64 rows and 8 adapters, padding to all rows doubled the
 time of expand (H200).
 

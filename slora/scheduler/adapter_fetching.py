@@ -85,7 +85,7 @@ class AdapterFetching:
         return not self._missing[sequence]
 
     def prefetch(self, version: AdapterVersion) -> None:
-        """Fetches an adapter that no request waits for, if the adapters that requests wait for leave room for it."""
+        """Fetches an adapter that no request waits for, if there is room beside the adapters that requests wait for."""
         if version not in self._requested:
             # There is no room while the fetch of a waiting sequence is still to be requested.
             if not self._has_room():

@@ -24,12 +24,12 @@ from slora_adapters.version import AdapterVersion
 class _Needs(NamedTuple):
     """What a sequence needs to be admitted.
 
-    num_cached_blocks: number of its leading blocks that the prefix cache covers.
-    num_tokens: tokens of its first chunk.
-    num_reserved_tokens: tokens that pages are allocated for.
+    num_cached_blocks: number of leading blocks that the prefix cache covers.
+    num_tokens: number of tokens in the first chunk.
+    num_reserved_tokens: number of tokens for which pages are allocated.
     new_pages: number of pages that must be free.
-    num_more_held: how many more pages its tenant will hold.
-    to_load: its adapters that are on the host but not in the pool.
+    num_more_held: number of additional pages that the tenant will hold.
+    to_load: the sequence's adapters that are on the host but not in the pool.
     """
 
     num_cached_blocks: int

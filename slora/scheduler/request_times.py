@@ -7,9 +7,10 @@ class RequestTimes:
     """The times of one request, which all of its sequences share. Seconds on the clock of `Scheduler.schedule`.
 
     fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
-    is_cold: whether it waited for an adapter to be fetched to the host or to be loaded into the pool.
-    admitted_at: None until it is admitted. computed_at: None until its first tokens are computed. first_token_at: None
-        until a token is sampled; for a beam search always None.
+    is_cold: whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
+    admitted_at: None until the request is admitted.
+    computed_at: None until the request's first tokens are computed.
+    first_token_at: None until a token is sampled; for a beam search always None.
     """
 
     __slots__ = (

@@ -92,21 +92,21 @@ class Sequence:
     """The state of one choice or one beam of a request.
 
     max_tokens: the request's value; if the request sets none, as many as the context and the pool allow.
-    index: which choice or beam of the request it is.
-    num_choices: how many choices it forks into when its prompt is computed; 1 afterwards and in the forks.
-    max_chunk_tokens: the most of its tokens that one step may compute. With larger chunks, its pages might not fit into
-    the pool.
-    uses_long_rope: whether its K is rotated with the long factors of a longrope model.
-    num_cached: prompt tokens that the prefix cache held when it was first admitted.
+    index: the number of this choice or beam within the request.
+    num_choices: number of choices that start when the prompt is computed; 1 afterwards and in the forks.
+    max_chunk_tokens: the most tokens of the sequence that one step may compute. With larger chunks, its pages might not
+        fit into the pool.
+    uses_long_rope: whether K is rotated with the long factors of a longrope model.
+    num_cached: prompt tokens that the prefix cache held when the sequence was first admitted.
     slots: where `residents` are in the kernels' tables.
-    usage: counts what the request uses. All sequences of a request share its `usage` and its `times`.
-    last_token_at: time of its last token, on the clock of `Scheduler.schedule`; None before its first one.
-    len_at_preemption: number of its tokens at its last preemption.
-    num_repeat_preemptions: number of preemptions since it last gained a token.
-    mask_s: CPU seconds of its last mask.
-    draft_state: None before its first draft.
-    num_deferrals: number of steps that deferred it since its last token; see `token_masks`.
-    num_failed_steps: number of steps that failed to move its adapters or its KV into the pool.
+    usage, times: counters and times of the request, which all of its sequences share.
+    last_token_at: time of the last token, on the clock of `Scheduler.schedule`; None before the first token.
+    len_at_preemption: number of tokens at the last preemption.
+    num_repeat_preemptions: number of preemptions since the sequence last gained a token.
+    mask_s: CPU seconds of the last mask.
+    draft_state: None before the first draft.
+    num_deferrals: number of steps since the last token that deferred the sequence; see `token_masks`.
+    num_failed_steps: number of steps that failed to move adapters or KV of the sequence into the pool.
     """
 
     __slots__ = (
@@ -229,7 +229,7 @@ class Sequence:
 
     @property
     def is_starving(self) -> bool:
-        """Whether it was preempted `_MAX_REPEAT_PREEMPTIONS` times without a new token in between.
+        """Whether the sequence was preempted `_MAX_REPEAT_PREEMPTIONS` times without a new token in between.
 
         Two sequences could otherwise preempt each other forever. A starving sequence is admitted only with all pages
         that it needs up to its next token, and it is preempted last. Among several starving sequences, the first to
@@ -243,12 +243,12 @@ class Sequence:
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether it waits for its grammar, which is not compiled yet."""
+        """Whether the sequence waits until its grammar is compiled."""
         return self.matcher is None and self.request.sampling.structured_output is not None
 
     @property
     def can_draft(self) -> bool:
-        """Whether its tokens may be drafted, see `Drafting`."""
+        """Whether tokens of the sequence may be drafted, see `Drafting`."""
         sampling = self.request.sampling
         return sampling.prompt_lookup and not (
             self.search is not None
@@ -258,7 +258,7 @@ class Sequence:
         )
 
     def append(self, token_id: int) -> None:
-        """Appends a generated token. A stop token ends the sequence, so its matcher does not take it."""
+        """Appends a generated token. The matcher does not accept stop tokens, because they end the sequence."""
         self.token_ids.append(token_id)
         if self.matcher is not None and token_id not in self.stop_ids:
             self.matcher.accept(token_id)
@@ -281,10 +281,10 @@ class Sequence:
 
     @property
     def has_proposed(self) -> bool:
-        """Whether it is a beam that has proposed and waits for the other beams."""
+        """Whether the sequence is a beam that has proposed and waits for the other beams."""
         return self.search is not None and self.search.has_proposed(self.index)
 
     @property
     def max_kv_tokens(self) -> int:
-        """The most tokens whose KV it can ever hold. The KV of the last generated token is never computed."""
+        """The most tokens whose KV the sequence can hold. The KV of the last generated token is never computed."""
         return self.num_prompt + self.max_tokens - 1

@@ -211,8 +211,8 @@ class _ChoiceState:
         return len(self._token_ids)
 
     def take(self, delta: TokenDelta) -> tuple[TokenDelta, str, tuple[AlignedToken, ...]]:
-        """Adds a delta. Returns the delta without the tokens after a stop string, the text that is now certain, and the
-        tokens of this text if they are aligned.
+        """Adds a delta. Returns three values: the delta without the tokens after a stop string, the text that is now
+        certain, and the tokens of this text if they are aligned.
         """
         assert self.reason is None, "a choice that is over spoke again"
         # The stop token is computed and counted, but by default it is not part of the text.

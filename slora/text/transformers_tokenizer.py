@@ -48,10 +48,10 @@ def read_tokenizer(directory: Path) -> ResolvedTokenizer:
 
 
 def _serialize(backend: Tokenizer) -> str:
-    """Serializes the backend, and marks every token as special that decoding leaves out.
+    """Serializes the backend, and marks all tokens that decoding leaves out as special.
 
-    Decoding also leaves out a special token that was added again as an ordinary token, although the backend does not
-    mark this token as special.
+    A special token may have been added again as an ordinary token. Decoding leaves it out, although the backend does
+    not mark it as special.
     """
     fields = json.loads(backend.to_str())
     for token in fields["added_tokens"]:

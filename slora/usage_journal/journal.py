@@ -7,8 +7,8 @@ share one fsync and no event loop waits for the disk.
             append          rotate, full, or its writer died            shipped
     (memory) ----> open segment ------------------------> closed segment ----> (deleted)
 
-Besides the open segment there is a spare one, already allocated. If there is none, because the disk is full or the
-journal has reached its limit, `check` refuses new requests from the time that the open segment is half full. The other
+Besides the open segment there is a spare segment, already allocated. There is no spare segment if the disk is full or
+the journal has reached its limit. Then `check` refuses new requests as soon as the open segment is half full. The other
 half has room for the records of the requests in progress.
 """
 
