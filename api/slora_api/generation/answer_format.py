@@ -1,4 +1,4 @@
-"""Formats completions as the JSON of the two completion APIs, whole or chunk by chunk.
+"""Formats completions as the JSON of the two completion APIs, either as one body or chunk by chunk.
 
 `CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
 and model; `model` is the name that the client sent. Token ids are added in vLLM's form if the request asks for them.
@@ -30,8 +30,8 @@ __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "
 
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
-# Makes a list from a function that yields its items. The items are made immediately, or only while the JSON is written
-# (`LongList`).
+# Makes a list from a function that yields the items. The function is called either immediately or only while the JSON
+# is written (`LongList`).
 _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
 
@@ -109,7 +109,8 @@ class AnswerFormat(Protocol):
 class _Envelope:
     """Makes the fields that all JSON objects of one answer share.
 
-    model: the name in the request. fields: the request. chunk_kind: the field `object` of the chunks of a stream.
+    model: the name in the request. fields: the fields of the request. chunk_kind: the value of the field `object` in
+        each chunk of a stream.
     """
 
     __slots__ = (
@@ -130,12 +131,12 @@ class _Envelope:
             "created": int(time.time()),
             "model": model,
         }
-        # As in OpenAI's API, the answer names the tier that served the request if the request has the field.
+        # As in OpenAI's API, an answer has the field `service_tier` only if the request has it.
         if fields.service_tier is not None:
             self._shared["service_tier"] = "default"
         # The fields are encoded once, because encoding them for each chunk takes 8 microseconds.
         self._chunk_start = f"data: {encode_ascii(self.whole(chunk_kind, []))[:-2]}"
-        # With include_usage, every chunk has the field. In all chunks but the last, the value is null.
+        # With include_usage, every chunk has the field `usage`. It is null in all chunks but the last.
         self._usage_field = ',"usage":null' if fields.include_usage else ""
 
     def event(self, choice: str, usage: Usage, prompt_token_ids: Sequence[int] | None = None) -> bytes:
@@ -165,7 +166,7 @@ class LogprobsFormat:
     num_top: how many of the most probable tokens to list for each token of the answer and of an echo. None: the client
         asked for no log-probabilities.
     num_prompt_top: the same for each token of the prompt; the value of the field `prompt_logprobs`.
-    shows_ids: whether `token_id:7` takes the place of the text of token 7.
+    shows_ids: whether to write `token_id:7` instead of the text of token 7.
     """
 
     def __init__(
@@ -206,8 +207,8 @@ class LogprobsFormat:
         return {"content": make_list(lambda: map(self.content_token, tokens)), "refusal": None}
 
     def prompt(self, completion: Completion) -> Json:
-        """Returns the field `prompt_logprobs`. It has an object for each token of the prompt, which maps token ids to
-        log-probabilities. As in vLLM, the field is null if the client did not ask for it.
+        """Returns the field `prompt_logprobs`. For each token of the prompt, the field has an object that maps token
+        ids to log-probabilities. As in vLLM, the field is null if the client did not ask for it.
         """
         if self._num_prompt_top is None or completion.prompt_logprobs is None:
             return {"prompt_logprobs": None}
@@ -246,10 +247,10 @@ class LogprobsFormat:
 
 
 class CompletionFormat:
-    """/v1/completions.
+    """Formats the answers of /v1/completions.
 
     model: the name in the request. prompts: the token ids of each prompt.
-    num_choices: choices of each prompt in a stream.
+    num_choices: number of choices for each prompt of a stream.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class CompletionFormat:
         self._num_choices = num_choices
         # Choice -> character position at which its next token starts.
         self._offsets: dict[int, int] = {}
-        # A prompt may have 131,072 ids, so all its choices share their JSON.
+        # A prompt may have 131,072 ids, so their JSON is made once for all choices of the prompt.
         self._encode_prompt = cache(lambda index: encode_ascii(prompts[index]))
 
     @property
@@ -311,9 +312,9 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """/v1/chat/completions.
+    """Formats the answers of /v1/chat/completions.
 
-    model: the name in the request. prompt: its token ids. num_choices: choices of a stream.
+    model: the name in the request. prompt: the token ids of the prompt. num_choices: number of choices in a stream.
     parts: splits answers that have tool calls or reasoning; None if an answer has only content.
     """
 
@@ -410,7 +411,7 @@ class ChatFormat:
         token_ids: Sequence[int] = (),
         prompt_token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """Returns the event of one delta. delta: the field of this name, as JSON."""
+        """Returns the event of one delta. delta: the value of the field `delta`, as JSON."""
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
         rest = _encode_rest(logprobs, reason, token_ids or None)
         return self._envelope.event(f'{{"index":{index},"delta":{delta},{rest}}}', usage, prompt_token_ids)

@@ -10,7 +10,7 @@ __all__ = ["AnswerSize"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:
-    """What a request asks the answer to contain.
+    """The number of tokens and log-probabilities that a request asks the answer to contain.
 
     num_choices: number of answers to each prompt.
     logprobs: number of most probable tokens to list for each token of the answer and of an echoed prompt; None if no

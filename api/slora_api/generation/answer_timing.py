@@ -18,12 +18,12 @@ class TimingObject(TypedDict):
     several prompts, the times are those of the prompt that ended last.
 
     queue_time_ms: from arrival in the engine to the first computed token, including waits for adapters.
-    adapter_fetch_ms: the part of the queue time until the adapters were on the host. adapter_load_ms: the part from the
-        admission to the batch until the adapters were in the page pool.
-    time_to_first_token_ms: from the first computed token to the first generated token. generation_time_ms: from the
-        first generated token to the end.
+    adapter_fetch_ms: the part of the queue time until the adapters were on the host.
+    adapter_load_ms: the part of the queue time from admission to the batch until the adapters were in the page pool.
+    time_to_first_token_ms: from the first computed token to the first generated token.
+    generation_time_ms: from the first generated token to the end.
     tokens_per_second: generated tokens, divided by the time since the first computed token; only with one prompt.
-        mean_itl_ms: mean time between two tokens; only with one prompt and one choice.
+    mean_itl_ms: mean time between two tokens; only with one prompt and one choice.
     """
 
     queue_time_ms: float | None

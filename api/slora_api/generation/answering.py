@@ -50,11 +50,14 @@ async def answer_request(
     headers: dict[str, str],
     writing: FairSlots,
 ) -> AnswerResponse:
-    """Computes `answers`, one for each prompt, and sends them.
+    """Computes `answers`, one for each prompt. Returns the response that sends them to the client.
 
     usage: grows with the answers.
     echoes: the texts of the prompts, if the answers repeat them.
-    writing: slots for writing long answers. Raises TenantBusy if too many answers of the tenant wait for a slot.
+    writing: slots for writing long answers.
+
+    Raises TenantBusy if too many answers of the tenant wait for a slot. Also raises ClientGone and the errors of
+    `Generator.run`.
     """
     deltas = generator.run(answers, meter)
     if not fields.stream:
@@ -73,8 +76,8 @@ async def answer_request(
 async def _write_answer(
     shape: AnswerFormat, completions: Sequence[Completion], usage: Usage, tenant: str, writing: FairSlots
 ) -> list[bytes]:
-    """Returns the body of the answer in parts. A long text is searched for tool calls on a thread, in a slot of the
-    tenant: 530 KB of short calls take 0.7 s.
+    """Returns the body of the answer in parts. A long text is searched for tool calls on a thread, because 530 KB of
+    short calls take 0.7 s. The search takes a slot of the tenant.
     """
     num_chars = sum(len(choice.text) for completion in completions for choice in completion.choices)
     if not shape.reads_text or num_chars <= _INLINE_CHARS:

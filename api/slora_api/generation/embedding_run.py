@@ -1,7 +1,7 @@
 """Computes the embeddings of one request, a few inputs at a time.
 
 A request may have thousands of inputs. Each lane sends one input to the engine and waits for the embedding before
-sending the next input. So the number of lanes bounds the permits and the sequences of a large request.
+sending the next input. So a large request never holds more permits or sequences than it has lanes.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from slora_api.generation.json_slices import LongList
 
 __all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]
 
-# This many short texts fill the token budget of a step. By default, the number is a quarter of the answers that one
-# tenant may have in progress.
+# This many short texts are enough to fill the token budget of a step. One tenant may have 256 answers in progress by
+# default, so a request leaves three quarters of them free.
 _MAX_LANES = 64
 
 
@@ -22,8 +22,8 @@ _MAX_LANES = 64
 class EmbeddedInput:
     """One input of a request. embedding: the embedding as its JSON value; None until the engine has returned it.
 
-    num_cached, num_generated: token counts that `UsageRecorder` reads. They stay 0, because an embedding arrives as a
-    whole.
+    num_cached, num_generated: token counts that `UsageRecorder` reads. Both stay 0, because an embedding arrives all at
+    once.
     """
 
     request: EngineRequest
@@ -45,9 +45,10 @@ def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) ->
 async def run_lanes(
     requests: Iterator[EngineRequest], num_lanes: int, compute: Callable[[EmbeddedInput], Awaitable[None]]
 ) -> list[EmbeddedInput]:
-    """Computes one input for each request. Returns the inputs in the order of the requests.
+    """Computes an embedding for each request, `num_lanes` at a time. Returns the inputs in the order of the requests.
 
-    If an input fails, cancels the others and raises the first error. If the caller is cancelled, cancels all inputs.
+    If an input fails, cancels the other inputs and raises the first error. If the caller is cancelled, cancels all
+    inputs.
     """
     inputs: list[EmbeddedInput] = []
 

@@ -59,7 +59,7 @@ class Generator:
     def open_answers(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> list[Answer]:
-        """Returns an empty answer for each prompt. The answer has the engine request that will fill it."""
+        """Returns an empty answer for each prompt. Each answer holds the engine request that will fill it."""
         return [
             Answer(
                 _engine_request(terms, model, index, prompt.token_ids, prompt.sampling),
@@ -159,8 +159,8 @@ class Generator:
     def _permits(
         self, tenant: str, num_prompts: int, answers_each: int, param: str, *, is_background: bool
     ) -> AbstractContextManager[None]:
-        """Returns a context that holds a permit for each answer. Lines of batches need no permits, because their runner
-        bounds them. So all permits are left to interactive requests.
+        """Returns a context that holds a permit for each answer. Lines of batches need no permits, because the batch
+        runner limits how many are in progress. So all permits are left to interactive requests.
         """
         if is_background:
             return nullcontext()
@@ -179,8 +179,8 @@ class Generator:
 def _request_id(terms: ServiceTerms, index: int) -> str:
     """Returns the id of the engine request for one prompt.
 
-    The id of the client is not used, because two clients could send the same id. A line of a batch has the same id each
-    time it is computed, so that the usage ledger counts the line once.
+    The request id that the client sent is not used, because two clients could send the same one. A line of a batch has
+    the same id each time it is computed, so that the usage ledger counts the line once.
     """
     return uuid.uuid4().hex if terms.background_id is None else f"{terms.background_id}-{index}"
 
@@ -188,7 +188,7 @@ def _request_id(terms: ServiceTerms, index: int) -> str:
 def embedding_requests(
     terms: ServiceTerms, model: ServedModel, inputs: Sequence[list[int]], pooling: Pooling
 ) -> Iterator[EngineRequest]:
-    """Yields the engine request of each input. inputs: the token ids of each."""
+    """Yields the engine request of each input. inputs: the token ids of each input."""
     return (
         _engine_request(terms, model, index, token_ids, NOT_SAMPLED, pooling)
         for index, token_ids in enumerate(inputs)

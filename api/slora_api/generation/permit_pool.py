@@ -1,14 +1,15 @@
 """Permits that tenants take and return: for answers, for uploads, and for bytes of request bodies.
 
 A reserve of a quarter of all permits, and at least two, is kept for tenants that hold none. A tenant that holds permits
-gets more only while the reserve stays free. With one request, a tenant that holds none may take half of the free
-permits, or all but the reserve if that is more. So two tenants never hold all permits, and each further tenant leaves
-some for the next.
+gets more only while the reserve stays free. A tenant that holds no permits may take half of the free permits with one
+request, or all but the reserve if that is more. So two tenants never hold all permits, and each further tenant leaves
+some permits for the next tenant.
 
 The wait for a free permit is estimated from the average time that permits are held. The average is exponential: the
-holding time of each returned permit has the weight 1/16. The estimate assumes that the taken permits return evenly over
-the average time. Example: 40 permits are taken, for 20 s on average, so the next one is free in 20 / 40 s. If answers
-take longer than before, the estimate is too short. The client then retries too soon and is refused again.
+holding time of each returned permit has the weight 1/16. The estimate assumes that the taken permits are returned at
+regular intervals over the average time. Example: 40 permits are taken, for 20 s on average, so the next one is free in
+20 / 40 s. If answers take longer than before, the estimate is too short. The client then retries too soon and is
+refused again.
 
 All API processes of a host share the permits through a tally. Two of them may take the last permit at the same moment,
 so a process that has taken a permit checks the limits again. If a limit is exceeded, the process returns the permit.
@@ -39,7 +40,7 @@ class PermitPool:
 
     num_permits: the number of permits.
     max_per_tenant: the maximum number of permits that one tenant may hold.
-    what: the purpose of the permits, in the words of error messages.
+    what: the purpose of the permits, for error messages.
     tenant_limit: the name of the setting for max_per_tenant, for error messages.
     clock: monotonic seconds.
     tally: counts the permits of each tenant in all API processes of the host; None if this is the only process.
@@ -88,7 +89,7 @@ class PermitPool:
         return self._available_to_newcomer(self.num_free)
 
     def check_available(self, tenant: str, count: int) -> None:
-        """Raises TenantBusy or ServerBusy if the tenant cannot have `count` permits now."""
+        """Raises TenantBusy or ServerBusy if the tenant cannot take `count` permits now."""
         own, num_available, what = self.held_by(tenant), self.num_available_to(tenant), self._what
         if (missing := own + count - self.max_per_tenant) > 0:
             wait_s = self.wait_s(missing, own)

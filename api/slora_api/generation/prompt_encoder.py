@@ -1,4 +1,5 @@
-"""Tokenizes prompts. Short prompts run on the event loop, long ones on a thread, in slots that tenants share.
+"""Tokenizes prompts. Short prompts are tokenized on the event loop. Long prompts are tokenized on a thread, in slots
+that tenants share.
 
 The tokenizer releases the interpreter lock while it works, so a thread does not block the event loop. A call of the
 tokenizer cannot be interrupted. So the tokens of a long text are first counted slice by slice, until the text exceeds
@@ -21,9 +22,10 @@ _INLINE_CHARS = 8_000
 _INLINE_TEXTS = 64
 # Decoding this many ids also takes one to three milliseconds.
 _INLINE_TOKENS = 2_000
-# Characters for one call of the tokenizer, which then takes 10 to 30 ms.
+# The maximum number of characters for one call of the tokenizer. Such a call takes 10 to 30 ms.
 _SLICE_CHARS = 1 << 16
-# A slice may cut a word, which adds tokens. This many are subtracted per slice, so that no text that fits is refused.
+# Cutting a text into slices may split words, which adds tokens. This many tokens are subtracted for each slice, so that
+# a text that fits is never refused.
 _CUT_TOKENS = 256
 # One slot is reserved for tenants that hold none.
 _NUM_SLOTS, _NUM_RESERVED = 3, 1

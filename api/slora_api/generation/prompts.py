@@ -1,6 +1,6 @@
 """Turns the body of a request into the engine's input: token ids that fit into the context, and sampling parameters.
 
-A request that must be refused is refused here with the name of the field, before the engine sees it. Cheap checks come
+This module refuses invalid requests before the engine sees them, and its errors name the field. Cheap checks come
 first: counts and sampling values, then characters, then tokens.
 """
 
@@ -104,12 +104,12 @@ def _sampling(
 
     max_tokens: None if it is not known yet.
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
-    form: the form of the answers.
+    form: the structured output that the answers must follow; None for free text.
     bad_words: the tokens of the field `bad_words`.
     """
     values = defaults.cap_min_tokens(max_tokens).explicit_fields()
     if form is not None:
-        values.pop("min_tokens", None)  # The grammar of the form decides where the answer may end.
+        values.pop("min_tokens", None)  # The grammar of the form determines where the answer may end.
     sent = {name: value for name in _AS_SENT if (value := getattr(fields, name, None)) is not None}
     if sent.get("use_beam_search"):
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
@@ -259,8 +259,8 @@ class PromptMaker:
     def _conversation_form(
         self, body: ConversationRequest, syntax: AnswerSyntax | None
     ) -> StructuredOutput | None:
-        """Returns the form of a whole answer. It covers the form that the request asks for, the tool calls and the
-        reasoning.
+        """Returns the structured output that constrains the whole answer: the form that the request asks for, the tool
+        calls and the reasoning.
         """
         forced = body.forced_tools
         form = None if forced else body.structured_output  # Answers that must be calls have no content.

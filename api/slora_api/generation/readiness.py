@@ -9,7 +9,7 @@ __all__ = ["Readiness"]
 
 @dataclass(slots=True)
 class Readiness:
-    """The current reasons, by name.
+    """The current reasons why this server cannot answer, by name.
 
     stalls: child process -> a sentence for the client, for each child that makes no progress. While a child is listed,
     new requests are refused.

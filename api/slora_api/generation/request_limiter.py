@@ -1,7 +1,7 @@
 """Limits how many answers and uploads are in progress, for the whole server. Quotas limit the answers of each tenant.
 
-A request beyond a limit is refused at once. The refusal states when a permit should be free. The limits apply to all
-API processes of the host together. The module runs on one event loop and needs no lock.
+A request beyond a limit is refused at once. The error says when a permit should be free. The limits apply to all API
+processes of the host together. The module runs on one event loop and needs no lock.
 """
 
 import time
@@ -16,9 +16,9 @@ __all__ = ["RequestLimiter"]
 
 
 class RequestLimiter:
-    """Counts answers and uploads in progress. After `stop()`, no further ones are admitted.
+    """Counts answers and uploads in progress. After `stop()`, no further request is admitted.
 
-    One tenant has at most half of the permits for uploads.
+    One tenant may hold at most half of the permits for uploads.
 
     board: None if this process is the only one. clock: monotonic seconds.
     """

@@ -1,4 +1,4 @@
-"""Formats an answer as the JSON of /v1/responses, whole or event by event.
+"""Formats an answer as the JSON of /v1/responses, either as one body or event by event.
 
 The answer is a list of items in the order in which the model wrote them: reasoning, messages and function calls. The
 last events of a text repeat the whole text several times. So each text is encoded once, and these events are written in
@@ -242,7 +242,7 @@ class ResponsesFormat:
         yield from self._event("response.output_item.done", made)
 
     def _response(self, status: str, usage: Usage | None = None) -> Json:
-        """Returns the answer so far, with the items of a stream."""
+        """Returns the response object, with the items that have been streamed so far."""
         is_over = status in ("completed", "incomplete")
         return self._about | {
             "status": status,

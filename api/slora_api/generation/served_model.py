@@ -16,7 +16,7 @@ class ServedModel:
 
     asked_for: the model name in the request, which the answer repeats.
     adapters: as `compose_adapters` returns them; empty for the base model alone.
-    labels: `name@version` of each of the adapters.
+    labels: `name@version` of each adapter.
     chat_templates: the distinct chat templates of the adapters; None stands for the base model's template.
     """
 

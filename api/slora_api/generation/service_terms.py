@@ -10,7 +10,7 @@ from slora_api.tenants.key_record import KeyRecord
 
 __all__ = ["BACKGROUND_ID", "ServiceTerms", "background_id"]
 
-# The key under which the runner of batches passes the id of a line in the state of a request. Clients cannot set it.
+# The batch runner passes the id of a batch line under this key in the request's state. Clients cannot set it.
 BACKGROUND_ID = "background_id"
 
 

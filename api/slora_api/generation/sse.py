@@ -3,13 +3,13 @@
 The status line is sent before the first event, so a later error is sent as an event. uvicorn does not cancel a handler
 when its client disconnects. Code that waits for tokens therefore also waits for the disconnect.
 
-A client that does not read its stream is treated like one that hung up. While the connection holds more than 64 KiB of
-the stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16 KiB/s
-on average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the engine
+A client that does not read its stream is treated as disconnected. While the connection holds more than 64 KiB of the
+stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16 KiB/s on
+average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the engine
 request and releases the permit.
 
-A stream thus buffers at most 64 KiB and one write in this process, and 512 KiB in the kernel. The tokens that the
-engine computes meanwhile are limited by the bounds of the request.
+A stream thus buffers at most 64 KiB and one write in this process, and 512 KiB in the kernel. The bounds of the request
+limit the tokens that the engine computes in the meantime.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ class EventStream(Response):
                 yield part
 
     async def aclose(self) -> None:
-        """Aborts the computation."""
+        """Aborts the computation of the events."""
         await self._events.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

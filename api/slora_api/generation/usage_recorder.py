@@ -7,7 +7,7 @@ engine dies first, the recorder counts the tokens that have arrived.
 A request for which nothing was computed has no record.
 
 While the journal writes one batch of records, the recorder collects the next one. So the event loop and the journal's
-thread wake each other once per disk sync instead of once per request.
+thread wake each other once per disk sync rather than once per request.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class OpenRequest:
     on_report: called with the usage.
     ended: set when the usage is durable or cannot be recorded.
     failure: why the usage cannot be recorded.
-    timing: when the request passed the stages of the engine; None until its usage is known, and if the request was
-        refused or the engine died.
+    timing: when the request passed the stages of the engine; None until the usage is known. It stays None if the
+        request was refused or the engine died.
     span: the span of the HTTP request, if it is traced.
     """
 
@@ -91,8 +91,9 @@ class UsageRecorder:
         self._journal = journal
         self._clock = clock
         self._open: dict[str, OpenRequest] = {}
-        # The next batch for the journal, and the number of records in it and in the batch that the journal is writing.
+        # The next batch for the journal.
         self._batch: list[_Waiting] = []
+        # The number of records in the next batch and in the batch that the journal is writing.
         self._num_waiting = 0
         client.listen_for_usage(self._receive)
 
@@ -165,7 +166,7 @@ class UsageRecorder:
         self._batch.append(_Waiting(opened, record))
         self._num_waiting += 1
         if self._num_waiting == 1:
-            # Write later, because the engine reports all requests that ended in one step together.
+            # Write later, so that one batch has all requests of a step. The engine reports these requests together.
             asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
@@ -195,7 +196,7 @@ class UsageRecorder:
 
 
 def _seen(answer: Recorded) -> RequestUsage:
-    """Returns the usage that is known from the tokens that have arrived. Before the first token, the engine has
+    """Returns the usage that is known from the tokens that have arrived. When the first token arrives, the engine has
     computed the whole prompt.
     """
     if not answer.num_generated:

@@ -2,11 +2,11 @@
 
 asyncio's own server accepts as many connections at once as its backlog holds. With the backlog of 2,048 used here, that
 blocks the event loop for 0.2 s. Without free file descriptors, asyncio retries up to 2,048 times and logs each failure.
-This acceptor accepts 16 at once. Without free descriptors it closes idle connections, logs one line per minute, and
-retries after a second.
+This acceptor accepts at most 16 connections at once. Without free descriptors, it closes idle connections, logs one
+line per minute, and retries after a second.
 
-Several API processes may accept from the same socket. A process that has more connections than another process waits a
-few milliseconds, so that the other process can accept first.
+Several API processes may accept from the same socket. If a process has more connections than another process, it waits
+a few milliseconds, so that the other process can accept first.
 
 A connection over a limit is answered 503 at once. Its descriptor stays open for a second, so that the client can read
 the answer before the reset.
@@ -30,7 +30,8 @@ _log = get_rate_limited_logger(__name__)
 # Accepting this many connections blocks the event loop for about 2 ms.
 _MAX_AT_ONCE = 16
 _RETRY_S = 1.0
-# A process that has more connections than another one waits this long, so that the other one can accept first.
+# If a process has more connections than another process, it waits this long, so that the other process can accept
+# first.
 _YIELD_S = 0.002
 _LINGER_S = 1.0
 # At most this many refused connections stay open for `_LINGER_S`. Further refused connections are closed at once.
@@ -55,7 +56,7 @@ class Acceptor:
         self._refused: set[socket.socket] = set()
 
     def start(self) -> None:
-        """Starts to accept connections."""
+        """Starts accepting connections."""
         self._listener.setblocking(False)
         self._listen()
 
@@ -79,7 +80,7 @@ class Acceptor:
                 return
 
     def _accept_after_yielding(self) -> None:
-        """Resumes accepting. Tries one connection at once, because the other processes may be busy or stopped."""
+        """Resumes accepting. Accepts one connection immediately, because the other processes may be busy or stopped."""
         self._listen()
         self._accept_one()
 

@@ -11,8 +11,8 @@ A server that closes a connection with unread bytes in its buffers sends a reset
 the client reads it. Therefore, after an early answer (401, 413, 422, ...), the rest of the body is read and dropped for
 a moment before the connection is closed. nginx does the same with `lingering_close`.
 
-The memory of a body is held until its request ends. This module knows the routes whose bodies may be large: uploads,
-which go to disk, generation and tokenizing. All other routes accept small JSON objects, which FastAPI parses in one go
+The memory of a body is held until its request ends. This module knows the routes whose bodies may be large: uploads
+(written to disk), generation and tokenizing. All other routes accept small JSON objects, which FastAPI parses in one go
 on the event loop.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["BodyLimitMiddleware", "BodyLimits"]
 
 # Mobile connections are interrupted for several seconds when the phone changes cells.
 _GRACE_S = 20.0
-# The memory for bodies suffices for this many bodies of the maximum size.
+# All bodies together may take the memory of this many bodies of the maximum size.
 _MAX_BODIES = 64
 _LINGER_S = 5.0
 # The maximum size of a form's multipart headers and small fields, besides its file.
@@ -45,7 +45,7 @@ _LINGER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The size limits by path, and the minimum rate of all paths.
+    """The size limit of bodies for each path, and the minimum rate for all paths.
 
     max_upload_bytes: limit for `upload_path`. max_file_bytes: limit of the file in a form sent to `file_path`; the form
     may have further small fields. max_body_bytes: limit for `generation_paths`. All other paths have the limit
@@ -97,7 +97,9 @@ class BodyLimits:
         )
 
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
-        """Returns the error for a slow body. Only `num_bytes` arrived while the server waited `waited_s` seconds."""
+        """Returns the error for a slow body, of which only `num_bytes` arrived while the server waited `waited_s`
+        seconds.
+        """
         return RequestTooSlow(
             f"The body arrived too slowly: {num_bytes} bytes in {waited_s:.0f} s. After "
             f"{self.grace_s:g} s a body must average {self.min_bytes_per_s:g} bytes/s "
@@ -153,11 +155,11 @@ class _BodyReader:
         return message
 
     def close(self) -> None:
-        """Gives back the memory of the body."""
+        """Releases the memory of the body."""
         self._held.close()
 
     async def drop_rest(self) -> None:
-        """Reads and drops the rest of the body, up to a limit of time and of size."""
+        """Reads and drops the rest of the body, up to a time limit and a size limit."""
         limit = self.num_bytes + _LINGER_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
@@ -228,7 +230,9 @@ def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | Non
 
 
 def _lingering(send: Send, body: _BodyReader) -> Send:
-    """Wraps `send` so that the end of an answer is held back until the body is complete, dropped, or timed out."""
+    """Wraps `send`. If an answer ends before the body, its end is held back while `drop_rest` drops the rest of the
+    body.
+    """
 
     async def send_lingering(message: Message) -> None:
         last = message["type"] == "http.response.body" and not message.get("more_body", False)

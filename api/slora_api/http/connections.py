@@ -2,8 +2,7 @@
 
 A connection without a request uses a descriptor and serves no client, so it is closed first. A connection is idle until
 the whole head of a request has arrived. It is idle again when the answer is complete, or while the server only drops
-the rest of the body. By this rule, a client without an API key cannot keep a connection busy, so it cannot keep other
-clients out.
+the rest of the body. So a client without an API key cannot keep a connection busy, and cannot keep other clients out.
 
 If the server is full when a new connection arrives, a batch of idle connections is closed. The batch is taken from the
 address with the most connections, longest idle first. An address at its own limit replaces only its own idle
@@ -28,13 +27,13 @@ __all__ = ["Connection", "Connections"]
 
 _log = get_rate_limited_logger(__name__)
 
-# A batch closes 1 in 64 connections. It closes several at once, because each search for idle connections looks at all
-# connections: 5 ms for 4,096.
+# A batch closes 1 in 64 connections. Connections are closed in batches, because each search for idle ones visits all
+# connections. That takes 5 ms for 4,096 connections.
 _BATCHES = 64
-# A process waits only if it has over an eighth more connections than another process. Without this margin, processes
-# would wait for one another when many clients connect at once.
+# A process waits only if it has at least an eighth more connections than another process. Without this margin,
+# processes would wait for one another when many clients connect at once.
 _FAIR_MARGIN = 8
-# A home network usually has a whole /64 of IPv6, so all addresses of a /64 count as one client.
+# A home network usually has its own /64 prefix of IPv6, so all addresses of a /64 count as one client.
 _IPV6_PREFIX = 64
 
 

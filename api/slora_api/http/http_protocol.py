@@ -7,7 +7,7 @@ uvicorn limits only the pause between two requests. This protocol also ends a co
 - Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
-cancels the work of the request and gives its permits back.
+cancels the work of the request and returns its permits.
 
 `body_limit.py` limits the time of the body, because only the application knows whether it waits for the body.
 
@@ -86,9 +86,10 @@ class _Reader:
 
 
 class _Connection(h11.Connection):
-    """h11's connection, which holds back the head of an answer until the first bytes of its body.
+    """h11's connection. It holds back the head of an answer until the first bytes of the body, so that one system call
+    sends both.
 
-    One system call then sends both. ASGI asks servers to send the head only with the first message of the body.
+    ASGI asks servers to send the head only with the first message of the body.
     """
 
     _head: list[bytes] | None = None

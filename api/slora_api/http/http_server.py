@@ -24,7 +24,8 @@ __all__ = ["HttpServer"]
 class HttpServer(uvicorn.Server):
     """Serves `app` until `should_exit` is set.
 
-    drain_s: how long requests in progress may then continue. board: None if this process is the only one that serves.
+    drain_s: how long requests in progress may continue after `should_exit` is set. board: None if this process is the
+        only one that serves.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class HttpServer(uvicorn.Server):
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes the connections, beginning with idle ones. Deadlines apply until the last one is closed."""
+        """Closes the connections, beginning with idle ones. Deadlines apply until the last connection is closed."""
         for acceptor in self._acceptors:
             acceptor.stop()
         await super().shutdown(sockets)

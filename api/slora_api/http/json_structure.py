@@ -1,7 +1,8 @@
 """Counts the values of a JSON body while its bytes arrive, before it is parsed.
 
-Parsing holds the interpreter lock until it ends, even on another thread. Its time depends on the number of values and
-on the length of numbers, so both are bounded here. Strings are cheap: parsing 4 MB of strings takes 10 ms.
+Parsing holds the interpreter lock until it ends, even on another thread. The time that parsing takes depends on the
+number of values and on the length of numbers, so both are bounded here. Strings are cheap: parsing 4 MB of strings
+takes 10 ms.
 
 Worked example: `{"a": [1, "x,y"]}` counts as 4 values: one for each opening bracket, one for each comma outside
 strings, and one for the whole body.
@@ -39,7 +40,9 @@ class JsonStructure:
         self._tail = b""
 
     def add(self, part: bytes) -> None:
-        """Counts the next bytes. Parts should have at most 64 KiB, which takes 1.5 ms. Raises BadRequest."""
+        """Counts the values in the next part of the body. A part should have at most 64 KiB, which takes 1.5 ms. Raises
+        BadRequest.
+        """
         if len(self._begin) < _NAMING_BYTES:
             self._begin += part[: _NAMING_BYTES - len(self._begin)]
         bare = self._outside_strings(part)

@@ -35,7 +35,7 @@ def _request_id(headers: Headers) -> str:
 
 
 class _ResponseSender:
-    """Sends an answer. Adds the headers of every answer, and the headers of the request's meter if there is one."""
+    """Sends an answer. Adds the headers that every answer has, and the headers of the request's meter, if any."""
 
     __slots__ = ("_context", "_send", "_started_at", "_state", "status")
 
@@ -65,8 +65,8 @@ class _ResponseSender:
 
 
 class RequestScopeMiddleware:
-    """ASGI middleware. observe: called with route, status and seconds of every answer. tracing: if None, no spans are
-    made.
+    """ASGI middleware. observe: called with the route, the status and the seconds of every answer. tracing: if None, no
+    spans are made.
     """
 
     def __init__(self, app: ASGIApp, observe: Observe, tracing: Tracing | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Makes the frames of the console: what one viewer may see of an observation of the engine.
+"""Makes the frames of the console. A frame shows the part of an observation of the engine that one viewer may see.
 
 An operator sees all tenants. A tenant sees its own pages, adapters and requests by name. For all other tenants
-together, it sees the number of their pages and their share of the work. It also sees the times of the engine's steps.
+together, it sees the number of their pages and their share of the work. A tenant also sees the times of the engine's
+steps.
 """
 
 import base64
@@ -19,7 +20,7 @@ from slora_adapters.version import AdapterVersion
 
 __all__ = ["FrameMaker", "FrameObject"]
 
-# A cell is one byte, so the owners of a frame are limited. Owners beyond the limit share one number.
+# A frame has at most this many owners, because a cell is one byte. Owners beyond the limit share one number.
 _MAX_OWNERS = 250
 _OTHER = PageOwner("other", "")
 _DIGEST_CHARS = 12
@@ -36,8 +37,8 @@ class QuantilesObject(TypedDict):
 
 
 class OwnerObject(TypedDict):
-    """What a page holds, and for which tenant. content: the kind of content. tenant: null for pages of other tenants
-    and for public prefixes. adapter: the adapter's name, or the beginning of its digest.
+    """The content of a page, and its tenant. content: the kind of content. tenant: null for pages of other tenants and
+    for public prefixes. adapter: the adapter's name, or the beginning of its digest.
     """
 
     content: Literal["kv", "prefix", "adapter", "idle_adapter", "other"]
@@ -69,7 +70,7 @@ class PoolObject(TypedDict):
 
 
 class LiveTenantObject(TypedDict):
-    """What one tenant runs and holds. tenant: null for all other tenants together."""
+    """The requests and the pages of one tenant. tenant: null for all other tenants together."""
 
     tenant: str | None
     kv: int
@@ -111,8 +112,8 @@ class WorkObject(TypedDict):
 
 
 class EventObject(TypedDict):
-    """Something that happened in the page pool. number: grows with each event until the engine restarts or is no longer
-    watched. times: how often the event happened.
+    """An event in the page pool. number: grows with each event until the engine restarts or is no longer watched.
+    times: how often the event happened.
     """
 
     number: int
@@ -124,7 +125,7 @@ class EventObject(TypedDict):
 
 
 class FrameObject(TypedDict):
-    """What the engine does at present. time: Unix time."""
+    """The present state of the engine, as one viewer may see it. time: Unix time."""
 
     object: Literal["live.frame"]
     time: float
@@ -136,17 +137,17 @@ class FrameObject(TypedDict):
 
 
 class FrameMaker:
-    """Makes the frames of one observation. names: the names of adapter versions, as far as they are known.
+    """Makes the frames of one observation. names: the known names of adapter versions.
 
-    What all viewers need is computed once, because the frames are made on the event loop.
+    The parts that all viewers need are computed once, because the frames are made on the event loop.
     """
 
     def __init__(self, state: LiveState, names: Names) -> None:
         self._state = state
         self._names = names
         self._cells = array("H", state.page_map.cells)
-        # Tenant -> the numbers of its owners, those with the most cells first. The key None has the owners of all
-        # tenants.
+        # Tenant -> the numbers of its owners, beginning with the owners that have the most cells. The key None has the
+        # owners of all tenants.
         self._drawn: defaultdict[str | None, list[int]] = defaultdict(list)
         for number, _ in Counter(self._cells).most_common():
             if number:

@@ -24,8 +24,8 @@ __all__ = ["LiveFeed"]
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.4
-# The interval is at least this long times the number of watching tenants. Each tenant has a frame of its own, which
-# takes half a millisecond of the event loop.
+# The interval between two observations is at least this time multiplied by the number of watching tenants. Each tenant
+# has a frame of its own, which takes half a millisecond on the event loop.
 _TENANT_INTERVAL_S = 0.015
 # The engine stops recording if it is not observed for five seconds.
 _MAX_INTERVAL_S = 4.0

@@ -1,4 +1,4 @@
-"""The metrics that the engine counts, made from its status at each scrape."""
+"""The engine's metrics, made from its statistics at each scrape."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -76,7 +76,7 @@ def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Met
         ],
     )
     num_tokens = info.num_pages * info.block_tokens
-    num_whole = f"{num_tokens / info.max_model_len:.2f}"  # How many sequences of the maximum length fit.
+    num_whole = f"{num_tokens / info.max_model_len:.2f}"  # Sequences of maximum length that fit.
     sizes = [str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages), str(num_tokens), num_whole]
     cache.add_metric([*sizes, ENGINE], 1)
     yield cache

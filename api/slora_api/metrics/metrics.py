@@ -1,4 +1,5 @@
-"""Prometheus metrics: vLLM's names, so that existing dashboards work, and additional ones that start with `slora_`.
+"""Prometheus metrics. Some have vLLM's names, so that existing dashboards work. The names of all others begin with
+`slora_`.
 
 The API's own counters and histograms are kept here. With several API processes, each process keeps them in its own
 files. Any process answers a scrape with the sums over all files (prometheus_client's multiprocess mode). The files
@@ -63,7 +64,8 @@ class Metrics:
     """The metrics of one server.
 
     model_name: value of the `model_name` label of vLLM's metrics.
-    directory: the files of all API processes, after `share_metrics`; None if this process is the only one.
+    directory: the directory with the files of all API processes, after `share_metrics`; None if this process is the
+        only one.
     restarts: how often each process of the server died and was restarted, by the process's name.
     is_read_only: whether the disk of the data directory is full.
     usage_journal_bytes, usage_ledger_lag_s: see `UsageShipper`.

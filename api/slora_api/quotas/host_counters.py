@@ -15,7 +15,8 @@ second, each process looks for reservations of dead processes, and settles these
 The counters need not survive a crash of the machine. A file of an earlier boot is replaced. A restart of the server
 keeps the file, so that it does not reset any quota.
 
-An idle account may be replaced by a new one. If its subject sends a request later, the account is seeded again.
+A new account may replace an idle account. If the tenant or key of the idle account later sends a request, the account
+is seeded again.
 """
 
 import asyncio
@@ -60,26 +61,26 @@ _LOG_ENTRY = struct.Struct("<qq")
 _ACCOUNTS_AT = 8192
 _DIGEST_BYTES = 16
 _ACCOUNT = struct.Struct(f"<{_DIGEST_BYTES}s8q{BUCKETS}I{BUCKETS}q")
-# The fields are: process, two accounts (-1 is none), second, day, month, requests, tokens and answers. The process is
-# its position plus 1; 0 marks a free entry.
+# The fields are: process, two accounts (-1 is none), second, day, month, requests, tokens and answers. The field
+# `process` is the position of the process plus 1; 0 marks a free entry.
 _RESERVATION = struct.Struct("<9q")
 _NO_ACCOUNT = -1
 _NO_DIGEST = bytes(_DIGEST_BYTES)
 
 _MAX_ACCOUNTS = 4096
 _MAX_RESERVATIONS = 8192
-# The digest of an account determines a position. The account is in one of this many entries from that position.
+# An account is in one of this many consecutive entries. The digest of its name determines the first of them.
 _PROBES = 32
 _LOCK_TRIES = 16
 _LOCK_PAUSE_S = 0.0005
-# A process holds the lock for some ten microseconds, unless the process is stopped.
+# A process holds the lock for about ten microseconds, unless the process is stopped.
 _LOCK_PATIENCE_S = 5.0
 _SWEEP_S = 1.0
 
 
 class HostCounters:
     """Implements `QuotaCounters`. The file is created if necessary. If the disk has no room for the file, this process
-    counts for itself.
+    has counters of its own.
 
     clock_ns: nanoseconds on a clock that all processes of the host share. utc: Unix time.
     """
@@ -101,7 +102,7 @@ class HostCounters:
         self._num_bytes = self._reservations_at + max_reservations * _RESERVATION.size
         self._descriptor = _open(path, self._num_bytes)
         self._map = mmap.mmap(-1 if self._descriptor is None else self._descriptor, self._num_bytes)
-        # Name -> the place where its account was last found.
+        # Name of an account -> the place in the hash table where the account was last found.
         self._places: dict[str, int] = {}
         self._next_reservation = os.getpid() * 37 % max_reservations
         # Settlements to apply when this process gets the lock.
@@ -277,7 +278,7 @@ class HostCounters:
     # -- accounts ----------------------------------------------------------------------------------------------------
 
     def _find_accounts(self, subjects: tuple[Subject, ...], now: Moment) -> list[tuple[int, Account]]:
-        """Returns the place and the present state of each subject's account."""
+        """Returns each subject's account, updated to `now`, with its place in the hash table."""
         found: list[tuple[int, Account]] = []
         for subject in subjects:
             place, account = self._find_account(subject.account, now, [place for place, _ in found])
@@ -286,8 +287,8 @@ class HostCounters:
         return found
 
     def _find_account(self, name: str, now: Moment, taken: list[int]) -> tuple[int, Account]:
-        """Returns the place and the state of an account, which may be new. taken: places of other accounts of the same
-        request, which must not be replaced.
+        """Returns an account, which may be new, with its place in the hash table. taken: places of other accounts of
+        the same request, which must not be replaced.
         """
         digest = _digest(name)
         place = self._places.get(name)
@@ -364,7 +365,7 @@ class HostCounters:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def _commit(self, writes: list[tuple[int, bytes]]) -> None:
-        """Makes all writes. If the process is killed before the log is complete, none of them takes effect."""
+        """Makes all writes. If the process is killed before the log is complete, no write takes effect."""
         shared, at = self._map, _LOG_AT
         for offset, content in writes:
             _LOG_ENTRY.pack_into(shared, at, offset, len(content))

@@ -33,8 +33,8 @@ TENANT_ONLY = ("adapter_versions", "stored_bytes")
 class Quota:
     """The limits of one tenant or key. Token limits count prompt tokens and generated tokens.
 
-    requests_per_minute, tokens_per_minute: limits of any 60 seconds.
-    tokens_per_day, tokens_per_month: budgets of a day and a month in UTC.
+    requests_per_minute, tokens_per_minute: limits for any period of 60 seconds.
+    tokens_per_day, tokens_per_month: budgets for a day and for a month, in UTC.
     concurrent_answers: answers in progress; each prompt and each choice of a request counts.
     composed_adapters: adapters that one request may combine.
     adapter_versions, stored_bytes: limits of what a tenant keeps. A key cannot have them.

@@ -26,11 +26,12 @@ class Moment:
 
 @dataclass(slots=True)
 class Account:
-    """What one tenant or key has used. second: the newest second of the windows. requests, tokens: charges by second
-    modulo BUCKETS.
+    """The use of one tenant or key.
 
-    tokens_today, tokens_this_month: tokens used in `day` and in `month`. is_seeded: whether they include the durable
-        history.
+    second: the newest second of the windows.
+    requests, tokens: the charges of each second, at the index `second % BUCKETS`.
+    tokens_today, tokens_this_month: tokens used in `day` and in `month`.
+    is_seeded: whether `tokens_today` and `tokens_this_month` include the durable history.
     """
 
     second: int = 0
@@ -63,7 +64,9 @@ class Account:
             self.month, self.tokens_this_month = now.month, 0
 
     def find_obstacles(self, quota: Quota, charge: Charge, now: Moment) -> Iterator[tuple[str, int | None]]:
-        """Yields each field of the quota that the charge would exceed, with the `wait_ms` of an `Obstacle`."""
+        """Yields each field of the quota that the charge would exceed, and the time until the charge fits (see
+        `Obstacle.wait_ms`).
+        """
         for name, window, added in (
             ("requests_per_minute", self.requests, charge.requests),
             ("tokens_per_minute", self.tokens, charge.tokens),

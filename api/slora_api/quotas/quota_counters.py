@@ -1,10 +1,10 @@
-"""The protocol of the quota counters, which hold what tenants and keys have used of their quotas.
+"""The protocol of the quota counters, which count the use of each tenant and each key.
 
 A request reserves its largest possible use before it is admitted, and settles the reservation when it ends. The unused
 part is refunded to the second, day and month of the reservation.
 
 Limits per minute use a sliding window of buckets of one second. A charge counts in its own second and in the next 60.
-So no period of 60 seconds ever contains more than the limit. The moment when a request fits again is known exactly.
+So the charges of any 60 seconds never exceed the limit, and the time at which a request fits again is known exactly.
 
 Counters are not durable, and the account of an idle subject may be dropped. An account with a budget is therefore
 seeded from the durable history before its first reservation; see `NotSeeded`.
@@ -47,8 +47,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request reserves. tokens: the maximum number of tokens that the request can use. answers: how many answers
-    the request has in progress.
+    """The amounts that a request reserves. tokens: the maximum number of tokens that the request can use. answers: how
+    many answers the request has in progress.
     """
 
     tokens: int
@@ -58,10 +58,10 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a subject uses, including its open reservations.
+    """The use of a subject, including its open reservations.
 
-    requests, tokens: charged in the last minute. The fields with `_reset_ms` are the time until these charges have left
-    the window. reserved_tokens: the part of all tokens that open reservations hold.
+    requests, tokens: charged in the last minute. The fields that end in `_reset_ms` have the time until these charges
+    have left the window. reserved_tokens: the tokens that open reservations hold.
     """
 
     requests: int = 0
@@ -78,7 +78,7 @@ class Use:
 class Reservation:
     """A successful reservation. Pass it to `QuotaCounters.settle` exactly once.
 
-    uses: what each subject uses, this reservation included. handle: identifies the reservation to its counters.
+    uses: the use of each subject, including this reservation. handle: identifies the reservation to its counters.
     """
 
     charge: Charge
@@ -91,7 +91,7 @@ class Obstacle:
     """A limit that a reservation would exceed.
 
     field: the field of the quota. wait_ms: the time until the reservation fits, if nothing else is charged. None for
-    budgets and answers in progress, and where no wait helps.
+    budgets, for answers in progress, and if the reservation would never fit.
     """
 
     subject: Subject
@@ -109,8 +109,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class NotSeeded:
-    """The reservation was not made, because the counters do not know yet what these subjects have used today and this
-    month. The caller calls `seed` for each subject, and retries.
+    """The reservation was not made, because the counters do not know yet how many tokens these subjects have used today
+    and this month. The caller calls `seed` for each subject, and retries.
     """
 
     subjects: tuple[Subject, ...]
@@ -131,16 +131,18 @@ class QuotaCounters(Protocol):
         """
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
-        """Ends a reservation. counts: whether the request counts towards `requests_per_minute`; False refunds it."""
+        """Ends a reservation. counts: whether the request counts towards `requests_per_minute`; if False, its charge is
+        refunded.
+        """
 
     async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
-        """Returns what each subject uses now."""
+        """Returns the present use of each subject."""
 
     async def seed(self, subject: Subject, tokens_today: int, tokens_this_month: int) -> None:
-        """Sets the used tokens from the durable history. If the counters have larger numbers, they keep their own."""
+        """Sets the used tokens from the durable history. If the counters already have a larger number, they keep it."""
 
     async def run(self) -> None:
-        """Keeps this process's reservations alive and refunds those of dead processes, until cancelled."""
+        """Keeps this process's reservations alive and refunds the reservations of dead processes, until cancelled."""
 
     async def close(self) -> None:
         """Refunds this process's open reservations."""

@@ -1,8 +1,8 @@
 """Charges requests to the quotas of their tenant and their key.
 
-A request reserves its prompt and the longest answers that it may get before it is admitted. When the engine has
-reported the use of the request, this use replaces the reservation. So quotas and the usage ledger count the same
-tokens:
+Before a request is admitted, it reserves the tokens of its prompt and of the longest answers that it may get. When the
+engine has reported the use of the request, this use replaces the reservation. So quotas and the usage ledger count the
+same tokens:
 
 | how the request ends | requests | tokens |
 |---|---|---|
@@ -10,8 +10,8 @@ tokens:
 | failed after a part was computed | 1 | the same |
 | refused, or failed before anything was computed | 0 | 0 |
 
-A long prompt is charged as a request before it is tokenized, and that charge stays. Otherwise, a client could make the
-server tokenize any number of long prompts, although its quota then refuses the requests.
+A long prompt is charged as a request before it is tokenized, and this charge is not refunded. Otherwise, a client could
+make the server tokenize any number of long prompts, although its quota then refuses the requests.
 
 An account that is not seeded gets its use of the day and the month from the usage ledger. Every `_COMPARE_S`, accounts
 are compared with the ledger, because only the ledger has the usage of requests whose API process was killed.
@@ -55,7 +55,7 @@ _COMPARE_S = 30.0
 _MAX_TRIES = 4
 # An answer without max_tokens may use at most 1/4 of the smallest token limit, so that several requests fit into it.
 _DEFAULT_PART = 4
-# These errors are no failures of the server: the client hung up, or the deadline cannot be met.
+# These errors are not failures of the server: the client hung up, or the deadline cannot be met.
 _ENDED_BY_CLIENT = (asyncio.CancelledError, GeneratorExit, DeadlineMissed)
 _BUDGETS = ("tokens_per_day", "tokens_per_month")
 
@@ -112,15 +112,15 @@ class QuotaMeter:
         return RequestMeter(self, quotas.subjects)
 
     async def read(self, subject: Subject) -> Use:
-        """Returns what a subject uses. Raises StoreUnavailable."""
+        """Returns the present use of a subject. Raises StoreUnavailable."""
         if subject.quota.has_budget:
             await self._seed(subject)
         (use,) = await self.counters.read((subject,))
         return use
 
     async def reserve(self, subjects: tuple[Subject, ...], charge: Charge) -> Reservation | Refusal:
-        """Reserves the charge in the counters. Accounts without the history of their budget are seeded first. Raises
-        StoreUnavailable.
+        """Reserves the charge in the counters. Accounts with a budget are first seeded from the history, if necessary.
+        Raises StoreUnavailable.
         """
         for subject in subjects:
             if subject.quota.has_budget:
@@ -166,7 +166,7 @@ class QuotaMeter:
 
 
 class Spending:
-    """What one request uses, as the engine reports it. settle: called once with the used tokens, after the request has
+    """The use of one request, as the engine reports it. settle: called once with the used tokens, after the request has
     ended and the engine has reported all its parts.
     """
 
@@ -208,7 +208,7 @@ class RequestMeter:
         self._counts_answers = counts_answers
         self._subjects = subjects
         self._is_counted = False
-        # What each subject uses, as the counters returned it last.
+        # The use of each subject, as last returned by the counters.
         self._uses: tuple[Use, ...] | None = None
 
     @property
@@ -263,7 +263,7 @@ class RequestMeter:
 
     async def headers(self) -> dict[str, str]:
         """Returns the headers `x-ratelimit-*`. If both the tenant and the key have a limit, the headers show the limit
-        with less remaining.
+        of which less remains.
         """
         try:
             uses = self._uses or await self._quotas.counters.read(self._subjects)

@@ -9,8 +9,8 @@ One script (`redis_counters.lua`) makes every change, so a reservation is atomic
 process renews the leases of its reservations. The next call for a tenant refunds reservations whose lease has ended.
 Keys expire a day after their last use. An account with a budget is then seeded again.
 
-While Redis does not answer, each host counts for itself (`HostCounters`), so limits hold for each host. A process tries
-Redis again every second.
+While Redis does not answer, each host uses its own counters (`HostCounters`), so the limits apply to each host
+separately. A process tries Redis again every second.
 
 The module needs the package redis, so only the composition root loads it.
 """
@@ -60,7 +60,9 @@ class _Handle:
 
 
 def open_redis_counters(url: str, host: HostCounters) -> "RedisCounters":
-    """Returns counters in the Redis at `url`, which need not answer yet. host: used while Redis does not answer."""
+    """Returns counters in the Redis at `url`, which need not answer yet. host: the counters to use while Redis does not
+    answer.
+    """
     client = redis.asyncio.Redis.from_url(
         url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
     )
@@ -90,7 +92,8 @@ class RedisCounters:
     async def reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
     ) -> Reservation | Refusal | NotSeeded:
-        # If the client hangs up during the call, the script still runs, and its reservation has to be refunded.
+        # If the client hangs up during the call, the script still runs, and the reservation that it makes has to be
+        # refunded.
         task = asyncio.create_task(self._reserve(subjects, charge))
         try:
             return await asyncio.shield(task)

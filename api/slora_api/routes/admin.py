@@ -36,9 +36,9 @@ class TenantObject(TypedDict):
 
 
 class PurgeObject(TypedDict):
-    """What a purge deleted. blobs: deleted stored weights. blobs_kept: stored weights that were kept, because other
-    tenants or other databases may still use them. requests: how many requests the engine of this host ended.
-    pool_pages: how many pages this engine overwrote. usage_records: null if the usage was kept.
+    """What a purge deleted. blobs: how many stored weights were deleted. blobs_kept: how many stored weights were kept,
+    because other tenants or other databases may still use them. requests: how many requests the engine of this host
+    ended. pool_pages: how many pages this engine overwrote. usage_records: null if the usage was kept.
     """
 
     object: Literal["tenant.purge"]

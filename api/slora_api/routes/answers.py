@@ -1,5 +1,5 @@
-"""The common part of all routes that compute answers: their errors, the lookup of the model, and the steps to an
-answer.
+"""The common part of all routes that compute answers: their errors, the lookup of the model, and the steps from prompts
+to answers.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
@@ -51,7 +51,7 @@ _SESSION_HEADER = "x-session-id"
 
 _Response = TypeVar("_Response", bound=Response)
 
-# The prompts of a request, and the form of its answer.
+# The prompts of a request, and the format of its answer.
 Prepared = tuple[list[Prompt], AnswerFormat]
 
 

@@ -61,7 +61,7 @@ async def _embed(
 async def _write_embeddings(
     body: EmbeddingRequest, terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> list[bytes]:
-    """Computes the embeddings. Returns the JSON of the answer in parts."""
+    """Computes the embeddings. Returns the parts of the answer's JSON."""
     kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
     pooling = Pooling(kind, body.dimensions, body.is_normalized)
     inputs = await prompt_maker(terms, meter, services, model).embedding_inputs(body, pooling)

@@ -1,7 +1,7 @@
 """/v1/fanout: one prompt for several models.
 
-Each model's answer is computed as if it were a request of its own: it has its own permit, its own charge of the quotas,
-its own records in the usage ledger, and its own error. When the client hangs up, all answers are aborted.
+Each model's answer is computed as if it were a separate request: it has its own permits, its own quota charges, its own
+records in the usage ledger, and its own error. When the client hangs up, all answers are aborted.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class _Call:
         self._envelope = AnswerEnvelope(index, body.model, request_id)
 
     async def whole(self) -> list[bytes]:
-        """Returns the parts of the JSON of a complete answer."""
+        """Returns the parts of the JSON of one complete answer."""
         answered = await self._answer()
         if isinstance(answered, ErrorAnswer):
             body: Sequence[bytes] = [json.dumps(answered.body).encode()]
@@ -145,8 +145,8 @@ class _Call:
 
 
 async def _wait_for_ever() -> Message:
-    """The ASGI `receive` of one model's request, which never returns. The fan-out itself notices when the client hangs
-    up.
+    """The ASGI `receive` of one model's request. It never returns, because the fan-out itself notices when the client
+    hangs up.
     """
     await asyncio.Event().wait()
     raise AssertionError

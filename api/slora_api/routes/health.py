@@ -21,7 +21,8 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["server"])
 
-# The engine answers between two steps. Even the longest steps take well below a second.
+# The time limit for reading the engine's statistics. The engine answers between two steps, and even the longest step
+# takes well below a second.
 _STATS_S = 2.0
 
 
@@ -39,8 +40,8 @@ class Readiness(TypedDict):
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """Answers 200 as long as this process works, even while the engine restarts. Killing the server would not help the
-    engine.
+    """Answers 200 as long as this process works, even while the engine restarts, because restarting the server would
+    not help the engine.
     """
     return {"status": "ok"}
 
@@ -65,7 +66,7 @@ async def load(_operator: Operator, services: Wired) -> Load:
     return {"server_load": services.generator.limiter.num_generations}
 
 
-# vLLM's servers answer to /health, and SageMaker's to /ping.
+# Health checks are at /health in vLLM's servers, and at /ping on SageMaker.
 @router.get("/ping", name="ping", responses=errors(Starting))
 @router.get("/health", name="health", responses=errors(Starting))
 @router.get("/readyz", responses=errors(Starting))

@@ -24,7 +24,7 @@ _ANSWERS = errors(TenantBusy, ServerBusy) | event_stream(
     "Server-sent events. The data of each is a JSON object, or null while no engine answers. An error ends the stream, "
     "as an event with the JSON of an error.",
 )
-# A console requests many frames in one stream, and opens another stream when it has received them.
+# A console requests many frames in one stream. When it has received all of them, it opens another stream.
 _NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
 
 

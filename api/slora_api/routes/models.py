@@ -1,4 +1,6 @@
-"""/v1/models: the models that the API key may use. /v1/adapter-modules: what adapters of the base model may change."""
+"""/v1/models: the models that the API key may use. /v1/adapter-modules: the modules of the base model that adapters may
+change.
+"""
 
 from typing import Literal
 

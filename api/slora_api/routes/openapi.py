@@ -2,8 +2,8 @@
 
 FastAPI derives the parameters, the bodies and the successful answers from the signature of a route. A route declares
 its own errors with `errors`, and a stream with `event_stream`. If a route reads the body itself, it declares the body
-with `json_body` or `form_body`. The document adds the errors that all routes share. It also adds those of routes that
-need a key, have parameters, or have a body.
+with `json_body` or `form_body`. The document adds the errors that all routes share. For routes that need a key, have
+parameters or have a body, it also adds the errors of these checks.
 """
 
 import inspect
@@ -43,7 +43,7 @@ _Json = dict[str, Any]
 _Responses = dict[int | str, _Json]
 
 _SCHEMAS = "#/components/schemas/"
-# FastAPI documents its own answer to an invalid request, which this API replaces by a 400.
+# The schemas of FastAPI's own answer to an invalid request. This API answers 400 in its own form instead.
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
 
 # Finds the field names that begin a description in a docstring, such as "n, best_of: numbers of answers.".
@@ -58,7 +58,7 @@ router = APIRouter(tags=["server"])
 
 
 def errors(*kinds: type[Exception]) -> _Responses:
-    """Returns the `responses` of a route: the errors that only this route answers. The document adds the errors that
+    """Returns the `responses` of a route: the errors that only this route returns. The document adds the errors that
     all routes of its kind share. `slora_api.errors` maps each error to its status.
     """
     answers: _Responses = {}
@@ -96,7 +96,7 @@ def event_stream(chunk: Any, description: str = _CHUNKS) -> _Responses:
 
 
 class OpenApiDocument:
-    """The document of these routes. It is made at the first request, because that takes 0.1 s."""
+    """The document of these routes. It is made at the first request, because making it takes 0.1 s."""
 
     def __init__(self, routes: Sequence[APIRoute]) -> None:
         self._routes = routes

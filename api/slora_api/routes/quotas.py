@@ -23,7 +23,7 @@ router = APIRouter(tags=["quotas"])
 
 class QuotaLimits(TypedDict):
     """The limits that apply, including the defaults of the server. A field is null if there is no limit.
-    composed_adapters: limits each request by itself, so `used` does not have this field.
+    composed_adapters: limits each request separately, so `used` does not have this field.
     """
 
     requests_per_minute: int | None
@@ -104,7 +104,7 @@ async def _describe_key(services: Services, key_id: str) -> QuotaObject:
 
 @router.get("/v1/quotas")
 async def list_quotas(key: UsageReader, services: Wired) -> ListObject[QuotaObject]:
-    """Lists the quotas that apply to requests with this key: that of its tenant, and its own."""
+    """Lists the quotas that apply to requests with this key: the quota of its tenant and the quota of the key."""
     own = await _describe_key(services, key.key_id)
     return {"object": "list", "data": [await _describe_tenant(services, key.tenant), own]}
 

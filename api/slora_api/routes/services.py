@@ -44,13 +44,14 @@ from slora_api.tenants.usage_shipper import UsageShipper
 
 __all__ = ["Metered", "Services", "Wired", "open_meter"]
 
-# How many long answers are written concurrently. Each answer delays an iteration of the event loop by at most 1 ms.
+# The maximum number of long answers that are written concurrently. Each of them delays an iteration of the event loop
+# by at most 1 ms.
 _WRITING_SLOTS = 3
-# How many long answers of one tenant may wait for a slot. The limit of answers in progress, in `RequestLimiter`, is
-# lower.
+# The maximum number of long answers of one tenant that wait for a slot. `RequestLimiter` allows fewer answers in
+# progress.
 _MAX_WRITING = 4096
 
-# How many queries of usage run concurrently, and how many of one tenant may wait for a slot.
+# The maximum number of usage queries that run concurrently, and of queries of one tenant that wait for a slot.
 _READING_SLOTS = 3
 _MAX_READING = 16
 

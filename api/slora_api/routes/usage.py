@@ -19,7 +19,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["usage"])
 
-# The operator's queries wait for slots under this name, which no tenant has.
+# Operators' queries wait for slots under this name. No tenant has an empty name.
 _OPERATOR = ""
 
 

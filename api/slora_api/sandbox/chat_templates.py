@@ -20,12 +20,12 @@ from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSetti
 
 __all__ = ["RENDER_CPU_S", "ChatTemplates"]
 
-# Limit of the CPU seconds of one request. Common templates take well below a millisecond, and the longest known one
-# takes a few. Thousands of messages take some tens of milliseconds.
+# Limit of the CPU seconds of one request. Common templates take well below a millisecond, and the longest known
+# template takes a few milliseconds. Thousands of messages take tens of milliseconds.
 RENDER_CPU_S = 2.0
 # A tenant whose templates take one millisecond can render 250 conversations per second indefinitely.
 _BURST_CPU_S, _REFILL = 10.0, 0.25
-# Two renderers are reserved for tenants that hold none, so that two tenants never hold all of them.
+# Two renderers are reserved for tenants that hold none, so that two tenants never hold all renderers.
 _NUM_RENDERERS, _NUM_RESERVED = 4, 2
 # The base model's template renders a conversation of this size in less than a millisecond.
 _SHORT_CHARS, _SHORT_MESSAGES = 8_000, 32
@@ -36,8 +36,8 @@ Messages = Sequence[Mapping[str, Any]]
 class ChatTemplates:
     """Renders conversations. Call `close` at the end.
 
-    max_waiting: requests of one tenant that may wait for a process. num_processes: API processes of the host, which
-    divide slots and CPU budgets. clock: monotonic seconds.
+    max_waiting: the maximum number of requests of one tenant that wait for a process. num_processes: number of API
+    processes of the host, which divide the slots and the CPU budgets among themselves. clock: monotonic seconds.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ChatTemplates:
         return answer.text
 
     async def check(self, tenant: str, template: str) -> list[Reason]:
-        """Returns a reason to refuse the template if it cannot be compiled. The template is not tried on messages.
+        """Returns a reason to refuse the template if it cannot be compiled. The check renders no messages.
 
         Raises TenantBusy or ServerBusy.
         """

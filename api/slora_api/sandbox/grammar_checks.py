@@ -26,9 +26,10 @@ from slora_api.sandbox.sandbox_process import SandboxProcess
 
 __all__ = ["COMPILE_CPU_S", "GrammarChecks"]
 
-# Limit of the CPU seconds of one form. Common forms take a few milliseconds. 2,000 properties with patterns take 0.4 s.
+# Limit of the CPU seconds of one form. Common forms take a few milliseconds. A form of 2,000 properties with patterns
+# takes 0.4 s.
 COMPILE_CPU_S = 0.5
-# A tenant can use 20 new forms per second indefinitely, if each takes 5 ms.
+# A tenant whose forms take 5 ms each can use 20 new forms per second indefinitely.
 _BURST_CPU_S, _REFILL = 5.0, 0.1
 _NUM_COMPILERS, _NUM_RESERVED = 2, 1
 _LIBRARY = "llguidance"
@@ -38,8 +39,8 @@ class GrammarChecks:
     """Checks forms in sandboxes. Call `close` at the end. The first check starts a process, which is kept for later
     checks.
 
-    max_waiting: forms of one tenant that may wait for a process. num_processes: API processes of the host, which divide
-    slots and CPU budgets. clock: monotonic seconds.
+    max_waiting: the maximum number of forms of one tenant that wait for a process. num_processes: number of API
+    processes of the host, which divide the slots and the CPU budgets among themselves. clock: monotonic seconds.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ _EOS = 256
 _SPELLING = TokenSpelling([*(bytes([byte]) for byte in range(_EOS)), b""])
 
 
-# The stack of the compiling thread. A form that fits it also fits the engine's threads, whose stack is four times as
-# large.
+# The stack of the compiling thread. A form that compiles on this stack also compiles on the engine's threads, whose
+# stacks are four times as large.
 _STACK_BYTES = 2 << 20
-# How many tokens `_try` writes.
+# The number of tokens in the random answer of `_try`.
 _TRIAL_TOKENS = 100
 
 
@@ -46,8 +46,8 @@ def _compile(library: GrammarLibrary, request: Mapping[str, str]) -> tuple[str |
 
 
 def _try(grammar: LarkGrammar) -> None:
-    """Tries the compiled form: writes masks for the first tokens of a random answer. A later mask may fail in the
-    library even if the first one works.
+    """Tries the compiled form: writes masks for the first tokens of a random answer, because a later mask may fail in
+    the library even if the first mask works.
     """
     rng, matcher = random.Random(0), grammar.start({_EOS})
     words = np.empty(-(-len(_SPELLING.pieces) // 32), np.int32)

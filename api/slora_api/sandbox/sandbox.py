@@ -1,8 +1,8 @@
 """The child's side of a sandbox: a process that runs templates and forms of tenants, and answers one request at a time.
 
 Templates and forms may compute endlessly or use too much memory. Each request therefore has a limit of CPU time, and
-the process has a limit of memory. The signal of the CPU limit ends the process even inside a long computation in C. CPU
-time, unlike wall-clock time, does not depend on the load of the machine.
+the process has a limit of memory. When the CPU limit is reached, a signal ends the process, even inside a long
+computation in C. CPU time, unlike wall-clock time, does not depend on the load of the machine.
 
 Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends when its stdin
 is closed. This module does not depend on tenants.
@@ -25,7 +25,7 @@ __all__ = ["MEMORY_BYTES", "SandboxAnswer", "pack_frame", "read_length", "serve_
 
 # Limit of the process's private memory. Shared libraries do not count.
 MEMORY_BYTES = 256 << 20
-# Niceness. Processes that serve requests have a higher priority.
+# The niceness of a sandbox, so that processes that serve requests have a higher priority.
 _NICE = 10
 _LENGTH = struct.Struct(">I")
 

@@ -3,7 +3,7 @@
 - The CPU time of each request is limited. A generous limit of wall-clock time ends a stalled process.
 - Each tenant has a budget of CPU time. A tenant that has used it up is answered 429.
 - Cancelling a request removes it from the queue or kills the process that works on it.
-- A process that dies or stalls is replaced. If starts fail, the pause before the next one grows.
+- A process that dies or stalls is replaced. If starts fail, the pause before the next start grows.
 """
 
 import logging
@@ -22,12 +22,12 @@ __all__ = ["SandboxPool", "SandboxWork"]
 
 _log = logging.getLogger(__name__)
 
-# Charged for each request that ends its process, because a new process must be started.
+# CPU seconds charged for each request that ends its process, because a new process must be started.
 _START_CPU_S = 0.2
 # On a machine with many busy programs, two seconds of CPU time can take a minute.
 _ANSWER_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 60.0
-# A process may die for another reason than a limit, for example by the OOM killer. Its request is retried once.
+# A process may also die without exceeding a limit, for example because of the OOM killer. Its request is retried once.
 _NUM_ATTEMPTS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 # A fresh process uses 25 to 50 MiB. A process that has grown beyond this limit is replaced.
@@ -36,7 +36,7 @@ _MAX_RESIDENT_BYTES = 96 << 20
 
 @dataclass(frozen=True, slots=True)
 class SandboxWork:
-    """One kind of work.
+    """One kind of work that sandboxes do.
 
     start: starts a process. The argument is the time limit of the start in seconds.
     cpu_limit_s: limit of the CPU seconds of one request.

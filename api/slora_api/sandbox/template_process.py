@@ -19,7 +19,8 @@ from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
 
 __all__ = ["MAX_RENDERED_BYTES", "RendererSettings", "main", "pack_request"]
 
-# Limit of a rendered text. It is far longer than any context. The server decodes this many bytes in a few milliseconds.
+# The maximum size of a rendered text. It is far longer than any context. The server decodes this many bytes in a few
+# milliseconds.
 MAX_RENDERED_BYTES = 8 << 20
 
 

@@ -110,8 +110,8 @@ logger = logging.getLogger("slora.api")
 # The number of new objects after which Python collects garbage. A collection blocks the event loop for up to 5 ms.
 _NEW_OBJECTS = 10_000
 
-# Exit codes for the supervisor. Refused: the settings can never work. Try later: something outside this process is not
-# ready.
+# Exit codes for the supervisor. _REFUSED_EXIT: the settings can never work. _TRY_LATER_EXIT: something outside this
+# process is not ready.
 _REFUSED_EXIT, _FAILED_EXIT, _TRY_LATER_EXIT = 2, 1, os.EX_TEMPFAIL
 
 
@@ -281,7 +281,7 @@ def background_work(
 
 
 def limit_garbage_collection() -> None:
-    """Makes garbage collection cheaper. Call this when all objects that live as long as the process are made.
+    """Makes garbage collection cheaper. Call this after all objects that live as long as the process have been created.
 
     Later collections skip these objects. Otherwise, each full collection would block the event loop for 50 ms. New
     objects are collected less often than by default, because the objects of requests in progress survive most

@@ -18,7 +18,7 @@ _PERIOD_S = 2.0
 
 
 class DiskWatch:
-    """Watches the disk while `run` is running. Only then does a read-only server become writable again."""
+    """Watches the disk while `run` is running. Without `run`, a read-only server never becomes writable again."""
 
     def __init__(self, reserve: DiskReserve, key_store: KeyStore) -> None:
         self._reserve = reserve

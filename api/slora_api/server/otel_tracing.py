@@ -11,8 +11,8 @@ them.
         prefill                    until the first token
         decode                     until the last token
 
-The SDK reads the variables OTEL_*: endpoint, headers, sampler, resource, sizes of batches. A thread sends the spans. If
-the collector is slow, spans are dropped. Spans contain no prompts, answers, keys or paths.
+The SDK reads the endpoint, headers, sampler, resource and batch sizes from the variables OTEL_*. A thread sends the
+spans. If the collector is slow, spans are dropped. Spans contain no prompts, answers, keys or paths.
 """
 
 import time

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # The first restart is almost immediate, because requests wait until the model is loaded again.
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
-# If a child has lived this long, its next death counts as the first of a new series.
+# If a child has lived this long, the pause before its next restart is the shortest one again.
 _HEALTHY_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 0.25
@@ -108,13 +108,13 @@ class Supervisor:
         return {name: process.pid for name, process in self._processes.items()}
 
     async def run(self) -> None:
-        """Runs the children. Returns when all have ended after `stop`. If a child can never work, stops the other
-        children and raises ChildRefused.
+        """Runs the children. Returns when all children have ended after `stop`. If a child can never work, stops the
+        other children and raises ChildRefused.
         """
         tasks = [asyncio.create_task(self._keep_alive(child)) for child in self._children]
         try:
-            # asyncio.gather would end with the first cancelled task. A second cancellation would then abandon the other
-            # child before it has ended.
+            # asyncio.gather would end with the first cancelled task. A second cancellation would then abandon the
+            # remaining children before they have ended.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()

@@ -1,5 +1,5 @@
-"""Opens the export of spans if the environment configures it. OpenTelemetry's SDK is an optional package, imported only
-then.
+"""Opens the export of spans if the environment configures it. OpenTelemetry's SDK is an optional package, which is
+imported only in this case.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 
 def open_tracing(stack: AsyncExitStack, environment: Mapping[str, str]) -> Tracing | None:
     """Returns the export of spans, which the stack closes. Returns None if no endpoint is set, or if OTEL_SDK_DISABLED
-    or OTEL_TRACES_EXPORTER=none turns it off.
+    or OTEL_TRACES_EXPORTER=none turns the export off.
 
     Raises ValueError if the extra `otel` is not installed, or for a setting that is not supported.
     """

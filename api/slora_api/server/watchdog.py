@@ -3,9 +3,9 @@
 This module only computes. It starts no processes and reads no clocks.
 
 A child makes progress in three cases: it completes units of work (engine steps, pieces of adapters), it has no work, or
-its working threads use CPU time. CPU time distinguishes a slow step on a busy CPU from a hang: a hung device or a
-stopped process uses none. CPU time alone counts as progress only for a limited time, because an endless loop also uses
-it.
+its working threads use CPU time. CPU time distinguishes a slow step on a busy CPU from a hang: a process that waits for
+a hung device, or that is stopped, uses no CPU time. CPU time alone counts as progress only for a limited time, because
+an endless loop also uses CPU time.
 
 A child that is still starting never counts as stalled, because reading weights and compiling kernels may take any time.
 """
@@ -18,8 +18,8 @@ __all__ = ["STALLED_AFTER_S", "Watchdog"]
 
 # /readyz fails within 5 s of a stall: this time, one heartbeat, one poll, and a margin for a busy machine.
 STALLED_AFTER_S = 3.0
-# A process that computes spends a larger share of its time than this on a CPU, even if it gets only a tenth of a core.
-# An idle process uses far less.
+# The minimum share of its time that a computing process spends on a CPU, even if it gets only a tenth of a core. An
+# idle process spends far less.
 _LEAST_CPU_SHARE = 0.01
 # A child may use CPU time without completing any work for this many times `restart_after_s`.
 _COMPUTING_PATIENCE = 10

@@ -1,4 +1,4 @@
-"""The routes of the console: its files at /console, and /, which leads there.
+"""The routes of the console. Its files are at /console, and the path / redirects browsers to the console.
 
 The files are part of the package and contain no data, so they need no key. The user enters a key, and the browser sends
 this key with each request to the API. The policy in the headers lets the page load only its own files and call only its
@@ -45,7 +45,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # The browser checks each time whether its copy is current, so it also gets the files of an upgraded server.
+    # The browser checks each time whether its copy is current, so it gets the new files after an upgrade of the server.
     "Cache-Control": "no-cache",
 }
 _WHAT_THIS_IS = """slora {version} serves one base model with the LoRA adapters of many tenants.
