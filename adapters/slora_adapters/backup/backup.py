@@ -53,7 +53,7 @@ def make_backup(
     previous: an earlier backup on the same file system. Blobs that it contains are not copied but hard-linked.
 
     Raises StoreUnfit if the target exists, if the previous backup is damaged, or if the store lacks a blob. Raises
-    StoreUnavailable and OSError. A backup that fails leaves nothing behind; one that is killed leaves a directory
+    StoreUnavailable and OSError. A backup that fails leaves nothing behind; a killed backup leaves a directory
     `<target>.partial-<id>`.
     """
     if target.exists():

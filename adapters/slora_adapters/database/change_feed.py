@@ -1,7 +1,7 @@
 """The feed of changes, which every process that shares the database reads.
 
 A change is published in the transaction that makes it. That transaction holds the lock CHANGES, so the ids of changes
-are in commit order: a reader that has seen an id never misses a change with a smaller one.
+are in commit order. When a reader has seen an id, all changes with smaller ids are committed too.
 
 A process reads the feed from a cursor. The cursor identifies the last change that the process has seen, and is valid
 while the feed contains that change. For an invalid cursor, the result has `resync` set. A cursor becomes invalid if its
@@ -50,9 +50,9 @@ class Change:
     """A change of the versions, aliases or pins of one adapter name. If `name` is empty, the API key `key_id` has
     changed. If `key_id` is also empty, the tenant itself has changed, for example its share.
 
-    orphaned: deleted weights that no remaining version of the tenant uses. moved_pin: whether the versions that engines
-    must pin have changed. purged: whether a purge of the
-    tenant has begun or ended.
+    orphaned: deleted weights that no remaining version of the tenant uses.
+    moved_pin: whether the versions that engines must pin have changed.
+    purged: whether a purge of the tenant has begun or ended.
     """
 
     tenant: str

@@ -102,8 +102,9 @@ def take_over_registry(connection: Connection, registry: str) -> bool:
     """Stores the id of a registry in a database without names. The caller then copies the registry's names into the
     database. The registry has claimed its store under this id. Returns False if the database has the id already.
 
-    The copied names are not in the feed, so its readers must look everything up again. Raises StoreUnfit if the
-    database has names.
+    The feed does not contain the copied names, so readers of the feed must look up all names again.
+
+    Raises StoreUnfit if the database has names.
     """
     if connection.execute(select(schema.platform.c.id)).scalar_one() == registry:
         return False

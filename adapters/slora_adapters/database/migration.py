@@ -4,7 +4,7 @@ Every process that opens a database upgrades it if necessary. All missing revisi
 in one transaction, under a lock. If several processes start at the same time, one of them migrates and the others wait.
 A process that dies before the end of the transaction changes nothing.
 
-A database that a newer release, another product or a release before 0.1 has written is refused.
+A database is refused if a newer release, another product or a release before 0.1 has written it.
 """
 
 import logging

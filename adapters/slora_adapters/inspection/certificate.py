@@ -24,7 +24,7 @@ _COLUMNS = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class ModuleSummary:
-    """A summary of all modules of the base model that have one name, such as q_proj.
+    """A summary of all modules of the base model that share a name, such as q_proj.
 
     adapted: how many of the `total` modules the adapter changes. max_norm: the greatest Frobenius norm of these
     modules' deltas.

@@ -196,8 +196,8 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
     parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
-    # A thread that hashes or copies briefly needs the GIL between two pieces. With the default interval, it would wait
-    # 5 ms whenever another thread parses a header.
+    # Between two pieces, a thread that hashes or copies needs the GIL for a moment. With the default interval, the
+    # thread would wait 5 ms whenever another thread parses a header.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.nice(_NICE)
     arguments = parser.parse_args()

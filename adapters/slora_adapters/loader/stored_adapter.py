@@ -33,7 +33,7 @@ from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
 __all__ = ["StoredAdapter", "make_buffers"]
 
-# Large enough that few batches are needed. Small enough to stay in the CPU cache from reading to packing.
+# With this size, there are few batches, and a batch stays in the CPU cache from reading to packing.
 BATCH_BYTES = 1 << 20
 # One buffer is being filled, one is hashed, one is packed, and a spare one absorbs differences in speed.
 NUM_BUFFERS = 4
@@ -47,8 +47,8 @@ def make_buffers() -> list[bytearray]:
 class StoredAdapter:
     """An adapter in a blob. `pour` raises an error unless the adapter has the given digest.
 
-    The constructor reads config and header, and raises AdapterCorrupt if they are not valid on this server. It also
-    raises what reading the blob raises.
+    The constructor reads config and header, and raises AdapterCorrupt if they are not valid on this server.
+    Errors from reading the blob are propagated.
     """
 
     def __init__(self, blob: Blob, digest: str, shape: ModelShape, limits: AdapterLimits) -> None:

@@ -23,7 +23,7 @@ MAX_TOKENIZER_BYTES = 4 << 20
 def read_extras(
     members: Mapping[str, memoryview], limits: AdapterLimits
 ) -> tuple[AdapterExtras, list[Reason]]:
-    """Returns the extras among an adapter's files, and a reason for each error in them."""
+    """Returns the extras among an adapter's files, and a reason for each error in these files."""
     reasons: list[Reason] = []
     tokenizer = _read_json(members, TOKENIZER_NAME, MAX_TOKENIZER_BYTES, reasons)
     reasons += _refuse_added_tokens(tokenizer.get("added_tokens_decoder"), limits)

@@ -63,8 +63,10 @@ def suffix_regex(pattern: str) -> str:
 def match_fields(
     fields: Sequence[PatternField], names: Sequence[str]
 ) -> tuple[list[list[int | None]], list[Reason]]:
-    """Returns matches and the reasons to refuse the fields. For each field, the matches are a list: for each name, the
-    index of the first pattern that matches, or None. The matches are complete only if there is no reason.
+    """Returns the matches of each field, and the reasons to refuse the fields. The matches are complete only if there
+    is no reason.
+
+    The matches of a field have one entry per name: the index of the first pattern that matches, or None.
 
     Raises OSError if the matching process fails.
     """

@@ -99,7 +99,7 @@ class NamedAdapter:
         return {**found, "aliases": moved} if moved else found
 
     def rollout(self, alias: str) -> Rollout:
-        """Raises AdapterNotFound."""
+        """Returns the rollout of an alias. Raises AdapterNotFound if there is no such alias."""
         return make_rollout(self._find(alias), alias, self.records)
 
     def push(
@@ -204,7 +204,7 @@ class NamedAdapter:
         return rollout
 
     def set_pinned(self, alias: str, *, pinned: bool) -> Rollout:
-        """Raises AdapterNotFound."""
+        """Pins or unpins an alias and returns its rollout. Raises AdapterNotFound."""
         self.aliases[alias] = replace(self._find(alias), pinned=pinned)
         return self.rollout(alias)
 

@@ -41,7 +41,7 @@ def copy_registry(url: str, database: Database) -> int | None:
     The database takes over the registry's id, under which it claims the store of adapters.
 
     Raises StoreUnfit if there is no registry, if it changes in the meantime, or if the database has other names. Raises
-    StoreUnavailable if Redis or the database do not answer.
+    StoreUnavailable if Redis or the database does not answer.
     """
     client = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
     try:

@@ -11,11 +11,11 @@ written. So no object is ever written twice, and object names and sizes alone sh
     claims/<registry>                                  a registry refers to blobs here
     slora-store                                        marks the existence of a store
 
-The blob of a digest is the last complete upload in its folder, ordered by turn. Each writer uses the highest turn that
-it finds plus one, and removes the uploads before the last one. Only a deletion removes the last upload. So readers
-never see a partial blob, two uploads of one digest never mix, and a deletion removes exactly what it found. One listing
-shows whether a blob exists and how large its members are. With these sizes a reader fetches all members in parallel,
-large ones in several ranges (`object_blob.py`).
+The blob of a digest is the last complete upload in its folder, ordered by turn. Each writer finds the highest
+turn, uses the next one, and removes the uploads before the last one. Only a deletion removes the last upload. So
+readers never see a partial blob, two uploads of one digest never mix, and a deletion removes exactly what it found. One
+listing shows whether a blob exists and how large its members are. With these sizes a reader fetches all members in
+parallel, large ones in several ranges (`object_blob.py`).
 
 Three alternatives were rejected:
 
@@ -59,7 +59,7 @@ _NUM_THREADS = 16
 UPLOAD_LIMIT_S = 3600
 LEFTOVER_AGE_S = 24 * 3600
 _MAX_SWEPT = 16
-# How often a folder is listed again if it changed while it was listed.
+# Maximum number of attempts to list a folder that changes while it is listed.
 _MAX_ATTEMPTS = 10
 
 _UPLOAD = "[0-9a-f]{40}"

@@ -100,7 +100,7 @@ class RedisBlob:
         self._position = self._asked_to = position
 
     def _ask(self, end: int) -> None:
-        """Requests the bytes up to `end`, and whole chunks ahead of it during sequential reads."""
+        """Requests the bytes up to `end`. During sequential reads, also requests the next chunks."""
         while self._asked_to < self._end:
             is_ahead = self._asked_to >= end
             if is_ahead and not (self._reads_on and len(self._answers) < _NUM_AHEAD):

@@ -58,8 +58,8 @@ class TieredStore:
         return self.durable.exists(digest)
 
     def delete(self, digest: str) -> None:
-        """Deletes both copies. If any process is just copying the blob to the warm tier, readers can briefly open the
-        new warm copy. That process deletes the warm copy as soon as it is complete.
+        """Deletes both copies. If a process is copying the blob to the warm tier at that time, readers can open the new
+        warm copy for a moment. That process deletes the warm copy as soon as it is complete.
         """
         self.durable.delete(digest)
         try:

@@ -171,7 +171,7 @@ def attend_token(
 
     Updates sums [M, D] and state [M, 3], which the caller has initialised.
 
-    The rows belong to consecutive KV heads, `group` rows to each head. These heads are contiguous in a page.
+    The rows belong to consecutive KV heads, with `group` rows for each head. These heads are contiguous in a page.
     start: where K of the first head begins in a page. V begins `side` elements later.
     scale_start: where the K scales of the first head begin. There is one scale for each row of D elements.
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.

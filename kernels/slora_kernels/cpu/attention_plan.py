@@ -110,8 +110,8 @@ class AttentionPlan:
     def _find_layer(self, pages: Tensor, geometry: KVGeometry, layer: int) -> tuple[int, ...]:
         """Returns two job fields: where the layer's elements begin in a page, and where its scales begin.
 
-        Call it before reading `_rotate_words`, `_attend_words` or `_num_items`: it recomputes them if the pages or the
-        geometry changed.
+        Also recomputes `_rotate_words`, `_attend_words` and `_num_items` if the pages or the geometry changed, so read
+        these attributes only after this call.
         """
         if pages is not self._pages or geometry is not self._geometry:
             self._pack_shared_fields(pages, geometry)
