@@ -1,4 +1,4 @@
-"""`slora audit log`: the operator's view of who changed what."""
+"""`slora audit log`: prints the changes that the audit log has recorded."""
 
 import argparse
 from datetime import datetime

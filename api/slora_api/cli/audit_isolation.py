@@ -1,4 +1,4 @@
-"""`slora audit isolation`: proves that the tenants of a running server are isolated."""
+"""`slora audit isolation`: checks that the tenants of a running server are isolated."""
 
 import argparse
 import signal
@@ -22,7 +22,7 @@ _COLUMNS = {
     "SEEN": lambda finding: finding["seen"],
     "OK": lambda finding: "yes" if finding["ok"] else "NO",
 }
-# Number of rounds of the timing test between two lines of progress.
+# The timing test prints its progress each time after this many rounds.
 _PROGRESS = 50
 
 

@@ -1,5 +1,5 @@
-"""`slora migrate`: copies the names that release 0.1 kept in Redis, or the SQLite database of a data directory, into
-the database.
+"""`slora migrate`: copies data into the database, either from the Redis registry of release 0.1 or from the SQLite
+database of a data directory.
 """
 
 import argparse

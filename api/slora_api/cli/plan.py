@@ -1,4 +1,4 @@
-"""`slora plan`: predicts how a model with adapters serves a load on a device, and prints the flags for `slora
+"""`slora plan`: predicts how a device serves a model with adapters under a given load, and prints the flags for `slora
 serve`.
 """
 

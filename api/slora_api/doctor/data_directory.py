@@ -138,7 +138,7 @@ def check_secrets(settings: Settings, flags: Mapping[str, str | None]) -> Iterat
 
 
 def _is_open(path: Path) -> bool:
-    """Whether anyone but the owner has any right to the file."""
+    """Returns whether any user other than the owner has a permission on the file."""
     return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
 
 

@@ -23,7 +23,7 @@ _NETWORK = frozenset(
         "gfs2",
     }
 )
-# Other file systems in user space, such as ntfs-3g, are local.
+# Network file systems in user space (FUSE). All other FUSE file systems, such as ntfs-3g, are local.
 _NETWORK_FUSE = frozenset(
     {"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.ceph", "fuse.rclone"}
 )

@@ -40,7 +40,8 @@ def check_memory(
     found_device, found_model = device.get_if_known(), model.get_if_known()
     weights = found_model.num_bytes if found_model else 0
     if server.get().is_slora:
-        # A running server has already taken its memory. The free memory then does not show whether these settings fit.
+        # A running server has already allocated its memory, so the free memory does not show whether these settings
+        # fit.
         yield fine(f"{format_bytes(free)} of host memory are free beside the running server{within}")
         return
     is_gpu = found_device is not None and found_device.type == "cuda"
@@ -148,7 +149,7 @@ def _cpu_quota() -> float | None:
 
 
 def check_open_files(settings: Settings) -> Iterator[Finding]:
-    # A server raises the soft limit to the hard one.
+    # A server raises the soft limit to the hard limit.
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     connections = -(-settings.max_connections // settings.api_workers)
     if shortage := explain_few_descriptors(connections, limit):

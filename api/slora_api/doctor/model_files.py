@@ -15,15 +15,15 @@ from slora_api.settings import Settings
 
 __all__ = ["MODEL_LIMIT_S", "Model", "check_model", "find_model"]
 
-# If slora's decoder does not support the model's family, the model is built once with torch to find its structure. This
-# takes longer.
+# The check takes longer if slora's decoder does not support the model's family. The model is then built once with torch
+# to find its structure.
 MODEL_LIMIT_S = 120.0
 _UNQUANTIZED = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The facts about the base model. num_tensors: the number of tensors in the checkpoint. num_bytes: roughly the
+    """The facts about the base model. num_tensors: the number of tensors in the checkpoint. num_bytes: the approximate
     memory that its weights take.
     """
 

@@ -20,12 +20,12 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """The result of a probe of the port. refusal: why a server could not listen on the port; empty if a server could
-    listen.
-    is_taken: whether a program already listens on the port.
+    """The result of a probe of the port.
 
-    version: the version of the slora server that answers; None if no slora server answers. trouble: why the answering
-    server is not ready; empty if the server is ready.
+    refusal: why a server could not listen on the port; empty if a server could listen.
+    is_taken: whether a program already listens on the port.
+    version: the version of the slora server that answers; None if no slora server answers.
+    trouble: why the answering server is not ready; empty if the server is ready.
     """
 
     refusal: str = ""
@@ -53,7 +53,7 @@ def _ask(settings: Settings, refusal: str) -> ServerProbe:
     host = _LOOPBACK.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     try:
-        # Ignore a proxy that the environment sets, because it would not connect to this machine.
+        # Ignore the environment's proxy, because a proxy would not connect to this machine.
         with httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False) as client:
             version = client.get("/version").json()["version"]
             ready = client.get("/readyz")

@@ -21,7 +21,7 @@ def audit_isolation(
 ) -> Generator[Finding, None, None]:
     """Runs all probes and yields their findings. Two temporary tenants exist until the iterator is exhausted or closed.
 
-    num_timings: samples in each arm of the timing test; 0 leaves it out.
+    num_timings: samples in each arm of the timing test; 0 leaves the test out.
     """
     with audited_tenants(server) as (owner, other):
         modules = check(server.send("GET", "/v1/adapter-modules", owner.key))["data"]

@@ -1,4 +1,4 @@
-"""What a probe found."""
+"""The result of one check of a probe."""
 
 from dataclasses import dataclass
 

@@ -17,8 +17,8 @@ _PART_CHARS = 8
 
 
 def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
-    """Yields one finding for each place. An answer that quotes the valid key would carry a secret into a log, a
-    browser's history or an error report.
+    """Yields one finding for each place. An answer that quotes the key would carry a secret into a log, a browser's
+    history or an error report.
     """
     key, server = tenant.key, tenant.server
 

@@ -25,7 +25,7 @@ class Prompts:
 
     def __init__(self, server: AuditedServer, key: str) -> None:
         limits = check(server.send("GET", "/v1/limits", key))
-        # A token has at least one character, so this is at most half of the context.
+        # A token has at least one character, so a prompt fills at most half of the context.
         self._num_chars = min(limits["max_model_len"] // 2, _MAX_PROMPT_CHARS)
         self._random = random.Random()
 
@@ -43,8 +43,8 @@ def compare_prefixes(
 ) -> Iterator[Finding]:
     """Yields one finding for each pair of tenants and adapters.
 
-    shared: the names that the owner and the other tenant gave to the same adapter. own: the name that both gave to a
-        second adapter. base: the name of the base model.
+    shared: the names that the owner and the other tenant gave to the same adapter. own: the name that both tenants gave
+        to a second adapter. base: the name of the base model.
     """
     prompts = Prompts(owner.server, owner.key)
     adapted = _Sender(owner, shared[0])

@@ -1,7 +1,7 @@
 """Calls every route of the OpenAPI document with every kind of key that the route must refuse.
 
-An isolated server refuses all these calls, so they change nothing. Even if a server accepts a call with a name in its
-path, no object has this name.
+An isolated server refuses all these calls, so they change nothing. If a server accepts a call by mistake, the names in
+the call's path still belong to no object.
 """
 
 import re
@@ -25,7 +25,7 @@ _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
 _ANY_KEY = ("/v1/me",)
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
-# Paths that other servers of language models left open, and spellings of paths that bypassed their checks.
+# Paths that other LLM servers left open, and path spellings that bypassed the checks of such servers.
 _HIDDEN = (
     "/redoc", "/pause", "/invocations", "/server_info", "/v1",
     "/load_lora_adapter_from_tensors", "/v1/models/", "//v1/models", "/V1/models", "/v1/models;x", "/v1%2fmodels",

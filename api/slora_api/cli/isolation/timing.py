@@ -1,11 +1,11 @@
-"""Checks whether the time to the first token shows a tenant that another tenant has already sent the same prompt.
+"""Checks whether the time to the first token reveals to a tenant that another tenant has already sent the same prompt.
 
 The Kolmogorov-Smirnov test compares two samples of times, as in "Auditing Prompt Caching in Language Model APIs" (Gu et
 al., ICML 2025). Each sample belongs to an arm. The arms are measured in turns, so that they see the same load:
 
 - leak: prompts that the other tenant has sent, against fresh prompts. The times must not differ.
 - null: fresh prompts against fresh prompts. If the times differ, the machine is too noisy for a verdict.
-- power: prompts that the same tenant has sent, against fresh ones. Unless the times differ, the test cannot detect a
+- power: prompts that the same tenant has sent, against fresh prompts. Unless the times differ, the test cannot detect a
 leak.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the live feed of a server, and connects again when the server comes back after a restart."""
+"""Reads the live feed of a server, and connects again after a restart of the server."""
 
 import json
 import time

@@ -10,7 +10,7 @@ from slora_api.cli.top.live_frames import Frame
 
 __all__ = ["Line", "LiveHistory", "draw_screen"]
 
-# Content of pages -> name, mark in the bar, and colour.
+# Use of a page -> its name in the legend, its character in the bar, and its SGR color code.
 _CONTENTS = {
     "kv": ("KV", "#", "36"),
     "prefixes": ("prefixes", "+", "34"),
@@ -32,7 +32,9 @@ _NAME_CHARS = 32
 
 
 class Line(NamedTuple):
-    """text: without control characters. styles: (start, end, SGR code) of parts that a terminal emphasizes."""
+    """One line of the screen. text: has no control characters. styles: (start, end, SGR code) of each part that a
+    terminal emphasizes.
+    """
 
     text: str
     styles: tuple[tuple[int, int, str], ...] = ()
@@ -60,7 +62,7 @@ class LiveHistory:
             self._last_number = numbers[-1]
 
     def count_recent(self) -> Counter[str]:
-        """Returns the number of events of the last minute by kind."""
+        """Returns the number of events of each kind in the last minute."""
         assert self.frame is not None
         since = self.frame["time"] - _RECENT_S
         counts: Counter[str] = Counter()

@@ -17,7 +17,8 @@ __all__ = ["full_screen", "paint", "show"]
 
 # _ENTER selects the alternate screen, hides the cursor and turns line wrapping off. _LEAVE reverses this.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-# Signals that end the view. A shell starts background jobs with SIGINT ignored, but the key q sends SIGINT.
+# Signals that end the view. SIGINT is in the list because the key q sends SIGINT, which background jobs of a shell
+# ignore by default.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -41,9 +42,9 @@ def full_screen() -> Iterator[None]:
         sys.stdout.flush()
         yield
     finally:
-        for number in _ENDING:  # a second Ctrl-C must not leave the terminal half restored
+        for number in _ENDING:  # A second Ctrl-C must not leave the terminal half restored.
             signal.signal(number, signal.SIG_IGN)
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # The terminal may have been closed.
             sys.stdout.write(_LEAVE)
             sys.stdout.flush()
             if saved is not None:
@@ -74,7 +75,7 @@ def paint(line: Line) -> str:
 
 
 def show(lines: Sequence[Line], *, has_color: bool) -> None:
-    """Replaces the content of the screen. There is only one write, so that the screen does not flicker."""
+    """Replaces the content of the screen. All lines are written at once, so that the screen does not flicker."""
     # Each line is cleared before it is painted. Clearing afterwards could erase the last column, where the cursor
     # stays.
     painted = [_CLEAR_LINE + (paint(line) if has_color else line.text) for line in lines]

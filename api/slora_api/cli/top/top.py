@@ -1,4 +1,4 @@
-"""`slora top`: shows in a terminal what a running server does: traffic, page pool, tenants, adapters and events."""
+"""`slora top`: shows the traffic, page pool, tenants, adapters and events of a running server in a terminal."""
 
 import argparse
 import json
@@ -16,7 +16,8 @@ from slora_api.cli.top.terminal import full_screen, show
 
 __all__ = ["watch"]
 
-# The engine measures rates and times only while it is observed, so the first frames lack them.
+# The engine measures rates and times only while a client reads the feed. The first frames therefore lack rates and
+# times.
 NUM_FIRST_FRAMES = 6
 
 
