@@ -27,8 +27,8 @@ BOOTSTRAP_KEY = OperatorKey(BOOTSTRAP_KEY_ID, BOOTSTRAP_KEY_ID, 0)
 
 @dataclass(frozen=True, slots=True)
 class AdminKey:
-    """The bootstrap key of this run. shown_once: the text of the key if it was generated in this run; otherwise
-    None.
+    """The bootstrap key that is valid in this run. shown_once: the text of the key if it was generated in this run;
+    otherwise None.
     """
 
     pepper: Pepper

@@ -13,7 +13,8 @@ from slora_adapters.registry.reference import LATEST
 
 __all__ = ["MAX_MODELS", "AllowList"]
 
-# The maximum number of entries. It is limited because listing the models of a key reads each model from the database.
+# The maximum number of entries. The number is limited, because listing the models of a key reads each entry's model
+# from the database.
 MAX_MODELS = 100
 
 

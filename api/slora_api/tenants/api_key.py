@@ -1,7 +1,8 @@
 """The format of API keys, and how a key is checked against a stored hash.
 
 A key is `slora_<8 character id>_<43 base62 characters>_<checksum>`. The prefix and the checksum let secret scanners
-recognise a leaked key reliably. The id finds the key's database row. 43 base62 characters hold 256 random bits.
+recognise a leaked key reliably. The id identifies the key's row in the database. 43 base62 characters hold 256 random
+bits.
 
 A secret of this length needs no slow hash; argon2 would take 254 ms per request. The database stores the key's
 HMAC-SHA256 under a pepper. The pepper is a file outside the database, so a stolen database alone is not enough to

@@ -1,7 +1,7 @@
-"""Identifies the caller of each request, and checks the scope that the route needs. Every path needs a key, except the
-public ones (`is_public`).
+"""Identifies the caller of each request, and checks the scope that the route needs. Every path except the public ones
+(`is_public`) needs a key.
 
-The middleware identifies the caller. The signature of a route names the needed scope by one of the parameter types
+The middleware identifies the caller. The signature of a route names the needed scope with one of the parameter types
 below. The two checks are independent, so even a route without a scope refuses callers without a key. Such a route is a
 bug: `check_routes` refuses to start a server that has one.
 
@@ -62,7 +62,7 @@ PUBLIC_PATHS = frozenset(
 )
 _PUBLIC_FOLDER = "/console/"
 
-# The maximum number of concurrent key lookups, and of waiting lookups of one client address. A lookup takes a
+# The maximum number of concurrent key lookups, and of lookups from one client address that wait. A lookup takes a
 # millisecond.
 _LOOK_UP_SLOTS = 4
 _MAX_LOOK_UPS = 128
@@ -86,7 +86,8 @@ class AuthenticationMiddleware:
         self._key_use = key_use
         self._running = running
         self._look_ups = FairSlots(_LOOK_UP_SLOTS, _MAX_LOOK_UPS, "API keys")
-        # Secrets that are being looked up. The result of each future is whether the lookup has ended.
+        # Secrets that are being looked up. The result of each future is False if the lookup was cancelled, otherwise
+        # True.
         self._pending: dict[str, asyncio.Future[bool]] = {}
         self._admin_key = admin_key
 
@@ -117,7 +118,8 @@ class AuthenticationMiddleware:
 
     def _track(self, caller: Caller, state: dict[str, Any]) -> AbstractContextManager[None]:
         """Tracks a tenant's request: the request is ended if its key is revoked or the tenant is suspended. Requests of
-        operators are not tracked. They are short, and an operator may revoke the key that sends the request.
+        operators are not tracked. Such requests are short, and an operator may revoke the very key that the request was
+        sent with.
         """
         return self._running.track(caller.key_id, state) if isinstance(caller, KeyRecord) else nullcontext()
 
@@ -135,8 +137,8 @@ class AuthenticationMiddleware:
         """Looks up a key in the database. Lookups are shared fairly among client addresses, so an address that sends
         many unknown keys does not block others. Raises ServerBusy.
 
-        Requests with a key that is being looked up wait for this lookup, and then find the key in the cache. A gateway
-        may send a thousand requests with one key as soon as the server has started.
+        A gateway may send a thousand requests with one key as soon as the server has started. The first request looks
+        up the key. The other requests wait for this lookup, and then find the key in the cache.
         """
         while (earlier := self._pending.get(secret)) is not None:
             has_ended = await asyncio.shield(earlier)

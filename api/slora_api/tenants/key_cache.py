@@ -1,7 +1,7 @@
 """A cache of API keys in one process, so that authentication needs no database round trip.
 
-A key stays until the cache is full, or until it is dropped because the key or its tenant changed. If anything is
-dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
+A key stays until the cache is full, or until it is dropped because the key or its tenant changed. If any key is dropped
+during a lookup, the result of the lookup is not cached, because it may be outdated.
 """
 
 import time
@@ -17,8 +17,8 @@ __all__ = ["KeyCache"]
 # An entry takes about one kilobyte.
 _MAX_KEYS = 100_000
 # The maximum number of unknown ids in the cache, and the seconds for which each id stays. A client that repeats a wrong
-# key causes one lookup in this time. A client may send a key before another host creates it. The key is then refused
-# until the id has left the cache.
+# key causes only one lookup in this time. A client may send a key before another host creates it. The key is then
+# refused until the id has left the cache.
 _MAX_ABSENT, _ABSENT_S = 10_000, 1.0
 
 

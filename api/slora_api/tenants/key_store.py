@@ -2,10 +2,10 @@
 
 A tenant's key may have a default adapter: a name, or `name@alias`, which is resolved at each request.
 
-Each process caches the keys that it has seen, with their tenant's share. On the host that makes a change, the change
-applies to the next request. Other hosts apply it within a second, when they read the feed of changes. While the
-database does not answer, revocations of other hosts cannot arrive, so cached keys stay valid only for `max_stale_s`.
-Whether a key has expired is checked at each request.
+Each process caches the keys that it has seen, each with its tenant's share. On the host that makes a change, the change
+applies from the next request on. Other hosts apply the change within a second, when they read the feed of changes.
+While the database does not answer, revocations of other hosts cannot arrive, so cached keys stay valid only for
+`max_stale_s`. Whether a key has expired is checked at each request.
 
 A revocation also takes effect when the database cannot be written, for example on a full disk. The revocation is first
 written to a journal, which needs no free space. Every process of the host reads the journal at each request. The entry
@@ -59,7 +59,7 @@ __all__ = ["MAX_OVERLAP_S", "KeyStore"]
 logger = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 128
-# 30 days. A forgotten old key should not stay valid for longer.
+# 30 days. A rotated key that is forgotten should not stay valid for longer.
 MAX_OVERLAP_S = 30 * 86_400
 # Year 9999. A larger number is most likely a time in milliseconds.
 _MAX_TIME = 253_402_300_799
@@ -175,8 +175,8 @@ class KeyStore:
         return record
 
     def rotate_key(self, key_id: str, overlap_s: int, expires_at: int | None = None) -> tuple[Caller, NewKey]:
-        """Creates a key with the same permissions and limits as `key_id`. The old key expires after `overlap_s`, and
-        its use does not count for the new key. Returns the record and the secret of the new key.
+        """Creates a key with the same permissions and limits as `key_id`. The old key expires after `overlap_s`. Its
+        use does not count towards the limits of the new key. Returns the record and the secret of the new key.
 
         expires_at: when the new key expires. None: the new key gets the same lifetime as the old key had when it was
         created.
@@ -226,14 +226,14 @@ class KeyStore:
         return [record for record in self._read_records(OPERATOR_KEYS) if isinstance(record, OperatorKey)]
 
     def revoke_key(self, key_id: str, *, keeps_operator: bool = False) -> None:
-        """Revokes a key at once. Revoking it again is a no-op.
+        """Revokes a key at once. Revoking a revoked key is a no-op.
 
         keeps_operator: refuse to revoke the last valid key with the scope `admin`.
 
         Raises NotFound and KeyConflict. Raises TryAgain if neither the database nor the journal could be written. The
-        revocation then applies only in this process, which retries to write it. A restart before this write loses the
-        revocation. Also raises TryAgain if a database that several hosts share could not be written. The revocation
-        then applies on this host, and on the other hosts as soon as the database answers again.
+        revocation then applies only in this process, which tries to write it again. If the process restarts before this
+        write succeeds, the revocation is lost. Also raises TryAgain if a database that several hosts share could not be
+        written. The revocation then applies on this host, and on the other hosts as soon as the database answers again.
         """
         _check_in_database(key_id)
         if not self._database.read(KEY_EXISTS, {"key_id": key_id}):
@@ -312,8 +312,8 @@ class KeyStore:
         return key_id is None or self.is_key_local(key_id)
 
     def find_refusal(self, key_id: str) -> ApiError | None:
-        """Returns the error that must end the requests of a key: KeyRevoked or TenantSuspended. Returns None if they
-        may continue. Raises StoreUnavailable like `authenticate`.
+        """Returns the error that must end the requests of a key: KeyRevoked or TenantSuspended. Returns None if the
+        requests may continue. Raises StoreUnavailable like `authenticate`.
         """
         found = None if self._is_in_journal(key_id) else self._find_key(key_id)
         if found is None:
@@ -352,8 +352,8 @@ class KeyStore:
         self._cache.drop_tenant(tenant)
 
     def _is_in_journal(self, key_id: str) -> bool:
-        """Whether the journal revokes the key. If so, also drops the key from the cache. Otherwise, the cached key
-        could become valid again for a moment, when another process moves the revocation from the journal to the
+        """Returns whether the journal revokes the key. If so, also drops the key from the cache. Otherwise, the cached
+        key could become valid again for a moment, when another process moves the revocation from the journal to the
         database.
         """
         if key_id not in self._journal:
@@ -390,8 +390,8 @@ class KeyStore:
             )
 
     def _read_records(self, query: Select[Any], parameters: dict[str, Any] | None = None) -> list[Caller]:
-        """Reads keys from the database, and marks as revoked those that the journal revokes. The journal has no times,
-        so the current time is used.
+        """Reads keys from the database. Marks each key that the journal revokes as revoked now, because the journal has
+        no times.
         """
         records = [make_record(row) for row in self._database.read(query, parameters)]
         pending = self._journal.pending()
@@ -476,7 +476,7 @@ def _check_reference(adapter: str) -> None:
 
 
 def _check_in_database(key_id: str) -> None:
-    """Raises KeyConflict for the bootstrap key."""
+    """Raises KeyConflict for the bootstrap key, which is not in the database."""
     if key_id == BOOTSTRAP_KEY_ID:
         raise KeyConflict(
             "The bootstrap key is not in the database. To end it, change or unset SLORA_ADMIN_KEY, delete the file "

@@ -1,8 +1,8 @@
 """Records when each API key was last used, so that operators can see which keys are unused.
 
-A request only notes the time in memory. A task writes the noted times every few seconds, each key at most once a
-minute. While the database cannot be written, the times stay in memory. A killed process loses the times of its last
-seconds.
+A request only notes the time in memory. Every few seconds, a task writes the noted times to the database, but each key
+at most once a minute. While the database cannot be written, the times stay in memory. A killed process loses the times
+of its last seconds.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from slora_api.tenants.key_record import Caller
 __all__ = ["KeyUse"]
 
 _PERIOD_S = 10.0
-# The resolution of the times.
+# The resolution of the times, in seconds.
 _GRAIN_S = 60
 # The maximum number of times that wait to be written. The cache of keys has the same size.
 _MAX_WAITING = 100_000

@@ -1,7 +1,7 @@
 """A journal of key revocations that could not yet be written to the database.
 
 The journal is a file of fixed size. Its space is allocated when it is created, so an entry needs no free space. Every
-process of the host maps the file, so an entry takes effect in all of them at once and survives a restart. On a
+process of the host maps the file, so an entry takes effect in all processes at once and survives a restart. On a
 copy-on-write file system an entry may still need free space. An entry that cannot be written takes effect only in this
 process.
 
@@ -82,7 +82,7 @@ class RevocationJournal:
                 return False
 
     def remove(self, key_ids: Iterable[str]) -> None:
-        """Removes entries that the database now has."""
+        """Removes entries whose revocations are in the database now."""
         gone = frozenset(key_ids)
         with self._lock:
             self._own -= gone

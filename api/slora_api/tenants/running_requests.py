@@ -1,10 +1,10 @@
 """Tracks the tenants' requests in progress in this process. A request is ended when its key is revoked or its tenant is
 suspended.
 
-Each key is checked five times a second in the cache of the key store. The database is read only for a key that has left
-the cache, because the key or its tenant has changed. The feed of changes is also read five times a second, so a change
-by any process ends the requests within a second. While the database does not answer, requests continue, except those of
-keys in the revocation journal.
+Each key is checked five times a second in the cache of the key store. If a key has left the cache, for example because
+the key or its tenant has changed, the check reads it from the database. The feed of changes is also read five times a
+second, so a change by any process ends the requests within a second. While the database does not answer, requests
+continue, except those of keys in the revocation journal.
 
 A request whose key expires in the meantime continues to its end.
 """
@@ -45,8 +45,8 @@ class RunningRequests:
     def track(self, key_id: str, state: dict[str, Any]) -> Iterator[None]:
         """Tracks the request that the current task answers. state: the state of the request.
 
-        To end a request, its task is cancelled. This context then raises the error that has ended the request instead
-        of CancelledError.
+        To end a request, its task is cancelled. Instead of CancelledError, this context then raises the error that has
+        ended the request.
         """
         task = asyncio.current_task()
         assert task is not None

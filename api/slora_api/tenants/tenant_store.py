@@ -1,7 +1,7 @@
-"""Tenants. A tenant is a name with a share of the engine. While it is suspended, its keys are refused.
+"""Tenants. A tenant is a name with a share of the engine. While a tenant is suspended, its keys are refused.
 
-On the host that changes a share, the new share applies to the next request. Other hosts apply it within a second, when
-they read the feed of changes.
+On the host that changes a share, the new share applies from the next request on. Other hosts apply the new share within
+a second, when they read the feed of changes.
 
 Methods block on the database, so an event loop must call them on a thread. This module does not depend on HTTP.
 """
@@ -67,7 +67,8 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class ShareChanges:
-    """Changes of a tenant's share. A field that is None keeps its value. The fields are named as in the operator's API.
+    """Changes to a tenant's share. A field that is None keeps its value. The fields have the names that they have in
+    the operator's API.
 
     min_pool_share, max_pool_share: fractions of the pool's pages; they change `min_share` and `max_share` of a
     TenantShare.
@@ -165,7 +166,7 @@ class TenantStore:
 
     def suspend(self, name: str) -> Tenant:
         """Suspends the tenant: within a second, every process refuses its requests and uploads. Its pins have no effect
-        until the tenant is resumed. Suspending it again is a no-op. Raises NotFound and PurgeBegun.
+        until the tenant is resumed. Suspending a suspended tenant is a no-op. Raises NotFound and PurgeBegun.
         """
         return self._set_status("tenant.suspend", name, TenantStatus.SUSPENDED)
 
@@ -197,8 +198,8 @@ class TenantStore:
         return replace(before, name=new_name)
 
     def begin_purge(self, name: str) -> None:
-        """Marks the tenant as being purged, so that its keys are refused until `finish_purge`. Repeating the call is a
-        no-op. Raises NotFound.
+        """Marks the tenant as being purged, so that its keys are refused from now on. Repeating the call is a no-op.
+        Raises NotFound.
         """
         self._set_status("tenant.purge", name, TenantStatus.PURGING)
 
@@ -238,7 +239,7 @@ class TenantStore:
         return _find_tenant(self._database.read(_ONE_TENANT, {"name": name}), name)
 
     def find_served(self, names: Collection[str]) -> set[str]:
-        """Returns those of the names that belong to a tenant whose purge has not begun."""
+        """Returns the subset of `names` that belong to tenants whose purge has not begun."""
         rows = self._database.read(_UNPURGED, {"names": list(names), "purging": TenantStatus.PURGING})
         return {name for (name,) in rows}
 
@@ -273,8 +274,8 @@ def _share_row(share: TenantShare) -> dict[str, float]:
 
 
 def _check_floors(connection: Connection, share: TenantShare) -> None:
-    """Raises BadRequest if the sum of the floors of all tenants exceeds the pool. share: the share that was just
-    written.
+    """Raises BadRequest if the pool shares guaranteed to all tenants together exceed the pool. share: the share that
+    was just written.
     """
     floors = [floor for (floor,) in connection.execute(select(_t.min_pool_share))]
     if (total := math.fsum(floors)) > MAX_FLOORS:

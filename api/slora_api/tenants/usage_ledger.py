@@ -1,8 +1,8 @@
 """The usage ledger in the database: what each request has used, and the sums by minute, hour and day.
 
-A record is added only once, however often it is sent. Its request id is the primary key, and the same transaction adds
-only new records to the sums. Nothing changes a record later. `delete_old` deletes records and the sums of minutes and
-hours after the retention. The sums of days stay.
+A record is added only once, however often it is sent. The request id is the primary key of the records, and the
+transaction that adds records adds only the new ones to the sums. Only the rename of a tenant changes a record later.
+After the retention, `delete_old` deletes records and the sums by minute and hour. The sums by day stay.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -27,9 +27,9 @@ __all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "BatchUsage", "UsageFilter", "UsageLed
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")
-# The columns with the usage of batch lines. The other sums include this usage.
+# The columns with the usage of batch lines. The other columns include this usage.
 _BATCH_SUMS = ("batch_requests", "batch_prompt_tokens", "batch_generated_tokens")
-# The name of a lock. Only one process at a time deletes old rows.
+# The name of a lock, so that only one process at a time deletes old rows.
 _RETENTION = "usage retention"
 # The maximum number of rows deleted in one transaction. Other writers then wait only for milliseconds.
 _DELETED_AT_ONCE = 2000
@@ -83,7 +83,8 @@ _OLD_BUCKETS = delete(schema.usage_buckets).where(
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Which sums to read: buckets of `width` seconds that start in [start, end), of one tenant or of all.
+    """Selects the sums to read: the buckets of `width` seconds that start in [start, end), of one tenant or of all
+    tenants.
 
     group_by: the columns by which sums are grouped. Any of `tenant`, `key_id` and `adapter`, in this order.
     """
@@ -97,7 +98,7 @@ class UsageFilter:
 
 @dataclass(frozen=True, slots=True)
 class BatchUsage:
-    """The part of a sum that comes from lines of batches."""
+    """The part of a sum that batch lines contributed."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -201,8 +202,8 @@ class UsageLedger:
         return [_read_row(row, asked.group_by) for row in self._database.read(query)]
 
     def erase(self, tenant: str) -> int:
-        """Deletes all records and sums of a tenant. `add` drops records of its keys that arrive later. Returns the
-        number of deleted records.
+        """Deletes all records and sums of a tenant. If records of the tenant's keys arrive later, `add` drops them.
+        Returns the number of deleted records.
         """
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:
             make_insert = _INSERT[connection.dialect.name]

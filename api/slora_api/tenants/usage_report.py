@@ -27,8 +27,8 @@ BucketWidth = Literal["1m", "1h", "1d"]
 
 MAX_RESULTS = 2000
 _WIDTHS: Mapping[BucketWidth, int] = {"1m": MINUTE_S, "1h": HOUR_S, "1d": DAY_S}
-# The number of buckets on one page: the default and the limit, as in OpenAI's API. Without groups, a page never has
-# more than MAX_RESULTS results.
+# The default and the maximum number of buckets on one page, by width, as in OpenAI's API. Even the largest number is
+# below MAX_RESULTS, so a page without groups always fits.
 _DEFAULT_BUCKETS: Mapping[int, int] = {MINUTE_S: 60, HOUR_S: 24, DAY_S: 7}
 _MAX_BUCKETS: Mapping[int, int] = {MINUTE_S: 1440, HOUR_S: 168, DAY_S: 31}
 # Name in `group_by` -> the ledger's column.
@@ -36,7 +36,7 @@ _GROUPS = {"tenant": "tenant", "api_key_id": "key_id", "model": "adapter"}
 # The last second of the year 9999. ISO 8601 cannot represent later years.
 _MAX_TIME = 253_402_300_799
 
-# Finds the names of adapter versions, such as `voice@2`. Versions that are deleted are not in the result.
+# Finds the names of adapter versions, such as `voice@2`. Deleted versions are missing from the result.
 FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
 
 
@@ -44,11 +44,11 @@ class UsageSums(TypedDict):
     """The sums of one group. Requests that combine several adapters form their own group, with the names and digests
     joined by `+`.
 
-    tenant, api_key_id, model, adapter_digest: null unless `group_by` has them. The base model has no digest.
+    tenant, api_key_id, model, adapter_digest: null unless `group_by` asks for them. The base model has no digest.
 
     num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that comes from lines of batches.
-    billed_input_tokens, billed_output_tokens: the tokens to bill. A token of a batch counts as a fraction, because it
-    costs less.
+    billed_input_tokens, billed_output_tokens: the tokens to bill. A token of a batch counts as a fraction of a token,
+    because it costs less.
     """
 
     tenant: str | None
@@ -174,7 +174,7 @@ class UsageReport:
         asked, after = query.asked, query.after
         start = asked.start if after is None else int(after[0])
         end = min(asked.end, start + query.limit * asked.width)
-        # A cursor without a group is the start of a bucket.
+        # A cursor without a group is only the start of a bucket, so no rows are skipped.
         behind = after if after is not None and len(after) > 1 else None
         rows = self._ledger.read(replace(asked, start=start, end=end), behind, MAX_RESULTS + 1)
         if len(rows) > MAX_RESULTS:

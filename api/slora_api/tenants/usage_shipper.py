@@ -1,8 +1,8 @@
-"""Moves the records of the usage journal into the ledger, about once a second.
+"""Moves records from the usage journal to the ledger about once a second.
 
 A segment is deleted after its records are committed. If the process crashes before the deletion, the records are sent
 again, and the ledger still counts each request once. Each API process also ships the segments of processes that have
-died, the engine included. While the database does not answer, the records stay in the journal.
+died, including those of the engine. While the database does not answer, the records stay in the journal.
 
 The shipper also deletes records and sums that are older than the retention.
 """
