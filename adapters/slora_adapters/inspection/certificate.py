@@ -58,7 +58,7 @@ class Certificate:
 
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "Certificate":
-        """Reads the output of `dataclasses.asdict` after a round trip through JSON."""
+        """Rebuilds a certificate from `dataclasses.asdict` after a round trip through JSON."""
         modules = {name: ModuleSummary(**summary) for name, summary in fields["modules"].items()}
         return Certificate(**{**fields, "modules": modules})
 

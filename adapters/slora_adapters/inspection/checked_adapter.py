@@ -54,7 +54,7 @@ class CheckedAdapter:
 
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "CheckedAdapter":
-        """Reads the output of `dataclasses.asdict` after a round trip through JSON, with paths as strings."""
+        """Rebuilds an adapter from `dataclasses.asdict` after a round trip through JSON, with paths as strings."""
         return CheckedAdapter(
             **{
                 **fields,

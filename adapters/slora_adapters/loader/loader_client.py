@@ -218,7 +218,7 @@ class LoaderClient:
     def _serve(self, connection: _Connection) -> None:
         """Handles one connection from the end of the handshake until the connection ends."""
         with self._changed:
-            if self._closed:  # closed during the handshake, when `close` had no connection to end
+            if self._closed:  # `close` ran during the handshake and had no connection to end
                 return
             self._connection = connection
             self._cached = CachedVersions(len(connection.arena))

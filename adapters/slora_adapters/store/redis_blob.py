@@ -130,7 +130,7 @@ class RedisBlob:
         count = self._receive(buffer[: answer.num_left])
         answer.num_left -= count
         if not answer.num_left:
-            self._receive_line()  # the line end after the content
+            self._receive_line()  # reads the line end after the content
             self._answers.popleft()
         return count
 
@@ -138,7 +138,7 @@ class RedisBlob:
         line = self._receive_line()
         if line == b"$%d" % answer.num_bytes:
             answer.begun = True
-        elif line.startswith((b"$", b"_")):  # shorter than expected, or nil
+        elif line.startswith((b"$", b"_")):  # the reply is shorter than expected, or nil
             raise AdapterNotFound("the copy was removed from Redis while it was being read")
         else:
             raise StoreUnavailable(f"Redis sent an unexpected reply: {line[:200].decode('ascii', 'replace')}")

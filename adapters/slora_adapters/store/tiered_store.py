@@ -134,17 +134,17 @@ class TieredStore:
         self._copier.submit(self._copy, digest)
 
     def _copy(self, digest: str) -> None:
-        with self._lock:  # before the copy, so that a later put of the digest is queued again
+        with self._lock:  # dequeue before the copy, so that a later put of the digest is queued again
             replace = self._pending.pop(digest)
         try:
             if not replace and self._is_warm(digest):
-                return  # copied in the meantime, and perhaps being read
+                return  # the blob was copied in the meantime, and readers may have it open
             with closing(self.durable.open(digest)) as blob:
                 self.warm.copy(digest, blob)
-            if not self.durable.exists(digest):  # deleted in the meantime, by this or another process
+            if not self.durable.exists(digest):  # a process deleted the blob in the meantime
                 self.warm.delete(digest)
         except AdapterNotFound:
-            pass  # deleted before the copy started
+            pass  # the blob was deleted before the copy started
         except StoreUnavailable as error:
             self.rest(error)
         except Exception:  # top of a background job: a bug must be logged and must not end the thread

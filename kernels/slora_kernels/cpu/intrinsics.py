@@ -148,7 +148,7 @@ def _read_double(typing: Any, job: Job, word: int) -> Any:
 
 
 def _emit_matrix(job: Any, element: Any) -> Any:
-    """Emits an array [rows, pitch] over the tensor of a field."""
+    """Emits an array [rows, pitch] that is a view of a field's tensor."""
     matrix = types.Array(element, 2, "C")
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -173,7 +173,7 @@ def _emit_matrix(job: Any, element: Any) -> Any:
 
 @intrinsic
 def read_model_matrix(typing: Any, job: Job, field: int) -> Any:
-    """Returns the tensor of a job's field, [rows, pitch], whose elements have the model's dtype."""
+    """Returns the tensor of a job's field as an array [rows, pitch] of the model's dtype."""
     return _emit_matrix(job, job.dtype)
 
 

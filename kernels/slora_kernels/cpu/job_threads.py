@@ -12,5 +12,5 @@ Reserve = Callable[[int], Tensor]
 
 
 def count_busy_items() -> int:
-    """How many items a job needs so that all threads finish at about the same time."""
+    """Returns how many items a job needs so that all threads finish at about the same time."""
     return _ITEMS_PER_THREAD * torch.get_num_threads()

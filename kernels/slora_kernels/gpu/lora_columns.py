@@ -16,7 +16,7 @@ def find_columns(
     WIDTH_2: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Finds the module of a block of BLOCK_N columns, and the block's place in it.
+    """Finds the module of a block of BLOCK_N columns, and the block's place in that module.
 
     Returns the module's index in the group, its width, its first column in out, and the index of the block among the
     module's blocks.

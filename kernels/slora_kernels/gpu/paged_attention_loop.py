@@ -18,7 +18,7 @@ from torch import Tensor
 from slora_kernels.batch import AttentionRule, KVGeometry
 
 LOG2_E = math.log2(math.e)
-# Bytes of K that one iteration of the loop reads. It reads as many bytes of V. With more, kernels for head dim 256
+# Bytes of K that one iteration of the loop reads, and also its bytes of V. With more bytes, kernels for head dim 256
 # spill registers, or exceed the 64 KiB of LDS of an MI300. This is known from compiling them: nothing ran on an MI300.
 ITERATION_BYTES = 16 * 1024
 # Initial value of the running maximum. It is finite, so that a row without visible tokens in a block adds 0 and not

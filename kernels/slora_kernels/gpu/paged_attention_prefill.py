@@ -23,10 +23,10 @@ from slora_kernels.gpu.paged_attention_loop import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per iteration of the loop, and warps of a program. With these, no target spills a register. With head
-# dim 128, an H200 runs two programs per multiprocessor (64 KiB of shared memory each). An MI300 runs two per compute
-# unit (32 KiB of LDS each). With 64 tokens, registers spill. All of this is from ahead-of-time compilation, not from
-# runs.
+# Context tokens per iteration of the loop, and warps of a program. With these values, no kernel spills a register on
+# any target. With head dim 128, an H200 runs two programs per multiprocessor (64 KiB of shared memory each). An MI300
+# runs two per compute unit (32 KiB of LDS each). With 64 tokens, registers spill. All of this is from ahead-of-time
+# compilation, not from runs.
 ITERATION_TOKENS = 32
 NUM_WARPS = 8
 

@@ -34,7 +34,7 @@ _MAX_CANDIDATES = 1024
 
 @triton.jit
 def _sum_weights_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of tokens in a row whose weight is at least `least`, and their mass. Both are int64."""
+    """Returns the number of a row's tokens with weight `least` or more, and their total weight. Both are int64."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, WIDTH, BLOCK):
