@@ -6,7 +6,7 @@ from enum import StrEnum
 class AdapterPlace(StrEnum):
     """The places of an adapter between the store and the pool.
 
-    POOL: loaded; a request can run at once.
+    POOL: loaded; a request can run immediately.
     LOADING: being loaded from the host into the pool.
     HOST: was fetched to the host, where it stays until it is evicted from the host cache.
     FETCHING: being fetched from the store to the host.

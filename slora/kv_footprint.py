@@ -1,4 +1,4 @@
-"""How many pages one sequence's KV occupies at once.
+"""The maximum number of pages that the KV of one sequence occupies at any time.
 
 If every layer has a sliding window, blocks completely behind the window of the next token are freed while the sequence
 runs. Then the footprint depends on the number of tokens computed at a time, not on the sequence's length.
@@ -33,9 +33,9 @@ class KVFootprint:
         return min(whole, (in_sight + self.block_tokens - 2) // self.block_tokens + 1)
 
     def chunk_tokens(self, num_tokens: int, num_pages: int) -> int:
-        """The most tokens to compute at a time so that a sequence of `num_tokens` holds at most `num_pages` pages.
+        """The maximum chunk size with which a sequence of `num_tokens` holds at most `num_pages` pages.
 
-        Less than 1 if that is impossible.
+        Less than 1 if no chunk size is small enough.
         """
         if self.pages(num_tokens, num_tokens) <= num_pages:
             return num_tokens

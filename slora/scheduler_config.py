@@ -1,4 +1,4 @@
-"""The limits of a step, and the policies that the operator chooses. Plain values."""
+"""The limits of a step, and the policies that the operator chooses, as plain values."""
 
 from dataclasses import dataclass
 

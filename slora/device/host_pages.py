@@ -2,8 +2,8 @@
 
 The pages are allocated in slabs. Each slab is allocated when its first page is used. On a CPU, a single allocation
 would do, because untouched memory takes no physical memory in Linux. For a GPU the pages are page-locked, and
-page-locking takes the physical memory at once. Locking tens of GiB at start would take seconds, and most of the memory
-might never be used. torch also rounds a page-locked size up to a power of two.
+page-locking takes the physical memory immediately. Locking tens of GiB at start would take seconds, and most of the
+memory might never be used. torch also rounds a page-locked size up to a power of two.
 """
 
 import torch

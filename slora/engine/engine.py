@@ -84,8 +84,8 @@ class Engine:
         self._learned: LearnedCosts | None = None
         if costs is None:
             self._learned = self._runner.learn_costs()
-        # Without pool_bytes the pool is a share of free memory. Prefaulting it at once could take memory that other
-        # programs need.
+        # Without pool_bytes the pool is a share of free memory. Prefaulting the whole pool at start could take memory
+        # that other programs need.
         if config.pool_bytes is not None:
             prefault(self._runner.memory.pages)
         num_pages = len(self._runner.memory.pages)

@@ -85,7 +85,7 @@ class LarkGrammar:
 
 
 class LarkMatcher:
-    """See `Matcher`. first: the mask before the first token, or None after it."""
+    """See `Matcher`. first: the mask of the first token; None once that token was accepted."""
 
     def __init__(self, matcher: LLMatcher, first: Int32Array | None, stop_ids: Sequence[int]) -> None:
         self.error: str | None = None
@@ -186,7 +186,7 @@ def _refusal(output: StructuredOutput, error: str) -> RequestRefused:
 
 
 def _explain(error: str) -> str:
-    """The library's message without its dump of the grammar."""
+    """Returns the library's message without the dump of the grammar."""
     first, _, _ = error.partition("\n")
     if first.startswith("NoExtension"):
         return _DEAD_END

@@ -73,7 +73,7 @@ class ModelSpec:
 
     @property
     def window(self) -> int | None:
-        """The most tokens that a token sees in any layer, itself included. None if a layer has no window."""
+        """Maximum number of tokens that a token sees in any layer, itself included. None if a layer has no window."""
         windows = [window for window in self.window_of_layer if window is not None]
         return max(windows) if windows and len(windows) == len(self.window_of_layer) else None
 

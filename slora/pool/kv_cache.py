@@ -127,7 +127,7 @@ class KVCache:
         """
         without_key = []
         # Start at the end: only a block that no idle block follows is a candidate for eviction. In token order each
-        # block would be added and removed again at once.
+        # block would be added and immediately removed again.
         for page in reversed(pages):
             block = self._by_page.get(page)
             if block is None:

@@ -17,7 +17,7 @@ __all__ = [
     "find_max_model_len",
 ]
 
-# The most adapters in the pool.
+# Maximum number of adapters in the pool.
 MAX_SLOTS = 1024
 
 
@@ -69,7 +69,7 @@ def count_swap_pages(config: EngineConfig, num_pages: int, full_page_bytes: int,
 def find_max_model_len(
     config: EngineConfig, num_pages: int, full_page_bytes: int, max_positions: int, window: int | None
 ) -> int:
-    """Returns the most tokens of a sequence. Raises ConfigError if the requested length does not fit into the pool.
+    """Returns the maximum length of a sequence, in tokens. Raises ConfigError if a requested length does not fit.
 
     If no length was requested, the model's length is reduced to what fits into the pool. window: as in `KVFootprint`.
     """

@@ -27,7 +27,7 @@ from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
 
-# The most adapters that `was_displaced` remembers; the oldest are dropped.
+# Maximum number of adapters that `was_displaced` remembers. The oldest are dropped.
 _MAX_DISPLACED = 4096
 
 

@@ -100,7 +100,7 @@ class TenantAccounts:
         return chain(self._interactive.values(), self._background.values())
 
     def page_limit(self, tenant: TenantAccount) -> int:
-        """Returns the most pages that the tenant can ever hold: all except other tenants' floors, up to its ceiling."""
+        """Returns the maximum number of pages that the tenant can hold, given its ceiling and other tenants' floors."""
         rest = self._num_pages - sum(other.min_pages for other in self.bounded if other.name != tenant.name)
         return rest if tenant.max_pages is None else min(rest, tenant.max_pages)
 
@@ -127,7 +127,7 @@ class TenantAccounts:
         return [account for account in self if account.name == name]
 
     def set_share(self, name: str, share: TenantShare) -> None:
-        """Changes a tenant's share. No page is evicted at once: the new bounds apply from the next allocation on."""
+        """Changes a tenant's share. Evicts no page: the new bounds apply from the next allocation on."""
         if self.find(name).share == share:
             return
         for account in self.find_both(name):

@@ -47,8 +47,9 @@ DEFAULT_PENALTIES = Penalties()
 class Router:
     """Places requests by the residency of adapters, their homes and the load of replicas.
 
-    Each adapter has homes: the first replicas of its rendezvous order. Their number grows with its share of the recent
-    tokens. A cold adapter is loaded by a home, and a hot one by several. Routers with the same replicas agree on homes.
+    Each adapter has homes: the first replicas of its rendezvous order. The number of homes grows with the adapter's
+    share of the recent tokens. A cold adapter is loaded by one home, and a hot adapter by several homes. Routers with
+    the same replicas agree on homes.
 
     The choice depends only on the sequence of calls. There is no clock and no I/O.
 

@@ -96,7 +96,7 @@ def measure_costs(
     """Measures all costs. Takes about a second, and far less where steps are short.
 
     No page may be in use yet: the measurement writes to many pages and leaves them zeroed.
-    max_tokens, max_rows: the most tokens and sequences of a step.
+    max_tokens, max_rows: maximum numbers of tokens and sequences in a step.
     """
     bench = _Bench(run, memory, max_tokens, max_rows, max_model_len)
     try:

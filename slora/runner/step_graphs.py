@@ -11,8 +11,8 @@ Adapters do not need graphs of their own. The adapters of a step are named by bu
 another adapter in a slot changes no launch argument. Three numbers change the launches: the rank, rounded up to a power
 of two, the padded number of tiles, and the number of layers of LoRA work. So graphs differ by these numbers, but not by
 adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding tile
-ends at once, but a site has thousands of such programs. With 64 rows and 8 adapters, padding to all rows doubled the
-time of expand (H200).
+ends immediately, but a site has thousands of such programs. With 64 rows and 8 adapters, padding to all rows doubled
+the time of expand (H200).
 
 Steps of many tokens are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """
@@ -44,9 +44,9 @@ _TILE_PARTS = (4, 2, 1)
 # A step with prefill chunks is padded to one tile for this many tokens. A tile may have twice as many tokens, but the
 # last tile of each chunk is shorter.
 _TOKENS_PER_TILE = 16
-# The most graphs. Tenants choose lengths and ranks, and so the shapes. Each graph takes GPU memory, and recording one
-# delays the step for all tenants. A graph is never replaced, because a workload with more shapes than graphs would then
-# record all the time.
+# Maximum number of graphs. Tenants choose lengths and ranks, and so the shapes. Each graph takes GPU memory, and
+# recording it delays the step for all tenants. A graph is never replaced, because a workload with more shapes than
+# graphs would then record all the time.
 _MAX_GRAPHS = 256
 # Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Otherwise
 # compositions of many ranks could leave no graphs for steps without composed requests.
@@ -92,9 +92,9 @@ class StepGraphs:
 
     forward: the model's forward pass, which returns hidden states [B', H].
     capture: runs a function once, and returns a function that replays its work on the same tensors.
-    max_rows: the most sequences of a step.
-    max_context_len: the most tokens of one sequence. It sets the width of the block tables.
-    max_layers: the most layers of LoRA work.
+    max_rows: maximum number of sequences in a step.
+    max_context_len: maximum number of tokens in a sequence. It sets the width of the block tables.
+    max_layers: maximum number of layers of LoRA work.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Loads adapters from the host into the pool, one slice per step while sequences decode.
 
-A load allocates all pages and the slot at once, and copies the bytes over as many steps as needed. A request that was
-admitted during the load computes nothing before the last slice. Requests with an adapter that is not on the host wait
-for it outside the queue (`AdapterFetching`).
+A load allocates the slot and all pages at its start, and copies the bytes over as many steps as needed. A request that
+was admitted during the load computes nothing before the last slice. Requests with an adapter that is not on the host
+wait for it outside the queue (`AdapterFetching`).
 
     not on the host --fetch--> on the host --start_load--> loading (held by the load) --last slice--> resident
 
@@ -34,7 +34,8 @@ class AdapterLoading:
 
     budget: the number of pages that the step being planned may still load.
     loads: number of started loads by cause: `request`, `pin` or `prewarm`.
-    load_pages: the most pages that a step with decoding sequences loads; None: `LoadBudget` derives it from `costs`.
+    load_pages: maximum number of pages that a step with decoding sequences loads; None: `LoadBudget` derives it from
+        `costs`.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ class Admission:
         within_floor = tenant.num_pages + needs.new_pages <= tenant.min_pages
         alone = self._batch.runs_alone(sequence)
         # Running sequences will soon need further pages, and each choice needs one when it forks. A sequence that took
-        # the very last pages would cause a preemption at once.
+        # the very last pages would immediately cause a preemption.
         spare_pages = len(self._batch) // self._paging.footprint.block_tokens + sequence.num_choices
         spare_pages = 0 if alone or within_floor else spare_pages
         num_pages = needs.new_pages + spare_pages

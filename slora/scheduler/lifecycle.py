@@ -227,7 +227,7 @@ class Lifecycle:
                 self.finish(sequence)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
-        """Drops a deleted adapter at once, or when the last request that names it has ended.
+        """Drops a deleted adapter now, or when the last request that names the adapter has ended.
 
         Until then, its copy in the host cache is kept, because these requests may need it again after a preemption.
         """

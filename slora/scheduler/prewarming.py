@@ -23,7 +23,7 @@ from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
 
-# The most adapters that are recorded as fetched to the host; the oldest are dropped.
+# Maximum number of adapters that are recorded as fetched to the host. The oldest records are dropped.
 _MAX_RECORDED = 4096
 
 

@@ -7,9 +7,9 @@ Admission: the waiting queue chooses the next sequence. If it does not fit, no l
 There are two exceptions. A request with an adapter that is not yet on the host waits outside the queue. A tenant at
 its ceiling is skipped.
 
-Background requests: interactive requests are planned first. Background requests fill the rest of the step, as far as
-the step then takes little longer (`background_budget`). No background request is admitted while an interactive request
-waits although it could run. Background requests are preempted first. They are preempted even to admit an interactive
+Background requests: interactive requests are planned first. Background requests fill the rest of the step, as long as
+this makes the step only a little longer (`background_budget`). No background request is admitted while an interactive
+request waits that could run. Background requests are preempted first. They are preempted even to admit an interactive
 request.
 
 Pages come from three sources, in this order:
@@ -200,7 +200,7 @@ class Scheduler:
         return self.prewarming.request(version)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
-        """Drops a deleted adapter at once, or when the last request that names it has ended."""
+        """Drops a deleted adapter now, or when the last request that names the adapter has ended."""
         self.pins.remove(version)
         self.prewarming.remove(version)
         self._lifecycle.remove_adapter(version)

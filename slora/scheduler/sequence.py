@@ -94,8 +94,8 @@ class Sequence:
     max_tokens: the request's value; if the request sets none, as many as the context and the pool allow.
     index: the number of this choice or beam within the request.
     num_choices: number of choices that start when the prompt is computed; 1 afterwards and in the forks.
-    max_chunk_tokens: the most tokens of the sequence that one step may compute. With larger chunks, its pages might not
-        fit into the pool.
+    max_chunk_tokens: maximum number of tokens that one step may compute. With larger chunks, the sequence's pages might
+        not fit into the pool.
     uses_long_rope: whether K is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when the sequence was first admitted.
     slots: where `residents` are in the kernels' tables.
@@ -286,5 +286,5 @@ class Sequence:
 
     @property
     def max_kv_tokens(self) -> int:
-        """The most tokens whose KV the sequence can hold. The KV of the last generated token is never computed."""
+        """Maximum number of tokens with KV. The KV of the last generated token is never computed."""
         return self.num_prompt + self.max_tokens - 1

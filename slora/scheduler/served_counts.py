@@ -19,7 +19,7 @@ OTHERS = "other"
 _REPLACE_EVERY_S = 180.0
 # A name replaces a listed name only if it had more than this many times the requests of the listed name.
 _MUCH_BUSIER = 2
-# The most names whose requests are counted between two replacements.
+# Maximum number of names whose requests are counted between two replacements.
 _MAX_CANDIDATES = 1024
 
 

@@ -156,7 +156,7 @@ def _stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
 def read_generation_defaults(text: str | None, vocab_size: int | None = None) -> GenerationDefaults:
     """Parses the JSON text of a generation_config.json. Raises ValueError naming the field.
 
-    vocab_size: token ids must be below it. None accepts every id that fits an int32.
+    vocab_size: all token ids must be less than this. None accepts every id that fits an int32.
     """
     config = json.loads(text) if text else {}
     if not isinstance(config, dict):

@@ -41,7 +41,7 @@ class TokenAligner:
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str
     ) -> tuple[AlignedToken, ...]:
-        """Adds tokens and text, and returns the tokens that start in text that was added so far."""
+        """Adds tokens and text. Returns the tokens whose first character is in the text added so far."""
         self._unmeasured.extend(zip(token_ids, logprobs, strict=True))
         self._measure(self._widths.push(token_ids))
         self._certain_chars += len(text)

@@ -165,7 +165,7 @@ class UsageJournal:
         return self._open
 
     def _close_open(self) -> None:
-        """Closes the open segment. The spare one takes its place."""
+        """Closes the open segment. The spare segment takes its place."""
         if self._open is not None:
             self._open.close()
         self._open, self._spare = self._spare, None

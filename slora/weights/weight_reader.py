@@ -38,7 +38,7 @@ Weight = Tensor | QuantizedWeight
 class WeightReader:
     """Reads the weights of one checkpoint.
 
-    `vector` reads at once. `matrix` and `linear` allocate memory that `read` fills.
+    `vector` reads immediately. `matrix` and `linear` allocate memory that `read` fills.
 
     form: the dtype that `linear` quantizes to; None: no quantization. block: the ScaleBlock of all quantized tensors.
 

@@ -52,7 +52,7 @@ class BackgroundBudget:
             self._seconds -= self._costs.prefill_s(num_tokens)
 
     def _row_s(self, sequence: Sequence) -> float:
-        """Seconds of a decode row, with the mask of structured output."""
+        """Seconds of a decode row, including the mask for structured output."""
         return self._costs.row_s(len(sequence.token_ids)) + sequence.mask_s
 
 

@@ -7,8 +7,8 @@ sequences, loads may lengthen the step by the fraction (W - 1) / D of its durati
 At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
 is not noticeable. A step without decoding sequences has no limit.
 
-Loads that only background requests wait for get less. They may lengthen the steps of interactive requests only as much
-as background computation may.
+The budget is smaller for adapters that only background requests wait for. Their loads may lengthen the steps of
+interactive requests only as much as background computation may.
 """
 
 from slora.cost_model import Costs

@@ -33,7 +33,7 @@ class PrefillBudget:
     """The prompt tokens that one step may compute.
 
     num_tokens: the tokens that the step may still compute.
-    num_beside_others: how many of them may be prefilled beside decode rows of other tenants.
+    num_beside_others: how many of these tokens may be prefilled beside decode rows of other tenants.
     decoding: the tenants with decode rows in the step.
     prefilling: the tenants with prompts to compute.
     """

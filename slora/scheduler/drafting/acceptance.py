@@ -14,7 +14,7 @@ _FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
 # Each new draft multiplies the weight of older drafts by this factor. A sequence forgets old drafts sooner than an
 # adapter does, because its text may change quickly between copied and new passages.
 _SEQUENCE_DECAY, _ADAPTER_DECAY = 0.85, 0.98
-# The most pairs of a tenant and its adapters whose rates are kept.
+# Maximum number of pairs of a tenant and its adapters whose rates are kept.
 _MAX_ADAPTERS = 1024
 
 

@@ -40,18 +40,18 @@ from slora.scheduler_config import SchedulerConfig
 _MIN_GAIN = 1.25
 # Drafts may lengthen a step by this factor for a sequence that gains nothing from them.
 _MAX_DELAY = 1.25
-# The most tokens that all sequences together add to their indexes in one step. Adding so many takes the host about one
-# millisecond.
+# Maximum number of tokens that all sequences together add to their indexes in one step. Adding this many takes the host
+# about one millisecond.
 _INDEXED_PER_STEP = 1024
 
 
 class _Candidate:
     """A decode row that may get a draft.
 
-    number: the place of its chunk in the plan. position: where the drafted tokens are copied from.
+    number: the place of its chunk in the plan. position: the index from which the drafted tokens are copied.
     rate: the estimated probability that a drafted token is accepted if all drafted tokens before it were accepted.
-    most: the most tokens to draft. row_s: seconds of one drafted row. expected: tokens that the sequence is expected to
-    gain in this step.
+    most: maximum number of tokens to draft. row_s: seconds of one drafted row.
+    expected: number of tokens that the sequence is expected to gain in this step.
     """
 
     __slots__ = ("expected", "is_probe", "most", "num_tokens", "number", "position", "rank", "rate", "row_s")
@@ -168,7 +168,7 @@ class Drafting:
         return found
 
     def _most_tokens(self, sequence: Sequence) -> int:
-        """Returns the most tokens to draft. The last token of an answer is never drafted, because no token follows."""
+        """Returns the maximum number of tokens to draft. The last token of an answer is never drafted."""
         num_tokens = len(sequence.token_ids)
         most = min(
             self._config.prompt_lookup_tokens,
@@ -213,7 +213,7 @@ def _choose_lengths(
     The time of the step is limited to `_MAX_DELAY` times its time without drafts. If the step computes nothing but the
     candidates, the limit is multiplied by the fewest tokens that any of them is expected to gain.
 
-    num_free: the most drafted tokens in all.
+    num_free: maximum number of drafted tokens, for all candidates together.
     step_s: seconds of the step without drafts.
     token_s: seconds that one more token is worth.
     has_others: whether the step also computes chunks without drafts, which a longer step only delays.
