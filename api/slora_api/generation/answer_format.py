@@ -161,7 +161,7 @@ class _Envelope:
 
 
 class LogprobsFormat:
-    """Formats the log-probabilities of tokens in OpenAI's two forms, and those of prompt tokens in vLLM's form.
+    """Formats log-probabilities in OpenAI's two forms, and the field `prompt_logprobs` in vLLM's form.
 
     num_top: how many of the most probable tokens to list for each token of the answer and of an echo. None: the client
         asked for no log-probabilities.

@@ -15,7 +15,7 @@ _HEADER = "x-slora-timing"
 
 class TimingObject(TypedDict):
     """Times in milliseconds, with vLLM's names. A stage that the request did not reach is null. If a request has
-    several prompts, the times are those of the prompt that ended last.
+    several prompts, the times belong to the prompt that ended last.
 
     queue_time_ms: from arrival in the engine to the first computed token, including waits for adapters.
     adapter_fetch_ms: the part of the queue time until the adapters were on the host.

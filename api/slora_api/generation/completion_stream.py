@@ -32,7 +32,7 @@ async def stream_completion(
     client: EngineClient, answer: Answer
 ) -> AsyncGenerator[list[CompletionDelta], None]:
     """Streams the answers to one prompt in lists of deltas, which are never empty. The last delta of each answer has a
-    finish_reason. A delta with log-probabilities is alone in its list.
+    finish_reason. A delta with log-probabilities has a list of its own.
 
     Raises the errors of `EngineClient.generate`.
     """

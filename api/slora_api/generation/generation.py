@@ -128,8 +128,8 @@ class Generator:
         meter: RequestMeter,
         encode: Callable[[bytes], str | LongList],
     ) -> list[EmbeddedInput]:
-        """Computes the embeddings of `requests`, `num_lanes` at a time. Returns them in order when the usage of all
-        requests is durable.
+        """Computes the embeddings of `requests`, `num_lanes` at a time. Returns the inputs, in order, as soon as the
+        usage of all requests is durable.
 
         num_tokens: tokens of all prompts. encode: called with each embedding as it arrives.
 

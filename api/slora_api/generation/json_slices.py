@@ -95,7 +95,7 @@ def _slices(texts: Iterable[str]) -> Iterator[bytes]:
 
 
 def _write(value: Any, written: dict[LongList, list[str]], dump: Callable[[Any], str]) -> Iterator[str]:
-    """Yields the JSON of a value in pieces. Splits dicts, lists and texts, because each of them may be long."""
+    """Yields the JSON of a value in pieces. Splits dicts, lists and strings, because each of them may be long."""
     if isinstance(value, LongList):
         if value not in written:
             written[value] = []

@@ -11,9 +11,9 @@ regular intervals over the average time. Example: 40 permits are taken, for 20 s
 20 / 40 s. If answers take longer than before, the estimate is too short. The client then retries too soon and is
 refused again.
 
-All API processes of a host share the permits through a tally. Two of them may take the last permit at the same moment,
-so a process that has taken a permit checks the limits again. If a limit is exceeded, the process returns the permit.
-The reserve is checked only once, before the permit is taken.
+All API processes of a host share the permits through a tally. Two processes may take the last permit at the same
+moment, so a process that has taken a permit checks the limits again. If a limit is exceeded, the process returns the
+permit. The reserve is checked only once, before the permit is taken.
 
 This module does not depend on HTTP. It runs on one event loop and needs no lock.
 """
@@ -57,8 +57,8 @@ class PermitPool:
     ) -> None:
         self.num_permits = num_permits
         self.max_per_tenant = max_per_tenant
-        # The reserve has at least two permits: the second tenant may take one, and the other stays free for a third
-        # tenant.
+        # The reserve has at least two permits: the second tenant may take one of them, and the other permit stays free
+        # for a third tenant.
         self.num_reserved = max(2, reserved_slots(num_permits)) if num_permits > 2 else 0
         self._what = what
         self._tenant_limit = tenant_limit

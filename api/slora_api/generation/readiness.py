@@ -1,5 +1,5 @@
-"""The reasons why this server cannot answer. The supervisor and the startup code report them; /readyz and new requests
-read them.
+"""The reasons why this server cannot answer. The supervisor and the startup code report the reasons. /readyz and new
+requests read them.
 """
 
 from dataclasses import dataclass, field

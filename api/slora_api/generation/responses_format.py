@@ -40,7 +40,7 @@ class _Item:
     """One item of an answer.
 
     index: the position in the list of items.
-    texts, logprobs: the parts that have arrived. For a stream, they are already JSON.
+    texts, logprobs: the parts that have arrived. For a stream, these parts are already JSON.
     name, call_id: the tool's name and the id of a function call.
     """
 

@@ -1,4 +1,4 @@
-"""Records what each engine request has used in the usage journal of this process.
+"""Writes the usage of each engine request to the usage journal of this process.
 
 The engine reports the usage of every request after the request ends, even if the client has disconnected. The recorder
 therefore keeps each request until its report arrives, independently of the coroutine that streams the answer. If the

@@ -230,8 +230,8 @@ def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | Non
 
 
 def _lingering(send: Send, body: _BodyReader) -> Send:
-    """Wraps `send`. If an answer ends before the body, its end is held back while `drop_rest` drops the rest of the
-    body.
+    """Wraps `send`. If an answer ends before the request's body has arrived, the end of the answer is held back until
+    `drop_rest` has dropped the rest of the body.
     """
 
     async def send_lingering(message: Message) -> None:

@@ -6,10 +6,10 @@ __all__ = ["MinRateTimeout"]
 class MinRateTimeout:
     """A timeout with a minimum rate: `left_s` is the time for which a slow peer may still keep the server waiting.
 
-    It starts at `grace_s`. Waiting for the peer uses it up. Each byte that moves gives back 1 / `bytes_per_s` seconds,
-    but `left_s` never exceeds `grace_s`. This gives three bounds. A peer that stops is disconnected after `grace_s`. A
-    peer that is slower than `bytes_per_s` is disconnected somewhat later. N bytes never take more than `grace_s + N /
-    bytes_per_s` seconds of waiting.
+    `left_s` starts at `grace_s`. Waiting for the peer reduces it. Each byte that moves gives back 1 / `bytes_per_s`
+    seconds, but `left_s` never exceeds `grace_s`. Three bounds follow. A peer that stops is disconnected after
+    `grace_s`. A peer that is slower than `bytes_per_s` is disconnected somewhat later. N bytes never take more than
+    `grace_s + N / bytes_per_s` seconds of waiting.
 
     Example with 20 s and 128 KiB/s: 512 MiB may take 20 + 4096 s. A client that sends 64 KiB/s is disconnected after 40
     s.

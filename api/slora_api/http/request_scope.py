@@ -90,8 +90,8 @@ class RequestScopeMiddleware:
         try:
             await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:
-            # When the drain time is over, uvicorn cancels the remaining requests. Answer them before it closes the
-            # connections.
+            # When the drain time is over, uvicorn cancels the remaining requests. Answer these requests before uvicorn
+            # closes the connections.
             if sender.status is None:
                 await error_response(Stopping())(scope, receive, sender.send)
         except ApiError as error:  # A layer around the routes has refused or ended the request.

@@ -1,11 +1,11 @@
 """Prometheus metrics. Some have vLLM's names, so that existing dashboards work. The names of all others begin with
 `slora_`.
 
-The API's own counters and histograms are kept here. With several API processes, each process keeps them in its own
-files. Any process answers a scrape with the sums over all files (prometheus_client's multiprocess mode). The files
-outlive a process that dies. Gauges and the engine's numbers are read at each scrape. Adapters are labelled with tenant
-and digest prefix, because names are not unique across tenants. Only the operator can read the metrics (see
-authentication.py).
+The API's own counters and histograms are kept here. If there are several API processes, each process keeps its counters
+and histograms in its own files. Any process answers a scrape with the sums over all files (prometheus_client's
+multiprocess mode). The files outlive a process that dies. Gauges and the engine's numbers are read at each scrape.
+Adapters are labelled with tenant and digest prefix, because names are not unique across tenants. Only the operator can
+read the metrics (see authentication.py).
 """
 
 import os
@@ -52,8 +52,8 @@ def allocate_files(directory: Path, num_processes: int) -> None:
 
 
 def share_metrics(directory: Path, process: int) -> None:
-    """Makes this process store its metrics in its own files in `directory`. The counts continue those of an earlier
-    process with the same number. Call this before any metric is created.
+    """Makes this process store its metrics in its own files in `directory`. The counts continue from the counts of an
+    earlier process with the same number. Call this before any metric is created.
     """
     # prometheus_client finds the files by this variable.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)

@@ -1,4 +1,4 @@
-"""Checks adapters against the quota of their tenant: the number of versions, and the bytes stored for all of them."""
+"""Checks adapters against the quota of their tenant: the number of versions, and the bytes stored for all versions."""
 
 from collections.abc import Callable, Mapping
 

@@ -37,7 +37,7 @@ class Quota:
     tokens_per_day, tokens_per_month: budgets for a day and for a month, in UTC.
     concurrent_answers: answers in progress; each prompt and each choice of a request counts.
     composed_adapters: adapters that one request may combine.
-    adapter_versions, stored_bytes: limits of what a tenant keeps. A key cannot have them.
+    adapter_versions, stored_bytes: limits for the adapters that a tenant keeps. A key cannot have these limits.
     """
 
     requests_per_minute: int | None = None
@@ -102,7 +102,7 @@ NO_QUOTA = Quota()
 
 
 def default_quota(settings: Settings) -> Quota:
-    """Returns the server's default limits. They apply to tenants whose quota does not set them."""
+    """Returns the server's default limits, which apply wherever a tenant's quota sets no limit."""
     return Quota(
         concurrent_answers=settings.max_concurrent_per_tenant,
         adapter_versions=settings.max_versions_per_tenant,

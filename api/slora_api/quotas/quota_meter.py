@@ -13,8 +13,8 @@ same tokens:
 A long prompt is charged as a request before it is tokenized, and this charge is not refunded. Otherwise, a client could
 make the server tokenize any number of long prompts, although its quota then refuses the requests.
 
-An account that is not seeded gets its use of the day and the month from the usage ledger. Every `_COMPARE_S`, accounts
-are compared with the ledger, because only the ledger has the usage of requests whose API process was killed.
+An account that is not seeded gets its use of the day and the month from the usage ledger. Every `_COMPARE_S` seconds,
+accounts are compared with the ledger, because only the ledger has the usage of requests whose API process was killed.
 
 This module does not depend on HTTP.
 """
@@ -408,7 +408,9 @@ def _owner(subject: Subject) -> str:
 
 
 def _severity(obstacle: Obstacle) -> tuple[int, int]:
-    """The sort key of an obstacle by how long it lasts: budgets longest, the limit of answers in progress shortest."""
+    """Returns a sort key that orders obstacles by how long they last: budgets last longest, the limit of answers in
+    progress shortest.
+    """
     if obstacle.field in _BUDGETS:
         return 2, _BUDGETS.index(obstacle.field)
     return (0, 0) if obstacle.field == "concurrent_answers" else (1, obstacle.wait_ms or 0)

@@ -103,7 +103,7 @@ def get_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObjec
     responses=errors(NotFound, Conflict, PurgeBegun, PinsFull, EngineUnavailable, DiskFull),
 )
 async def change_tenant(tenant: str, body: TenantPatch, _operator: Operator, services: Wired) -> TenantObject:
-    """Changes the share of a tenant, or renames it. One request cannot do both."""
+    """Changes the share of a tenant or renames the tenant, but not both in one request."""
     if body.name is not None:
         if body.model_fields_set != {"name"}:
             raise BadRequest("`name` was sent with other fields; send a new name alone.", "name")

@@ -1,4 +1,4 @@
-"""/v1/live for a tenant and /admin/live for the operator: what the engine does at present, as the console shows it."""
+"""/v1/live for a tenant and /admin/live for the operator: the present state of the engine, as the console shows it."""
 
 import json
 from collections.abc import AsyncGenerator, Iterable

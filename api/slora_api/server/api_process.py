@@ -125,7 +125,7 @@ async def open_services(
     board: HostBoard,
     metrics: Path | None = None,
 ) -> Services:
-    """Creates the objects that routes use. The stack closes them. metrics: see `Metrics`."""
+    """Creates the objects that routes use. `stack` closes them at the end. metrics: see `Metrics`."""
     is_main, num_serving = board.process == 0, settings.api_workers
     host_changes = HostChanges(board)
     reserve = DiskReserve(data.reserve, is_keeper=is_main)
@@ -243,8 +243,8 @@ def make_batch_runner(services: Services) -> BatchRunner:
 
 
 def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
-    """Opens the quota counters. With `redis_url`, all hosts that use this Redis count together. Otherwise, this host
-    counts for itself.
+    """Opens the quota counters. With `redis_url`, all hosts that use this Redis share the counters. Otherwise, only the
+    processes of this host share them.
     """
     host = HostCounters(data.quotas)
     if not redis_url:

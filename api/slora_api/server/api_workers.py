@@ -1,8 +1,8 @@
 """The API workers: child processes that answer HTTP requests. They exist if `--api-workers` is more than one.
 
-The main process does what must be done once on a host. It holds the lock of the data directory and the listening
-socket, and supervises the other processes. It also sends pins to the engine, deletes unreferenced adapters, and
-publishes the demo. Each worker has an event loop, an engine client, database connections and caches of its own.
+The main process does the tasks that must be done only once per host. It holds the lock of the data directory and the
+listening socket, and supervises the other processes. It also sends pins to the engine, deletes unreferenced adapters,
+and publishes the demo. Each worker has an event loop, an engine client, database connections and caches of its own.
 
 All workers accept connections from the inherited socket. If a worker dies, connections that are not accepted yet wait
 for another worker.

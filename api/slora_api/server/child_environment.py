@@ -30,8 +30,8 @@ LOADER_VARIABLES: tuple[str, ...] = (
 )
 # A value that the operator sets takes precedence over these defaults.
 _DEFAULTS = {
-    # OpenMP threads that spin while they wait occupy the cores of this process and of other programs. A decode step of
-    # 64 rows on 2 cores then took 2 to 8 times longer (medians, CPU bench). If threads sleep at once
+    # By spinning while they wait, OpenMP threads occupy the cores of this process and of other programs. A decode step
+    # of 64 rows on 2 cores then took 2 to 8 times longer (medians, CPU bench). If threads sleep at once
     # (OMP_WAIT_POLICY=PASSIVE), the speed on free cores drops by a quarter. Spinning for a few microseconds bridges the
     # gaps within a step.
     "GOMP_SPINCOUNT": "10000",

@@ -1,7 +1,7 @@
 """Exports spans of requests by OpenTelemetry.
 
-The engine does not use OpenTelemetry. It reports the times of a request's stages, and the API process makes spans of
-them.
+The engine does not use OpenTelemetry. It reports the times of a request's stages, and the API process makes spans from
+these times.
 
     POST /v1/chat/completions      from the request to the end of its answer
       generate                     one for each prompt, from arrival in the engine to the last token

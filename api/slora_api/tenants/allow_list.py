@@ -40,5 +40,5 @@ class AllowList:
         return name in self.entries
 
     def names(self) -> list[str]:
-        """Returns the names of adapters in the entries, sorted. The name of the base model may be among them."""
+        """Returns the names of adapters in the entries, sorted. The name of the base model may be among these names."""
         return sorted({entry.partition("@")[0] for entry in self.entries})

@@ -57,7 +57,7 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class OperatorKey:
-    """An operator's key without its secret. The fields have the meaning that they have in a KeyRecord.
+    """An operator's key without its secret. The fields have the same meaning as in `KeyRecord`.
 
     scopes: a subset of OPERATOR_SCOPES.
     """

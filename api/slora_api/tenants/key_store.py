@@ -112,7 +112,7 @@ class KeyStore:
         self._current_at = clock()
         # Key id -> the actor of a revocation that is not in the database yet.
         self._revokers: dict[str, Actor] = {}
-        # A key with an unknown id is compared with this digest, so that its refusal takes as long as that of a wrong
+        # A key with an unknown id is compared with this digest, so that refusing it takes as long as refusing a wrong
         # secret.
         self._no_digest = pepper.digest("")
         self._check_pepper()
@@ -298,8 +298,8 @@ class KeyStore:
             self._cache.drop(key_id)
 
     def authenticate(self, secret: str) -> Caller | None:
-        """Returns the record of the key `secret` if the key is well-formed, known, and neither revoked nor expired,
-        else None. Raises StoreUnavailable if the cache has no valid entry and the database does not answer.
+        """Returns the record of the key `secret`. Returns None if the key is malformed, unknown, revoked or expired.
+        Raises StoreUnavailable if the cache has no valid entry and the database does not answer.
         """
         key_id = read_key_id(secret)
         found = None if key_id is None or self._is_in_journal(key_id) else self._find_key(key_id)

@@ -124,8 +124,8 @@ class RevocationJournal:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _write(self, entries: Iterable[str]) -> None:
-        """Replaces the entries. A reader that sees the new entries half written reads them again, because the counter
-        changes last.
+        """Replaces the entries. If a reader sees half-written entries, it reads them again, because the counter changes
+        last.
         """
         assert self._descriptor is not None
         raw = b"".join(one.encode("ascii") for one in entries)

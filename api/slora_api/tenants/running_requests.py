@@ -4,9 +4,9 @@ suspended.
 Each key is checked five times a second in the cache of the key store. If a key has left the cache, for example because
 the key or its tenant has changed, the check reads it from the database. The feed of changes is also read five times a
 second, so a change by any process ends the requests within a second. While the database does not answer, requests
-continue, except those of keys in the revocation journal.
+continue, except requests with a key in the revocation journal.
 
-A request whose key expires in the meantime continues to its end.
+If a key expires while a request with this key is in progress, the request continues to its end.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Scopes: what a key may be used for. Each route names the scope that it needs; see `authentication.py`."""
+"""Scopes limit the use of a key. Each route names the scope that it needs; see `authentication.py`."""
 
 from collections.abc import Iterable, Set
 from enum import StrEnum

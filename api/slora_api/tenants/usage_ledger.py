@@ -1,4 +1,4 @@
-"""The usage ledger in the database: what each request has used, and the sums by minute, hour and day.
+"""The usage ledger in the database: the usage of each request, and the sums by minute, hour and day.
 
 A record is added only once, however often it is sent. The request id is the primary key of the records, and the
 transaction that adds records adds only the new ones to the sums. Only the rename of a tenant changes a record later.
