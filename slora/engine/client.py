@@ -83,7 +83,7 @@ class EngineClient(Protocol):
     def acknowledge_usage(self, request_id: str) -> None:
         """Tells the engine that the request's usage is durable.
 
-        The engine records the usage of all other requests when this process ends.
+        When this process ends, the engine records the usage of all requests that were not acknowledged.
         """
 
     async def stats(self) -> EngineStats:

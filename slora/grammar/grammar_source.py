@@ -19,7 +19,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """The reason why no token can come next. None if a token can, or if `write_mask` has not been called."""
+        """The reason why no token can come next. None if some token can, or before the first call of `write_mask`."""
 
     def copy(self) -> "Matcher":
         """Returns an independent matcher in the same state."""

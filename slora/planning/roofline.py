@@ -1,4 +1,4 @@
-"""Times of steps on a device that was never measured, from its data sheet (a roofline model).
+"""Estimates the time of steps on a device that was never measured, from its data sheet (a roofline model).
 
 A step reads the weights once and multiplies them with all of its tokens; the slower of these two counts. A step also
 reads the KV of its decode rows and the distinct adapters of its tokens. Adapters are copied from the host while the

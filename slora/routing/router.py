@@ -15,7 +15,7 @@ from slora_adapters.version import AdapterVersion
 # A choice looks at up to 8 homes and the next 4 replicas in the rendezvous order of the adapter. Further requests for a
 # very hot adapter look at its other homes. In a fleet of at most 16 replicas, a choice looks at all of them.
 NUM_HOMES, NUM_SPARES, NUM_SMALL_FLEET = 8, 4, 16
-# A window of 64 requests per replica resolves shares of traffic down to a fraction of one replica's.
+# A window of 64 requests per replica is large enough to measure traffic of less than one replica.
 WINDOW_REQUESTS, MIN_WINDOW_REQUESTS = 64, 1024
 # Computing an order takes about 30 microseconds with 1,000 replicas. 65,536 orders take about 30 MiB.
 MAX_ORDERS = 65_536

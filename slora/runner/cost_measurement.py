@@ -34,9 +34,9 @@ _ENOUGH_S = 0.05
 # A prefill that takes this many times as long as a step of one row measures the cost of a token well enough.
 _ENOUGH_PREFILL = 2
 _MAX_RUNS = 3
-# The fewest runs of a timed copy. A copy is short, so an interruption by another program can make it a hundred times
-# longer. A copy cost that is too high might never be corrected: the scheduler would never choose a swap, so no swap
-# would be measured again.
+# Minimum number of runs of a timed copy. A copy is short, so an interruption by another program can make it a hundred
+# times longer. A copy cost that is too high might never be corrected: the scheduler would never choose a swap, so no
+# swap would be measured again.
 _MIN_COPIES = 5
 # Upper limit of the bytes in one timed copy. This many bytes do not fit into a CPU cache.
 _COPY_BYTES = 32 << 20
@@ -179,7 +179,7 @@ class _Bench:
     def _prefill(self, num_tokens: int) -> list[Chunk]:
         """A prefill of `num_tokens` tokens, cut into several sequences if one sequence may not be that long.
 
-        Only one of the sequences samples a token, as one decoding row does.
+        Only one of the sequences samples a token. So this step samples as many tokens as a step of one decoding row.
         """
         longest = self._context_tokens
         lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]

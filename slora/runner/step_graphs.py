@@ -58,7 +58,7 @@ _MIN_DECODE_TILE, _MIN_CHUNK_TILE = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The properties of a layer of LoRA work that decide its launches.
+    """The properties of a layer of LoRA work that determine its kernel launches.
 
     rank: upper bound of the total rank at one site.
     tile_tokens: upper bound of the tokens in a tile.
@@ -73,7 +73,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The properties of a step that decide its launches.
+    """The properties of a step that determine its kernel launches.
 
     tokens, sequences: padded numbers; equal if all sequences decode.
     context: upper bound of the longest context, in tokens.

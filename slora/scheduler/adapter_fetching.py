@@ -1,4 +1,4 @@
-"""Fetches the adapters that requests wait for to the host, in order of arrival, and holds the copies while needed.
+"""Fetches adapters to the host for waiting requests, in order of arrival, and holds the copies while needed.
 
 The host cache is limited, and a fetch that finds no room there fails after a while. So only as many adapters are
 fetched at a time as fit into the host cache together with the held copies. The next fetch is requested when an earlier

@@ -276,7 +276,7 @@ class _Load:
     """One load in progress.
 
     num_planned: number of pages that are loaded or planned to be loaded in this step.
-    is_background: only background requests are known to wait for it.
+    is_background: whether only background requests are known to wait for the adapter.
     """
 
     __slots__ = ("is_background", "num_planned", "packed")

@@ -163,7 +163,7 @@ class BeamSearch:
         return self._make_next_beams(continuing)
 
     def count_min_steps(self, max_tokens: int) -> int:
-        """Returns the fewest steps until the search can be over. Only a stop token can end a beam early."""
+        """Returns the minimum number of steps until the search is over. Only a stop token can end a beam early."""
         return 1 if self._stop_ids else max(1, max_tokens - self._length)
 
     def best(self, count: int) -> list[Hypothesis]:

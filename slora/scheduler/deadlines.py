@@ -63,7 +63,7 @@ class Deadlines:
         return [] if is_over else [sequence]
 
     def _min_s(self, awaited: list[Sequence]) -> float:
-        """Returns the fewest seconds until the first token if the request runs from now on."""
+        """Returns the minimum time in seconds until the first token, if the request runs from now on."""
         first, search = awaited[0], awaited[0].search
         if search is None:
             return self._costs.prefill_s(first.num_prompt)
@@ -71,7 +71,7 @@ class Deadlines:
         return prefill_s + self._decode_s(search, min(beam.max_tokens for beam in awaited))
 
     def _decode_s(self, search: BeamSearch, max_tokens: int) -> float:
-        """Returns the fewest seconds that the search needs for decoding after the next step.
+        """Returns the minimum time in seconds that the search needs for decoding after the next step.
 
         The next step is not counted, because it may run for other sequences anyway.
         """

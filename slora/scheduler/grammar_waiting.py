@@ -14,7 +14,7 @@ class GrammarWaiting:
         self._waiters: dict[tuple[str, StructuredOutput], list[Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Requests the grammar of a sequence. The sequence waits until `collect` yields the sequence."""
+        """Requests the grammar of a sequence, which then waits until `collect` yields it."""
         tenant, output = sequence.tenant.name, sequence.request.sampling.structured_output
         assert self._grammars is not None and output is not None, "nothing compiles grammars here"
         self._waiters.setdefault((tenant, output), []).append(sequence)

@@ -41,7 +41,7 @@ class RunningBatch:
         sequence.row = self._free_rows.pop()
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence that has a row.
+        """Adds a sequence that already has a row of the sampling table.
 
         The list stays sorted by arrival; nearly always the sequence is the newest.
         """

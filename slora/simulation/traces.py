@@ -57,7 +57,7 @@ Trace = list[TraceRequest]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One of S-LoRA's settings. Adapter i has rank ranks[i % len(ranks)]."""
+    """One of the settings of S-LoRA's benchmark. Adapter i has rank ranks[i % len(ranks)]."""
 
     name: str
     ranks: tuple[int, ...]

@@ -145,7 +145,7 @@ class UsageJournal:
             try:
                 segment.append(b"".join(entry.line for entry in entries[:count]))
             except OSError as error:
-                # It is unknown which of these records are durable, so all of them are written again elsewhere.
+                # It is unknown which of these records are durable, so all of them are written again to another segment.
                 _log.error("a segment of the usage journal in %s failed: %s", self._directory, error)
                 self._close_open()
                 if has_failed:

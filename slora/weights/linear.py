@@ -27,7 +27,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [out, in]: all modules of the site, one below the other. bias [out] is never quantized."""
+    """weight [out, in]: the stacked weights of all modules of the site. bias [out] is never quantized."""
 
     weight: Tensor | PackedWeight | QuantizedWeight
     bias: Tensor | None

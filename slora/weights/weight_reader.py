@@ -73,7 +73,7 @@ class WeightReader:
         return weight
 
     def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Weight:
-        """Allocates one weight for several tensors (name, number of rows) of `width` columns, one below the other.
+        """Allocates one weight [rows, width] in which several tensors (name, number of rows) are stacked.
 
         The weight is quantized if `form` is set, or if all parts are stored in one 8-bit dtype with a scale per row.
         """
