@@ -34,7 +34,7 @@ class CpuBudget:
 
     burst_s: CPU seconds of a full balance.
     refill: CPU seconds added per second.
-    work: the name of the work in the refusal, for example "rendering chat templates".
+    work: what the error message calls the work, for example "rendering chat templates".
     clock: monotonic seconds.
     """
 

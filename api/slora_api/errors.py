@@ -1,4 +1,4 @@
-"""Every error that can answer a request: one tree of exceptions, and one table that maps them to HTTP.
+"""All errors that a response can report: one tree of exceptions, and one table that maps them to HTTP.
 
 SloraError (the project's root)
 ├── ApiError
@@ -235,7 +235,8 @@ class RequestTooSlow(ApiError):
     """The client kept the server waiting for the rest of its request. The message states the limit."""
 
 
-# A restarted engine answers within seconds, and a permit is usually free after one answer.
+# The usual Retry-After in seconds. A restarted engine answers within seconds, and a permit is usually free after one
+# answer.
 SOON_S = 2
 
 
@@ -274,7 +275,7 @@ class BudgetExhausted(ApiError):
 
 
 class Starting(ApiError):
-    """The engine is not ready, at the start or after a restart."""
+    """The engine is not ready, for example while it starts or restarts."""
 
 
 class InspectionFailed(ApiError):

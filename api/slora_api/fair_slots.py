@@ -58,10 +58,10 @@ class FairSlots:
     """Shares slots fairly among tenants.
 
     num_slots: the number of slots.
-    max_waiting: requests of one tenant that may wait; further ones are refused.
-    work: the name of the work in the refusal, for example "chat templates to render".
+    max_waiting: requests of one tenant that may wait; further requests are refused.
+    work: what the error message calls the work, for example "chat templates to render".
     clock: monotonic seconds.
-    num_reserved: the reserve; None means `reserved_slots(num_slots)`.
+    num_reserved: the number of slots in the reserve; None means `reserved_slots(num_slots)`.
     """
 
     def __init__(

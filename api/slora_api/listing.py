@@ -34,7 +34,7 @@ class PageObject(ListObject[T], Generic[T]):
 def list_json(found: Sequence[T], called: str, limit: int | None = None) -> PageObject[T]:
     """Makes the JSON of one page.
 
-    found: the items of the page, and one more if there is a next page.
+    found: the items of the page, and one more item if there is a next page.
     called: the field that identifies an item.
     """
     data = list(found[:limit])

@@ -2,7 +2,7 @@
 
 Each bound is checked before the work that it bounds. Bytes and JSON values are counted while the body arrives, items
 before the body is validated, and characters before a text is tokenized. Tokens and log-probabilities are counted before
-the engine sees the request. `docs/limits.md` lists the bounds, and GET /v1/limits shows those of a running server.
+the engine sees the request. `docs/limits.md` lists the bounds, and GET /v1/limits shows the bounds of a running server.
 
 This module does not depend on HTTP.
 """
@@ -96,7 +96,7 @@ class RequestBounds:
     inputs: texts to embed.
     embedding_bytes: bytes of all embeddings in the answer.
     adapters: adapters that one request may combine.
-    fanout_models: models that one call of /v1/fanout may ask.
+    fanout_models: models that one call of /v1/fanout may name.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer. Each token lists its own and those of the most probable
     tokens.

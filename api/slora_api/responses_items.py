@@ -228,7 +228,7 @@ class _Messages:
                 self.made.append(_make_message(item.role, item.content))
 
     def end(self) -> None:
-        """Ends the turn of the assistant. Raises a refusal if one of its calls has no result."""
+        """Ends the turn of the assistant. Raises a refusal if a call of the turn has no result."""
         self._end_turn()
         self._check_answered()
 

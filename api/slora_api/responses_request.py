@@ -40,7 +40,7 @@ from slora_api.unsupported import Unsupported
 __all__ = ["ResponsesRequest"]
 
 _LOGPROBS = "message.output_text.logprobs"
-# The values that `include` accepts. Only the first one has an effect. Reasoning items have their text in `content`,
+# The values that `include` accepts. Only the first value has an effect. Reasoning items have their text in `content`,
 # which serves the same purpose as encrypted reasoning. The other values name items that answers never have.
 _INCLUDABLE = (
     _LOGPROBS,
@@ -134,7 +134,7 @@ def _read_choice(value: Any) -> Any:
 
 
 class TextFormat(BaseModel):
-    """The form of the answer. name, description: no effect. json_schema: with the type `json_schema` only.
+    """The form of the answer. name, description: no effect. json_schema: only allowed with the type `json_schema`.
 
     strict: no effect. Every schema is enforced, and a schema that cannot be enforced is refused.
     """

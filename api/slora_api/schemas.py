@@ -311,8 +311,8 @@ class AnswerFields(BaseModel):
 class GenerationFields(AnswerFields, OutputFields):
     """The fields that both kinds of completion share.
 
-    use_beam_search: as in vLLM, with `best_of` beams, by default `n`. The temperature is then 0 unless the client sends
-    one, and a stream sends each answer in one piece.
+    use_beam_search: as in vLLM, answers with a beam search of `best_of` beams, by default `n`. The temperature is then
+    0 unless the client sends one, and a stream sends each answer in one piece.
     return_token_ids: as in vLLM, adds the token ids of the prompt and of the answer.
     return_tokens_as_token_ids: as in vLLM, log-probabilities show `token_id:7` in place of the text of token 7.
     """

@@ -233,7 +233,7 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
 
 
 def _read(owner: type, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns those settings of one dataclass for which a flag or an environment variable is given."""
+    """Returns the settings of one dataclass that a flag or an environment variable sets."""
     values: dict[str, Any] = {}
     for spec in setting_specs(owner):
         if (flag_text := flags.get(spec.name)) is not None:

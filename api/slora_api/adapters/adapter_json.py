@@ -85,7 +85,9 @@ class CertificateObject(TypedDict):
 
 
 class PublishedObject(VersionObject):
-    """The version that an upload has made. new_version: false if the newest version was already the same adapter."""
+    """The version that an upload has made. new_version: false if the newest version of the name already was the
+    uploaded adapter.
+    """
 
     new_version: bool
     certificate: CertificateObject
@@ -103,8 +105,8 @@ def adapter_json(rollout: Rollout) -> AdapterObject:
 
 
 def version_json(record: AdapterRecord, rollouts: Iterable[Rollout]) -> VersionObject:
-    """Returns the JSON of a version, with the aliases that point at it. Each alias is shown with the percentage of the
-    alias's requests that this version gets.
+    """Returns the JSON of a version, with the aliases that point at it. For each alias, the JSON has the percentage of
+    the alias's requests that this version gets.
     """
     using = [one for one in rollouts if record.number in one.targets]
     fields = _fields(record, record.name, pinned=any(one.pinned for one in using))

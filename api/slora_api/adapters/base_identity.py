@@ -35,7 +35,7 @@ class BaseIdentity:
         self._computed: asyncio.Future[str | None] | None = None
 
     async def compare(self, claimed: str | None, base_name: str | None) -> BaseMatch:
-        """Compares the base model of an adapter with the served one.
+        """Compares the base model of an adapter with the served base model.
 
         claimed: the fingerprint that the client sent, if any.
         base_name: the base model that the adapter's config names, if any.

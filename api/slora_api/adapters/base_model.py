@@ -1,4 +1,4 @@
-"""What the API knows about the base model."""
+"""The base model as the API describes it."""
 
 from dataclasses import dataclass
 

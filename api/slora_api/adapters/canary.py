@@ -1,14 +1,15 @@
 """Runs a new adapter once before any request can use it. Its output must be finite and differ from the base model's.
 
-The canary sends the engine one request with the adapter and one without, over the same short prompt. It compares the
-log-probabilities of the prompt's tokens and of the most probable tokens at each position. Both requests belong to an
-internal tenant that is never charged. They are scheduled like other requests, so a busy server delays an upload. An
-upload costs the engine about twenty tokens of compute.
+The canary sends the engine two requests with the same short prompt: one with the adapter, and one without it. It
+compares the log-probabilities of the prompt's tokens and of the most probable tokens at each position. Both requests
+belong to an internal tenant that is never charged. They are scheduled like other requests, so a busy server delays an
+upload. An upload costs the engine about twenty tokens of compute.
 
 The prompt is made of token ids rather than of text, because a vocabulary need not contain any given text.
 
 On GPUs the rounding depends on the batch, so even two runs of the base model may differ in the last digits. An adapter
-without a real effect may therefore pass on a GPU. Inspection has already refused adapters whose factors are zero.
+without a real effect may therefore pass on a GPU. The inspection has already refused adapters whose LoRA factors are
+zero.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _TIMEOUT_S = 120.0
 
 
 class Canary:
-    """Tries out adapters on the engine of `client`. timeout_s: limit for both requests together."""
+    """Tries out adapters on the engine of `client`. timeout_s: time limit for the two requests together."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, timeout_s: float = _TIMEOUT_S) -> None:
         self._client = client

@@ -40,7 +40,7 @@ _MAX_SHOWN = 5
 
 
 class Pinning:
-    """Runs on one event loop. The engine receives pins only while `run` is running."""
+    """Pins adapters, and sends the pins to the engine while `run` is running. Runs on one event loop."""
 
     def __init__(self, registry: Registry, tenant_store: TenantStore, client: EngineClient) -> None:
         self._registry = registry

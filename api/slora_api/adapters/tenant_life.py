@@ -7,11 +7,11 @@ A purge deletes a tenant with everything that it has:
 
 | step | afterwards                                                                                               |
 |------|----------------------------------------------------------------------------------------------------------|
-| 1    | the tenant is marked: within a second, no process admits a request or an upload of it                    |
-| 2    | the engine of this host has ended its requests, and has dropped and zeroed what it held of the tenant    |
+| 1    | the tenant is marked: within a second, no process admits the tenant's requests or uploads                |
+| 2    | the engine of this host has ended the tenant's requests, and has dropped and zeroed the tenant's data    |
 | 3    | the store and the warm tier do not have the blobs that only this tenant used                             |
-| 4    | its usage is erased, if the operator wants that                                                          |
-| 5    | the database does not have the tenant, its keys, names and settings; its name is free                    |
+| 4    | the tenant's usage is erased, if the operator wants that                                                 |
+| 5    | the database does not have the tenant or its keys, adapter names and settings; the tenant's name is free |
 
 Steps 1 and 5 also tell all processes through the feed of changes. Each process then repeats step 2 in its engine,
 unless a new tenant has taken the name. If a purge was interrupted, even by a crash, it can be repeated: each step finds

@@ -34,7 +34,7 @@ _REQUIRED_FILES = ("config", "weights")
 # The field that replaces all files above.
 _ARCHIVE = "archive"
 _ARCHIVE_NAME = "archive"
-# Fields that only the body limit bounds. All others are small.
+# Fields that only the body limit bounds. All other files are small.
 _LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name", "base_fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)

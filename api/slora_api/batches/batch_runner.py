@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 # The maximum number of batches in progress in one process. Each batch holds one line that waits for a slot.
 _MAX_RUNNING = 16
-# How many of these batches are reserved for tenants without a batch in progress in this process.
+# This many of the batches are reserved for tenants without another batch in progress in this process.
 _NUM_RESERVED = reserved_slots(_MAX_RUNNING)
 _SWEEP_S = 60.0
 

@@ -68,7 +68,7 @@ class BatchProblem:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of a tenant. times: the Unix time at which the batch entered each state. is_final: whether the answer
+    """A batch of a tenant. times: state -> the Unix time at which the batch entered it. is_final: whether the answer
     files are complete.
     """
 

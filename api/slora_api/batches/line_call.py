@@ -38,7 +38,7 @@ async def call_route(
     app: ASGIApp, running: RunningRequests, path: str, body: bytes, key: KeyRecord, line_id: str
 ) -> LineResponse:
     """Computes one line and returns the response. Cancelling the call aborts the request in the engine. Raises
-    TenantSuspended, even if the tenant is suspended during the call.
+    TenantSuspended if the tenant is suspended before or during the call.
     """
     response = LineResponse()
     scope: dict[str, Any] = {

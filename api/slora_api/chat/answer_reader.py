@@ -38,7 +38,7 @@ class AnswerSyntax:
 
     @property
     def markers(self) -> frozenset[str]:
-        """The special tokens that the text of an answer must contain."""
+        """The markers that the text of an answer shows even if they are special tokens."""
         thinking = frozenset({THINK_START, THINK_END}) if self.thinks else frozenset()
         return thinking if self.calls is None else thinking | self.calls.markers
 

@@ -69,7 +69,7 @@ class CallFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts that may be special tokens. The text of an answer must show these special tokens, and no others."""
+        """The texts that may be special tokens. The text of an answer shows them, but no other special tokens."""
         texts = {text for block in self.blocks for text in (block.opener, block.closer)}
         return frozenset({*texts, *self.inner_marks}) - {""}
 

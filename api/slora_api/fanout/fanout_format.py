@@ -1,6 +1,6 @@
 """Formats the answers of several models as the JSON of /v1/fanout: as one body, or as the events of a stream.
 
-The answers themselves are JSON already, and are not parsed again.
+The answers of the models are JSON already, and are not parsed again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

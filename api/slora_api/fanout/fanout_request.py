@@ -51,7 +51,7 @@ FanoutRequest = ChatFanoutRequest | CompletionFanoutRequest
 
 
 def split_request(body: FanoutRequest) -> list[FanoutRequest]:
-    """Returns the request that each model gets. The position of the model is appended to a `request_id`."""
+    """Returns the request for each model. A `request_id` is extended by the position of the model."""
     return [
         body.model_copy(
             update={
