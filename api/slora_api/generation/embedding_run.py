@@ -13,8 +13,8 @@ from slora_api.generation.json_slices import LongList
 
 __all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]
 
-# This many short texts are enough to fill the token budget of a step. One tenant may have 256 answers in progress by
-# default, so a request leaves three quarters of them free.
+# This many short texts are enough to fill the token budget of a step. By default, one tenant may have four times as
+# many answers in progress.
 _MAX_LANES = 64
 
 

@@ -1,7 +1,7 @@
 """Limits how many answers and uploads are in progress, for the whole server. Quotas limit the answers of each tenant.
 
-A request beyond a limit is refused at once. The error says when a permit should be free. The limits apply to all API
-processes of the host together. The module runs on one event loop and needs no lock.
+A request beyond a limit is refused at once. The error says when a permit is expected to be free. The limits apply to
+all API processes of the host together. The module runs on one event loop and needs no lock.
 """
 
 import time

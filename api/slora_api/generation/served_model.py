@@ -50,9 +50,11 @@ class ServedModel:
 def add_up_models(
     asked_for: str, parts: Sequence[ServedModel], weights: Sequence[float], base: GenerationDefaults
 ) -> ServedModel:
-    """Returns the weighted sum of models with one adapter each. base: the base model's defaults.
+    """Returns the model that combines the adapters of `parts` with the given weights. Each part has one adapter. base:
+    the base model's defaults.
 
-    If all parts have the same defaults, the sum gets these defaults. Otherwise, it gets the base model's defaults.
+    If all parts have the same defaults, the result has these defaults. Otherwise, the result has the base model's
+    defaults.
     """
     named = {part.adapters[0].version: part.labels[0] for part in parts}
     adapters = compose_adapters(

@@ -259,7 +259,7 @@ class HostCounters:
                 self._unlock()
 
     def _return_of_dead(self) -> None:
-        """Settles the reservations of dead processes. The caller holds the lock. Without the lock, a new process could
+        """Settles the reservations of dead processes. The caller must hold the lock. Otherwise, a new process could
         take the entry of a dead process.
         """
         for process_id, process in list(self._processes()):

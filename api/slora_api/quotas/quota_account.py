@@ -11,8 +11,8 @@ __all__ = ["Account", "Moment"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time. ms: milliseconds on the clock of the windows. day, month: numbers of the UTC day and the UTC
-    month, which grow by one.
+    """A point in time. ms: milliseconds on the clock of the windows. day, month: consecutive numbers of the UTC day and
+    the UTC month.
     """
 
     ms: int

@@ -100,8 +100,8 @@ class QuotaMeter:
     async def open(self, tenant: str, key_id: str, *, is_background: bool = False) -> "RequestMeter":
         """Returns the meter of one request. Raises StoreUnavailable.
 
-        is_background: the request is a line of a batch. Lines use at most half of the limits per minute, so that
-        interactive requests keep the other half. They do not count as answers in progress.
+        is_background: whether the request is a line of a batch. Lines use at most half of the limits per minute, so
+        that interactive requests keep the other half. They do not count as answers in progress.
         """
         quotas = self._quota_store.find_cached(key_id)
         if quotas is None:

@@ -81,8 +81,8 @@ async def answer_with(
 def prompt_maker(
     terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> PromptMaker:
-    """Returns the maker of the prompts of one request. Raises BadRequest if the model combines more adapters than a
-    quota permits.
+    """Returns the `PromptMaker` of one request. Raises BadRequest if the model combines more adapters than a quota
+    permits.
     """
     meter.check_adapters(len(model.adapters))
     generator = services.generator

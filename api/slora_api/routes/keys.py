@@ -24,7 +24,7 @@ class KeyObject(TypedDict):
     """A key without its secret. Times are Unix times in seconds.
 
     tenant: null for an operator's key. adapter: the default adapter; null for the base model. models: the allow-list;
-    null permits all models of the tenant. replaced_by: the id of the key that a rotation has made.
+    null permits all models of the tenant. replaced_by: the id of the key that replaced this key in a rotation.
     """
 
     object: Literal["api_key"]

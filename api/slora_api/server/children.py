@@ -43,8 +43,8 @@ def engine_and_loader(
         max_lora_rank=settings.engine.max_lora_rank,
     )
     return [
-        # The arguments are passed in a file. The URLs of the stores may contain passwords, and every user of the
-        # machine can read a command line.
+        # The arguments are passed in a file, because the URLs of the stores may contain passwords, and every user of
+        # the machine can read a command line.
         Child(
             "loader",
             "slora_adapters.loader.loader_process",

@@ -1,4 +1,4 @@
-"""Watches the free space of the data directory's disk, and writes pending revocations when there is room again.
+"""Watches the free space of the data directory's disk, and writes pending revocations to the database.
 
 Each API process runs this as one task. The disk is checked every few seconds, on a thread, because a disk may stall.
 """

@@ -1,4 +1,4 @@
-"""Exports spans of requests by OpenTelemetry.
+"""Exports spans of requests with OpenTelemetry.
 
 The engine does not use OpenTelemetry. It reports the times of a request's stages, and the API process makes spans from
 these times.

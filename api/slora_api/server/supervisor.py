@@ -82,7 +82,7 @@ class _Exit:
 
 
 class Supervisor:
-    """Keeps the children running while `run` is running, or until `stop`.
+    """Keeps the children running until `stop` is called or `run` is cancelled.
 
     stalls: child name -> a sentence about its stall. The supervisor adds an entry while a child makes no progress.
     on_restart: called with the name of a child that died.

@@ -59,7 +59,9 @@ class Watchdog:
         return self.stuck_s > self.restart_after_s or self.incomplete_s > patience_s
 
     def observe(self, beat: Beat, elapsed_s: float) -> None:
-        """Takes the content of the heartbeat page into account. elapsed_s: seconds since the last call."""
+        """Updates the times of this watchdog from the content of the heartbeat page. elapsed_s: seconds since the last
+        call.
+        """
         is_fresh, last, self._last = beat.number != self._last.number, self._last, beat
         self.silent_s = 0.0 if is_fresh else self.silent_s + elapsed_s
         self.stuck_s += elapsed_s

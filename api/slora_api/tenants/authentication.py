@@ -62,7 +62,7 @@ PUBLIC_PATHS = frozenset(
 )
 _PUBLIC_FOLDER = "/console/"
 
-# The maximum number of concurrent key lookups, and of lookups from one client address that wait. A lookup takes a
+# The maximum number of concurrent key lookups, and of waiting lookups from one client address. A lookup takes a
 # millisecond.
 _LOOK_UP_SLOTS = 4
 _MAX_LOOK_UPS = 128

@@ -24,7 +24,7 @@ class KeyRecord:
     adapter: the default adapter, which `model="default"` selects; None selects the base model.
     models: None permits all models of the tenant.
     last_used_at: the last use, from the database, where it is updated at most once a minute.
-    replaced_by: the key that a rotation has made.
+    replaced_by: the id of the key that replaced this key in a rotation.
     share, status: the tenant's share and status when the key was read.
     """
 

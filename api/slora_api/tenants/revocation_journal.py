@@ -58,7 +58,7 @@ class RevocationJournal:
         return self._own | self._read()
 
     def add(self, key_id: str) -> bool:
-        """Revokes the key at once. Returns whether the entry is in the file, so that it survives a restart and other
+        """Revokes the key at once. Returns True if the entry is in the file. It then survives a restart, and other
         processes see it.
         """
         with self._lock:

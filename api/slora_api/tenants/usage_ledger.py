@@ -1,8 +1,8 @@
 """The usage ledger in the database: the usage of each request, and the sums by minute, hour and day.
 
-A record is added only once, however often it is sent. The request id is the primary key of the records, and the
-transaction that adds records adds only the new ones to the sums. Only the rename of a tenant changes a record later.
-After the retention, `delete_old` deletes records and the sums by minute and hour. The sums by day stay.
+A record is added only once, however often it is sent. The request id is the primary key of a record. Only new records
+are added to the sums, in the same transaction. Only the rename of a tenant changes a record later. After the retention,
+`delete_old` deletes records and the sums by minute and hour. The sums by day stay.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -167,8 +167,8 @@ class UsageLedger:
             return len(new)
 
     def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
-        """Returns the tokens (prompt plus generated) that a tenant, or one of its keys, has used since the minute of
-        `since` began.
+        """Returns the tokens (prompt plus generated) that a tenant, or one of its keys, has used since the beginning of
+        the minute that contains the Unix time `since`.
 
         If the day of `since` is older than the retention, tokens of that day may be missing.
         """
