@@ -10,8 +10,8 @@ The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page holds o
 Tables of page ids say where KV blocks and adapters lie. `ModelShape` describes any decoder by the linears of a layer
 and the groups of linears that read the same input.
 
-A packed adapter is layer-major. For each layer and each group, it first holds the rows of A of all modules of the
-group, so that one shrink serves the whole group. The rows of transposed B follow, module by module. The input embedding
+A packed adapter is layer-major. In each layer, the part of a group begins with the rows of A of all its modules, so
+that one shrink serves the whole group. The rows of transposed B follow, module by module. The input embedding
 and the output head come last, as two groups of one module each.
 
 Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never

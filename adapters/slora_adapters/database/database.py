@@ -95,8 +95,8 @@ class Database:
         # Transactions of this process queue here for CHANGES, without a connection. Only one transaction at a time
         # waits in the database.
         self._changing = Lock()
-        # The error of the last connection to PostgreSQL; empty if it succeeded. While there is an error, only one call
-        # at a time tries to connect.
+        # The error of the last attempt to connect to PostgreSQL; empty if the attempt succeeded. While there is an
+        # error, only one call at a time tries to connect.
         self._last_error = ""
         self._retry_at = 0.0
         self._retrying = Lock()

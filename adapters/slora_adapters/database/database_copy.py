@@ -45,8 +45,8 @@ def copy_database(source: Database, target: Database) -> Copied:
     """Copies what the target does not have yet, in one transaction. Tenants and keys of the target stay as they are. So
     the call may be repeated, and several sources may be copied. No server may use the source in the meantime.
 
-    Raises StoreUnfit, and changes nothing, if the API keys of the two databases were made with different peppers, if
-    both databases have adapter names, or if the floors of all tenants would exceed the whole pool.
+    Raises StoreUnfit, and changes nothing, in three cases: the API keys of the two databases were made with different
+    peppers, both databases have adapter names, or the floors of all tenants would exceed the whole pool.
     """
     ((registry, pepper_check),) = source.read(select(schema.platform.c.id, schema.platform.c.pepper_check))
     with target.transaction(CHANGES) as connection:

@@ -46,7 +46,7 @@ class PatternField:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every pattern consists of literal characters and simple escapes, so that it hardly backtracks."""
+        """Whether every pattern consists of literal characters and simple escapes. Such a pattern hardly backtracks."""
         return all(map(_PLAIN.match, self.patterns))
 
     @property

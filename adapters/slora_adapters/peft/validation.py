@@ -34,8 +34,8 @@ def validate(
     *,
     use_rslora: bool,
 ) -> tuple[dict[ModuleId, LoraPair[AnyFactor]], list[Reason]]:
-    """Returns the adapter's pairs, and every reason to refuse it except reasons in its config (see `resolve_targets`)
-    and in its values (see `check_values`).
+    """Returns the adapter's pairs, and the reasons to refuse the adapter. `resolve_targets` finds reasons in the
+    config, and `check_values` finds reasons in the values.
 
     The pairs are complete only if there is no reason to refuse the adapter.
     """

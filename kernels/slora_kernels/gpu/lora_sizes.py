@@ -1,8 +1,8 @@
 """Launch sizes of the LoRA kernels by GPU, width and rank, read from a table in the package.
 
-The splits of shrink and `RowSizes` decide in which order the products of a token are added. They depend only on the
-width, which is a property of the model, so that a token gets the same bits in every batch. All other sizes affect only
-speed, and may also depend on the greatest rank of the step.
+The splits of shrink and `RowSizes` decide in which order the products of a token are added. Both depend only on the
+width, which is a property of the model. A token therefore gets the same bits in every batch. All other sizes affect
+only speed, and may also depend on the greatest rank of the step.
 
 `bench/gpu/tune.py` measures and writes the table. Nothing is tuned while serving. This module imports no kernel.
 """

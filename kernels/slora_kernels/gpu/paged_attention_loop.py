@@ -3,9 +3,9 @@
 It is an online softmax (arXiv 2205.14135) in base 2 and fp32. KV slots past the split are never loaded, because they
 may hold old data of another sequence.
 
-The scales of K and V, if any, multiply the scores and the weights, which are fewer than the elements of K and V.
-Scaling K and V instead would also spill registers on sm_100 with 128 query rows (compiled ahead of time, not run).
-In float16, V itself is scaled, because a weight times a scale may underflow.
+The scales of K and V, if any, multiply the scores and the attention weights. There are fewer scores and weights than
+elements of K and V. Scaling K and V instead would also spill registers on sm_100 with 128 query rows (compiled ahead of
+time, not run). In float16, V itself is scaled, because a weight times a scale may underflow.
 """
 
 import math

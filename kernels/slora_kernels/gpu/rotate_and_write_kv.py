@@ -1,7 +1,7 @@
 """Normalises and rotates q in place, and writes k (normalised and rotated) and v to their pages, in one pass over qkv.
 
-A program handles one token and one KV head: its query heads, its k and its v. It holds the whole k and v of the head,
-so it can check that they are finite (see `KVFormat`) and compute their scales for pages in fp8.
+A program handles one token and one KV head, with its query heads, its k and its v. The program holds all values of k
+and v. It can therefore check that the values are finite (see `KVFormat`) and compute the scales for pages in fp8.
 """
 
 import torch
