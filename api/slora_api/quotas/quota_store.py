@@ -1,7 +1,7 @@
 """The quotas of tenants and keys in the shared database.
 
-Each process caches the quotas of the keys that it has seen. In the process that makes a change, the change applies to
-the next request. Other processes apply the change within a second, when they read the feed of changes.
+Each process caches the quotas of the keys that it has seen. In the process that makes a change, the change applies from
+the next request on. Other processes apply the change within a second, when they read the feed of changes.
 
 Methods block on the database, so an event loop must call them on a thread; see also `find_cached`.
 """

@@ -352,8 +352,8 @@ class KeyStore:
         self._cache.drop_tenant(tenant)
 
     def _is_in_journal(self, key_id: str) -> bool:
-        """Returns whether the journal revokes the key. If so, also drops the key from the cache. Otherwise, the cached
-        key could become valid again for a moment, when another process moves the revocation from the journal to the
+        """Returns whether the journal revokes the key. If so, also drops the key from the cache, because the cached key
+        could become valid again for a moment when another process moves the revocation from the journal to the
         database.
         """
         if key_id not in self._journal:
