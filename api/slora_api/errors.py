@@ -295,7 +295,7 @@ class ClientGone(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How one class of error is answered. retry_after_s: seconds after which a retry makes sense."""
+    """The HTTP response to one class of errors. retry_after_s: seconds after which a retry makes sense."""
 
     status: int
     kind: str

@@ -98,8 +98,8 @@ class RequestBounds:
     adapters: adapters that one request may combine.
     fanout_models: models that one call of /v1/fanout may name.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
-    answer_logprobs: log-probabilities listed in the answer. Each token lists its own and those of the most probable
-    tokens.
+    answer_logprobs: log-probabilities listed in the answer. For each token, the answer lists the token's own
+    log-probability and those of the most probable tokens.
     echo_chars: characters of echoed prompts, counted once for each choice.
     template_kwargs_chars: characters of the JSON of `chat_template_kwargs`.
     """
@@ -204,7 +204,7 @@ class RequestBounds:
                 self._check_parts(name, [one for one in sent if isinstance(one, dict)])
 
     def check_chars(self, num_chars: int, param: str) -> None:
-        """Raises ContextTooLong for a text that cannot fit into the context, however it is tokenized."""
+        """Raises ContextTooLong for a text with so many characters that no tokenization of it fits into the context."""
         if num_chars > self.prompt_chars:
             raise ContextTooLong(
                 f"`{param}` has {num_chars} characters; this server accepts at most {self.prompt_chars}, because this "

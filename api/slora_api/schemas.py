@@ -299,7 +299,7 @@ class AnswerFields(BaseModel):
     vllm_xargs: Annotated[Any, Unsupported({})] = None
 
     def count_listed(self, num_top: int | None) -> int | None:
-        """Returns how many log-probabilities are listed for each token besides its own.
+        """Returns how many log-probabilities are listed for each token besides the token's own log-probability.
 
         num_top: how many of the most probable tokens the request asks for; None if it asks for no log-probabilities.
         """
@@ -700,7 +700,9 @@ class TenantPatch(TenantChanges):
 
 
 class QuotaChanges(BaseModel):
-    """PATCH of the quota of a tenant or a key. A field that is left out keeps its value; null removes the limit."""
+    """The body of PATCH requests that change the quota of a tenant or a key. A field that is left out keeps its value;
+    null removes the limit.
+    """
 
     model_config = STRICT
     requests_per_minute: int | None = None

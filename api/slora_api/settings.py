@@ -188,7 +188,9 @@ def server_setting_specs() -> tuple[SettingSpec, ...]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns variables that look like settings but are not, each with the most similar setting, if any."""
+    """Maps each variable that looks like a setting, but is not one, to the most similar setting; None if no setting is
+    similar.
+    """
     known = [spec.variable.removeprefix(_PREFIX) for spec in server_setting_specs()]
     named = [name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)]
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]

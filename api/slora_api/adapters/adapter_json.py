@@ -67,7 +67,7 @@ class AliasObject(TypedDict):
 
 
 class CertificateObject(TypedDict):
-    """What the checks of an upload found.
+    """The results of the checks of an upload.
 
     modules: the adapted modules, by module name. pool_bytes: size in the page pool.
     logprob_change: greatest change of a log-probability that the canary found; null if the version already existed,

@@ -22,8 +22,8 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]
 
-# The environment of the process has only what Python needs to start. A process that opens untrusted files receives no
-# secret.
+# Environment variables that are passed on to the process, because Python needs them to start. The process opens
+# untrusted files, so it must not receive a secret.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

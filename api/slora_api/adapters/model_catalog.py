@@ -294,7 +294,8 @@ class ModelCatalog:
     async def prewarm(self, key: KeyRecord, reference: str) -> PrewarmObject:
         """Starts to load all versions that the reference stands for, and returns where each version is now.
 
-        A version is copied into the page pool only if that needs no eviction. Raises ModelNotFound, EngineUnavailable.
+        A version is copied into the page pool only if the copy needs no eviction. Raises ModelNotFound,
+        EngineUnavailable.
         """
         key.check_model(reference)
         records = await asyncio.to_thread(self._find_versions, key.tenant, reference)

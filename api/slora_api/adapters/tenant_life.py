@@ -33,8 +33,8 @@ __all__ = ["PurgeReport", "TenantLife"]
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:
-    """What a purge deleted. The report of a repeated purge includes what earlier attempts deleted, except requests,
-    pages and usage.
+    """A report of what a purge deleted. The report of a repeated purge includes what earlier attempts deleted, except
+    requests, pages and usage.
 
     num_requests, num_pages: requests that the engine of this host ended, and pages that it zeroed. num_usage_records:
     None if the usage was kept.

@@ -153,7 +153,7 @@ class BatchRun:
 
     async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
         """Sends a line until it is answered, unless the batch is cancelled or expires first. admitted: set when the
-        line has had a slot, so that the next line may be read.
+        line gets its first slot. The next line may then be read.
         """
         try:
             wait_s = await self._answer_in_slot(line, admitted)

@@ -57,7 +57,8 @@ class BatchRunner:
         self._key_store = key_store
         self._running = running
         self._num_lines = num_lines
-        # No line is refused, however many wait. A batch reads its next line only after the previous line got a slot.
+        # No line is refused, even if many lines wait. A batch reads its next line only after the previous line got a
+        # slot.
         self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches", num_reserved=0)
         self._delayed: Counter[str] = Counter()
         self._poll_s = poll_s

@@ -11,7 +11,7 @@ the lease has ended. A write by a runner that no longer has the lease is refused
 database must agree to within a few seconds.
 
 An answer file has one part for each line. The transaction that adds parts also updates the counts of the batch. So each
-line is answered once, however often it was computed.
+line is answered once, even if it was computed several times.
 
 Every call blocks, so an event loop should make it on a thread.
 """

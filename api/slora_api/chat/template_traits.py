@@ -1,4 +1,4 @@
-"""What a chat template shows about its model: whether it reads tools, and how the model writes its answers."""
+"""Reads from a chat template whether it shows tools to its model, and how the model writes its answers."""
 
 import re
 from dataclasses import dataclass

@@ -103,12 +103,12 @@ class TextReader:
         return self.text[self.at]
 
     def skip_space(self) -> Waiting[str]:
-        """Reads white space, maybe none, and returns it."""
+        """Reads and returns white space, which may be empty."""
         return (yield from self.match(_SPACE))
 
     def match(self, pattern: re.Pattern[str]) -> Waiting[str]:
-        """Reads and returns what the pattern matches, maybe nothing. The pattern must repeat one class of characters,
-        such as white space.
+        """Reads and returns the text that the pattern matches, which may be empty. The pattern must repeat one class of
+        characters, such as white space.
         """
         end = self.at
         while True:

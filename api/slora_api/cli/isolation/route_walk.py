@@ -20,8 +20,8 @@ __all__ = ["walk_routes", "walk_suspended"]
 _PROBE = "routes"
 _ADMIN, _METRICS = "admin", "metrics:read"
 _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
-# The audit has its own lists of routes, because the server's rules may be wrong: routes that need no key, routes that
-# accept any valid key, and routes for operators only.
+# Routes that need no key, routes that accept any valid key, and routes for operators only. The audit has these lists of
+# its own, because the server's rules may be wrong.
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
 _ANY_KEY = ("/v1/me",)
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
