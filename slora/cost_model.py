@@ -76,7 +76,7 @@ class CostModel:
     load_byte_s: float
 
     def __post_init__(self) -> None:
-        """Raises ConfigError with the field, its value and the limit."""
+        """Checks the costs. Raises ConfigError with the field, its value and the limit."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not 0 <= value < math.inf:
@@ -97,7 +97,9 @@ class CostModel:
         return self.decode_s + context_tokens * self.context_token_s
 
     def step_seconds(self, work: StepWork) -> float:
-        """Worked example: step_s 0.01, decode_s 0.001, context_token_s 1e-6, and 4 decode rows of 500 tokens of context
+        """Seconds that a step with this work takes.
+
+        Worked example: step_s 0.01, decode_s 0.001, context_token_s 1e-6, and 4 decode rows of 500 tokens of context
         each: 0.01 + 4 * 0.001 + 2000 * 1e-6 = 0.016 s.
         """
         return (

@@ -76,7 +76,10 @@ class DeadlineMissed(SloraError):
 
 
 class DeviceFailed(SloraError):
-    """The device no longer computes (for example a sticky CUDA error or a lost rank). The process must be restarted."""
+    """The device no longer computes, for example after a sticky CUDA error or the loss of a rank.
+
+    The process must be restarted.
+    """
 
 
 class EngineUnavailable(SloraError):

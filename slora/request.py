@@ -55,7 +55,7 @@ class EngineRequest:
     adapters: as `compose_adapters` returns them; empty for the base model. The outputs of several adapters are added
         one after the other, in this order. Most adapters change the KV of every token, so cached KV is keyed by them
         and their weights.
-    share: the tenant's present share, as the operator has set it.
+    share: the tenant's current share, as the operator has set it.
     priority: order among the tenant's own requests; lower numbers are served first.
     is_background: the request gets only the tokens of a step that interactive requests leave, and is preempted first.
     account: the account that is billed within the tenant. The engine only copies it to usage records. Empty: none is

@@ -46,8 +46,8 @@ _NOT_SEARCHED = {
     "repetition_penalty": 1.0,
 }
 _MAX_SEED = 2**63
-# The limit of counts and token ids. No context and no vocabulary is as large. Without a limit, an integer might exceed
-# the 64 bits of the messages to the engine process.
+# The limit of counts and token ids. No context and no vocabulary exceeds this size. Without a limit, an integer might
+# exceed the 64 bits of the messages to the engine process.
 _MAX_COUNT = 2**31 - 1
 _MASK = 2**64 - 1
 

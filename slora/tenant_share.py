@@ -25,7 +25,7 @@ class TenantShare:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError with the field, its value and the limit."""
+        """Checks the fields. Raises ConfigError with the field, its value and the limit."""
         if not 0 < self.weight < math.inf:
             raise ConfigError(f"a tenant's weight is {self.weight!r}; it must be above 0 and finite")
         for name, share in (("min_share", self.min_share), ("max_share", self.max_share)):

@@ -87,7 +87,7 @@ class EngineClient(Protocol):
         """
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's present statistics. Raises EngineUnavailable."""
+        """Returns the engine's current statistics. Raises EngineUnavailable."""
 
     async def observe(self, tenants: Collection[str]) -> LiveState:
         """Returns the engine's current state, for consoles. Raises EngineUnavailable.

@@ -254,7 +254,7 @@ class Engine:
         self._grammars.close()
 
     def observe(self, tenants: Collection[str]) -> LiveState:
-        """The present state, for consoles. tenants: the tenants that must be listed, even if they are small."""
+        """The current state, for consoles. tenants: the tenants that must be listed, even if they are small."""
         return self._live.observe(tenants, time.monotonic())
 
     def stats(self) -> EngineStats:
@@ -315,7 +315,7 @@ class Engine:
 
     @property
     def _costs(self) -> CostModel:
-        """The present cost model."""
+        """The current cost model."""
         costs = self._learned.current if self._learned is not None else self._fixed_costs
         assert costs is not None, "the cost model is neither fixed nor learned"
         return costs

@@ -53,7 +53,7 @@ class TenantPurge:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges show the present state; counters count since the engine started.
+    """The engine's statistics. Gauges show the current state, and counters count since the engine started.
 
     prefix_queries: prompt tokens that were looked up in the prefix cache. prefix_hits: prompt tokens found there.
     prefix_evictions: KV blocks evicted from the prefix cache.

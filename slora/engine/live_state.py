@@ -1,4 +1,4 @@
-"""The engine's present state, for the console. The API reads it, so this module does not import torch."""
+"""The engine's current state, for the console. The API reads it, so this module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

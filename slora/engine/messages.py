@@ -142,7 +142,7 @@ def encode_info(info: EngineInfo) -> Message:
 
 
 def decode_info(message: Message) -> EngineInfo:
-    """Raises EngineUnavailable when the engine uses another version of the protocol."""
+    """Decodes the hello. Raises EngineUnavailable if the engine uses another version of the protocol."""
     if message.get("protocol") != PROTOCOL_VERSION:
         raise EngineUnavailable(
             f"the engine has protocol version {message.get('protocol')}, but this process has "

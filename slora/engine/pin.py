@@ -10,7 +10,7 @@ from slora_adapters.version import AdapterVersion
 class Pin:
     """An adapter that the operator wants in the pool before its first request.
 
-    share: the present share of the adapter's tenant.
+    share: the current share of the adapter's tenant.
     """
 
     version: AdapterVersion

@@ -76,7 +76,7 @@ _MAX_UNREAD_FRAMES = 10_000
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
-# Maximum time that a stopping engine waits for its present step.
+# Maximum time that a stopping engine waits for its current step.
 _MAX_STOP_S = 10.0
 
 
@@ -96,7 +96,7 @@ class ProcessConfig:
 
     @staticmethod
     def from_json(text: str) -> "ProcessConfig":
-        """Raises ConfigError for a setting that is unknown, missing or invalid."""
+        """Reads the settings from JSON. Raises ConfigError for a setting that is unknown, missing or invalid."""
         raw = json.loads(text)
         _refuse_unknown("the engine process", raw, {field.name for field in fields(ProcessConfig)})
         _refuse_unknown("the engine", raw["engine"], {field.name for field in fields(EngineConfig)})
@@ -427,7 +427,7 @@ class EngineProcess:
             os._exit(_BROKEN_EXIT)
 
     def _deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
-        """Called on the engine's thread."""
+        """Passes the outputs of a step to the server's loop. Called on the engine's thread."""
         if self._server is not None:
             server = self._server
             _call_in(self._loop, lambda: server.deliver(outputs, ended))
@@ -450,7 +450,7 @@ class EngineProcess:
 
 
 def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
-    """Raises ConfigError if the machine does not have the configured device."""
+    """Makes the client of the loader. Raises ConfigError if the machine does not have the configured device."""
     if resolve_device(config.engine.device, config.engine.kernels).type == "cuda":
         return LoaderClient(config.loader_socket, notify=notify, on_arena=PageLockedMemory)
     return LoaderClient(config.loader_socket, notify=notify)

@@ -70,9 +70,9 @@ class UsageRelay:
         self._unacknowledged.pop(request_id, None)
 
     def abandon(self) -> None:
-        """Called when the API process is gone. The engine then records the usage itself.
+        """Called when the API process is gone. From now on, the engine records the usage itself.
 
-        It records unacknowledged usage now, and the usage of unfinished requests when they end.
+        The engine records unacknowledged usage now, and the usage of unfinished requests when they end.
         """
         self._is_abandoned = True
         records, self._unacknowledged = list(self._unacknowledged.values()), {}

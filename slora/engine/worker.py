@@ -110,7 +110,7 @@ class EngineWorker:
         self._is_idle = False
 
     def post(self, command: Command) -> None:
-        """May be called from any thread."""
+        """Adds a command to the inbox. May be called from any thread."""
         self._inbox.put(command)
 
     def measure(self) -> Progress:

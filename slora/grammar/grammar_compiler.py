@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
-    """See `GrammarSource`.
+    """Compiles and caches grammars, as `GrammarSource` specifies.
 
     read_spelling: reads the vocabulary. Raises ConfigError if its tokens do not spell bytes.
     notify: called on the compiling thread after each compilation. None: `request` compiles on the caller's thread.

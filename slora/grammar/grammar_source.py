@@ -62,7 +62,8 @@ class GrammarSource(Protocol):
     def request(self, tenant: str, output: StructuredOutput) -> None:
         """Starts to compile the grammar of a form. `poll` returns the result.
 
-        A form that is already being compiled for the tenant is not compiled twice: its requests share one result.
+        If the form is already being compiled for the tenant, no second compilation starts. Then `poll` returns a single
+        result for both calls.
         """
 
     def poll(self) -> list[Compiled | Refused]:

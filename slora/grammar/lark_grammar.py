@@ -85,7 +85,7 @@ class LarkGrammar:
 
 
 class LarkMatcher:
-    """See `Matcher`. first: the mask of the first token; None once that token was accepted."""
+    """A `Matcher` of the library. first: the mask of the first token; None once that token was accepted."""
 
     def __init__(self, matcher: LLMatcher, first: Int32Array | None, stop_ids: Sequence[int]) -> None:
         self.error: str | None = None

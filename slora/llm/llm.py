@@ -92,7 +92,7 @@ class LLM:
     ) -> list[Vector]:
         """Returns the embedding of every prompt, a text or token ids, as a float32 array, in the same order.
 
-        pooling: None: the hidden state of the last token, divided by its norm.
+        pooling: None returns the hidden state of the last token, divided by its norm.
         adapters: as in `generate`.
 
         Raises as `generate` does. RequestFailed is the error of a prompt whose hidden states are not finite.

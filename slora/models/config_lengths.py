@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 __all__ = ["find_lengths", "shorten_lengths"]
 
-# The words that occur in the names of such fields, in all classes of transformers.
+# In all classes of transformers, the name of a field with such a length contains one of these words.
 _LENGTH_WORDS = ("window", "chunk", "floor")
 _NOT_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
 

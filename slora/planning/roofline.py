@@ -125,7 +125,7 @@ class Roofline:
         )
 
     def step_seconds(self, work: StepWork, adapter_bytes: int) -> float:
-        """Implements `slora.simulation.machine.StepClock`."""
+        """Estimates the seconds of a step. Implements `slora.simulation.machine.StepClock`."""
         num_tokens = work.prefill_tokens + work.decode_rows
         copies_s = work.loaded_bytes * self.load_byte_s
         if not num_tokens:

@@ -68,12 +68,12 @@ class Evictor:
             self._pinned_pages[item.tenant] += len(item.pages)
 
     def record_reuse(self, item: Evictable) -> None:
-        """Called when a ranked item is used again, whether it was a candidate or hidden."""
+        """Reports a reuse to the policy. Called when a ranked item is used again, even if it was hidden."""
         self._policy.record_outcome(item, was_used=True)
         self.remove(item)
 
     def record_eviction(self, item: Evictable) -> None:
-        """Called when an item is evicted for a resource other than its pages, such as its slot."""
+        """Reports an eviction to the policy. Called when an item is evicted for another resource, such as its slot."""
         self._policy.record_outcome(item, was_used=False)
         self.remove(item)
 

@@ -275,7 +275,7 @@ class KVCache:
         return self._pool.is_cached(block.page)
 
     def _become_idle(self, block: PrefixBlock) -> None:
-        """Called after the page was cached.
+        """Ranks a block whose page was just cached, and makes it a candidate if no idle block follows it.
 
         The block is ranked now, even if the idle blocks that follow it delay its eviction for a long time.
         """
@@ -294,7 +294,7 @@ class KVCache:
             self._evictor.remove(parent)
 
     def _leave_idle(self, block: PrefixBlock) -> None:
-        """Called when the block's page is no longer cached."""
+        """Removes a block whose page is no longer cached from the candidates. Its parent may become a candidate."""
         self._evictor.remove(block)
         if block.parent is None:
             return

@@ -204,7 +204,7 @@ class PagePool:
         self._check_tenants(kept, tenants)
 
     def _update_reading(self, page: int) -> None:
-        """Called before the number of references changes."""
+        """Updates a page's reading to the current time. Called before the number of references changes."""
         self._readings[page] += (self.now - self._read_at[page]) / self._references[page]
         self._read_at[page] = self.now
 

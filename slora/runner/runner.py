@@ -353,8 +353,9 @@ def load_kernels(name: str, device: torch.device) -> Kernels:
 
 
 def resolve_device(name: str, kernels: str = "auto") -> torch.device:
-    """Returns the device of the name `auto`, `cpu` or `cuda`. `auto` is a GPU if there is one, unless the kernels run
-    only on a CPU.
+    """Returns the device for the name `auto`, `cpu` or `cuda`.
+
+    `auto` is a GPU if there is one, unless the kernels run only on a CPU.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")

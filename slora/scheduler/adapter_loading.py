@@ -216,7 +216,7 @@ class AdapterLoading:
         return all(one.is_loaded or self._loading[one].num_planned == len(one.pages) for one in residents)
 
     def finish_step(self, plan: StepPlan) -> None:
-        """Called after a step has run.
+        """Records the slices that a step has copied. Called after the step has run.
 
         Ends each load whose last slice the step copied, and releases that adapter's copy in the host cache.
         """
@@ -226,10 +226,9 @@ class AdapterLoading:
                 self._end(load.resident)
 
     def abandon_loads(self, plan: StepPlan) -> set[Resident]:
-        """Called after a step has failed.
+        """Abandons every load that a failed step was to advance, and returns the residents of these loads.
 
-        Abandons every load that the step was to advance, and returns the residents of these loads. Each resident is
-        evicted when its last user releases it.
+        Each resident is evicted when its last user releases it.
         """
         residents = {load.resident for load in plan.loads}
         for resident in residents:

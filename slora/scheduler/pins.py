@@ -130,16 +130,14 @@ class Pins:
             self._adapters.prefetch(version)
 
     def finish_step(self, plan: StepPlan) -> None:
-        """Called after a step has run. Clears the failure count of each pinned adapter that it finished loading."""
+        """Clears the failure count of each pinned adapter that the step finished loading."""
         for load in plan.loads:
             state = self._pins.get(load.resident.version)
             if state is not None and load.is_last:
                 state.num_failures = 0
 
     def record_failed_loads(self, residents: Iterable[Resident]) -> None:
-        """Called when a step that was to load these adapters has failed. The pinned ones are loaded again after a
-        delay.
-        """
+        """Records that the loads of these adapters failed. Those that are pinned are loaded again after a delay."""
         for resident in residents:
             state = self._pins.get(resident.version)
             if state is not None:

@@ -62,9 +62,9 @@ class PrefixCache:
         sequence.num_inserted = num_blocks
 
     def count_hits(self, sequence: Sequence) -> None:
-        """Called when the sequence is first admitted.
+        """Counts the prompt tokens found in the cache, which are neither computed nor charged.
 
-        Prompt tokens found in the cache are neither computed nor charged.
+        Called when the sequence is first admitted.
         """
         self.num_queries += sequence.num_prompt
         sequence.num_cached = sequence.num_charged = min(sequence.num_computed, sequence.num_prompt)

@@ -35,14 +35,14 @@ class RequestTimes:
         self._fetching_since: float | None = None
 
     def begin_fetch(self, now: float) -> None:
-        """Called when the request starts to wait for its adapters. Waits after a preemption are not counted."""
+        """Starts to measure the wait for the request's adapters. A wait after the first admission is not counted."""
         if self.admitted_at is None:
             self.is_cold = True
             # `now` may be the time of the last step, before the request arrived.
             self._fetching_since = max(now, self.arrived_at)
 
     def end_fetch(self, now: float) -> None:
-        """Called when the request stops waiting for its adapters. A no-op if it does not wait."""
+        """Ends the measured wait for the request's adapters. A no-op if the request does not wait."""
         if self._fetching_since is not None:
             self.fetch_s += now - self._fetching_since
             self._fetching_since = None

@@ -6,7 +6,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class RunningBatch:
-    """At most `capacity` sequences. A sequence that will fork occupies one place per choice from the start."""
+    """The batch: at most `capacity` sequences. A sequence that will fork takes one place per choice from the start."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

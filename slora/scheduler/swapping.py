@@ -87,10 +87,9 @@ class Swapping:
         self._swapped_out, self._swapped_in, self._pages_to_free = [], [], []
 
     def undo_step(self) -> list[Sequence]:
-        """Called after a step has failed.
+        """Discards the copies of a failed step. Returns the sequences whose KV the step was to copy back.
 
-        Returns the sequences whose KV the step was to copy back. Sequences whose KV the step was to swap out must
-        recompute it.
+        Sequences whose KV the step was to swap out must recompute it.
         """
         for sequence in self._swapped_out:
             self.discard(sequence)

@@ -107,7 +107,7 @@ class Gate(Protocol):
 
 class Observer(Protocol):
     def observe(self, simulation: "Simulation", plan: StepPlan, seconds: float) -> None:
-        """Called when a step is planned and will take `seconds`. Its tokens do not count as computed yet."""
+        """Observes a planned step, which will take `seconds`. Its tokens do not count as computed yet."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""An AdapterSource on a virtual clock. A fetch takes a latency and the time to copy its bytes, and a few fetches run at
-once.
+"""An AdapterSource on a virtual clock. A fetch takes a fixed latency plus the time to copy its bytes. A few fetches run
+in parallel.
 
 The simulation advances `now`. `poll` returns the fetches that have ended by then.
 """

@@ -29,7 +29,7 @@ __all__ = ["read_tokenizer"]
 
 
 def read_tokenizer(directory: Path) -> ResolvedTokenizer:
-    """Raises ConfigError if transformers can't read the tokenizer, or if it is not based on a tokenizer.json."""
+    """Reads the tokenizer. Raises ConfigError if transformers can't read it or if it does not use a tokenizer.json."""
     try:
         found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Each class raises its own errors.

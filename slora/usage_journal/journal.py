@@ -73,7 +73,7 @@ class UsageJournal:
         return segment is not None and segment.num_written > 0
 
     def check(self) -> None:
-        """Raises UsageJournalFull while a new request could not be billed."""
+        """Checks that the usage of a new request can be recorded. Raises UsageJournalFull if not."""
         if self._refusal is not None:
             raise UsageJournalFull(self._refusal)
 

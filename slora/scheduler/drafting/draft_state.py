@@ -24,12 +24,12 @@ class DraftState:
         self._patience = _FIRST_PATIENCE
 
     def is_probe_due(self) -> bool:
-        """Called at a match that is not expected to save time. Returns whether to draft one token nevertheless."""
+        """Returns whether to draft one token although the match is not expected to save time. Counts such matches."""
         self._num_skipped += 1
         return self._num_skipped >= self._patience
 
     def start(self, rank: int) -> None:
-        """Called when a step gets a draft. rank: the index in `NGRAM_SIZES` of the n-gram that the draft follows."""
+        """Records that a step has a draft. rank: the index in `NGRAM_SIZES` of the n-gram that the draft follows."""
         self._rank = rank
         self._num_skipped = 0
 

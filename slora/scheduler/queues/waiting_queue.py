@@ -18,7 +18,7 @@ class WaitingQueue(Protocol):
         """Adds a new or a preempted sequence."""
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that was admitted, waits for its adapter, or ended."""
+        """Removes a sequence that was admitted, has ended, or must wait for its adapter."""
 
     def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
         """The sequence to admit next, ignoring the tenants in `skipped`."""
