@@ -78,6 +78,6 @@ class EvictionHeap:
         assert len(live) == self.num_live, (
             f"{len(live)} candidates are live, but the counter is {self.num_live}"
         )
-        # A search takes live candidates out of the heap for a while, and a sweep in the meantime does not see them. So
-        # the heap may exceed its usual limit by `num_live` after the search has pushed them back.
+        # A search temporarily removes live candidates from the heap, and a sweep during the search does not see them.
+        # So the heap may exceed its usual limit by `num_live` after the search has pushed them back.
         assert len(self._candidates) <= 3 * self.num_live + _FEW, "stale candidates pile up"

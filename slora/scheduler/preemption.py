@@ -65,8 +65,8 @@ class Preemption:
         """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is starving.
 
         Waiting does not help if no other sequence runs. Waiting also does not help if all other running sequences
-        belong to other tenants with a floor. Such a tenant goes ahead as long as it is below its floor. A request is
-        accepted without regard to pins, so it might otherwise wait forever.
+        belong to other tenants with a floor, because such a tenant is served first while it is below its floor. A
+        request is accepted without regard to pins, so it might otherwise wait forever.
         """
         if sequence.is_starving and not sequence.is_background:
             return True

@@ -108,7 +108,7 @@ class Scheduler:
         self._costs = costs
         # Whether the last step had nothing to do.
         self._was_idle = True
-        # The sequences that got a token in the last step, counted by the time of their previous token.
+        # Number of sequences that got a token in the last step, by the time of their previous token.
         self._last_tokens: Counter[float] = Counter()
         # Sequences whose sampling table rows `undo_step` left outdated.
         self._stale_rows: list[Sequence] = []
@@ -537,7 +537,7 @@ class Scheduler:
         sequence.last_token_at = now
 
     def _report(self, sequence: Sequence, sampled: list[SampledToken]) -> StepOutput:
-        """Reports the sampled tokens, which were just appended, and ends the sequence if the last one ends it."""
+        """Reports sampled tokens that were just appended. Ends the sequence if the last token ends it."""
         reason = None
         if sequence.token_ids[-1] in sequence.stop_ids:
             reason = FinishReason.STOP

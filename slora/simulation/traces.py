@@ -2,9 +2,9 @@
 engine.
 
 `slora_trace` is S-LoRA's own generator (its benchmarks/trace.py). With seed 42 it makes the same draws in the same
-order, so its traces equal S-LoRA's in every number. Its alpha = 1 means uniform popularity: with 200 adapters and 600
+order, so its traces are identical to S-LoRA's. Its alpha = 1 means uniform popularity: with 200 adapters and 600
 requests, the most popular adapter gets 1.3% of them. With alpha = 0.3 it gets 22.5%. `zipf_trace` draws adapters from a
-Zipf distribution, as Punica's workload does. `chat_trace` has conversations whose prompts share their beginnings.
+Zipf distribution, as Punica's workload does. `chat_trace` makes conversations whose prompts share prefixes.
 
 A prompt has two parts. The first `shared_tokens` tokens are the same for all requests with the same adapter, like a
 system prompt. All further tokens are specific to the request's `thread`. So requests of one thread continue each other.
