@@ -74,7 +74,7 @@ class SamplingParams:
     logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
     logprob_token_ids: vLLM's; with `logprobs`, the log-probabilities of the chosen token and of these tokens are
         returned, instead of those of the most probable tokens.
-    prompt_logprobs: the same for each prompt token except the first, which has no preceding token.
+    prompt_logprobs: like `logprobs`, for each prompt token except the first, which has no preceding token.
     n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
     best_of: number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None
         means n. The engine returns all sampled answers, and the caller selects the n most probable.

@@ -65,7 +65,7 @@ class EngineStats:
     not_finite: requests that ended because their logits or hidden states were not finite.
     loads_by_cause, evictions_by_cause, preemptions_by_kind, fetches_by_outcome: see `AdapterLoading.loads`,
         `Residency.evictions`, `Scheduler.preemptions_by_kind` and `AdapterFetching.outcomes`.
-    step_seconds, step_tokens: times and numbers of computed tokens of the steps that computed something.
+    step_seconds, step_tokens: the time and the number of tokens of each step that computed tokens.
     token_gaps: seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
     tenants, adapters: what ended requests have used, see `ServedRequests`.
     pooled_adapters: the names in `adapters` whose adapters are in the pool now.

@@ -44,7 +44,7 @@ _LORA_SITE_S = 13e-6
 _LAUNCH_LAYER_S, _LAUNCH_SITE_S = 0.45e-3, 0.17e-3
 # Steps with prompts are recorded if they have at most this many tokens (`slora/runner/step_graphs.py`).
 RECORDED_TOKENS = 1536
-# Products of float32 do not use the fast matrix units.
+# float32 matrix products do not use the fast matrix units.
 _FLOAT32_SHARE = 1 / 8
 
 

@@ -53,7 +53,7 @@ class LoadBudget:
         self.num_background_pages -= num_pages
 
     def add_sequence(self, *, is_background: bool) -> None:
-        """Lowers the budget for a sequence that is admitted to the step.
+        """Lowers the budget if needed. Called when a sequence is admitted to the step.
 
         The first sequence in a step without decoding sequences limits the budget. The first interactive sequence in a
         step without interactive sequences limits the part for background requests.
