@@ -38,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def apply_activation(gate: Tensor, activation: Activation) -> Tensor:
-    """gate: float64 of any shape. silu: arXiv 1702.03118. gelu and its tanh approximation: arXiv 1606.08415."""
+    """Applies the activation to float64 of any shape. silu: arXiv 1702.03118. gelu and gelu_tanh: arXiv 1606.08415."""
     match activation:
         case "silu":
             return gate * torch.sigmoid(gate)

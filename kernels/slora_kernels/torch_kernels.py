@@ -162,10 +162,10 @@ def _replace_wrong(sides: Tensor) -> Tensor:
 
 
 def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
-    """Reads the blocks `block_ids` [n, C] as K and V float32 [2, Hk, n, C * block_tokens, D].
+    """Gathers K and V of the blocks `block_ids` [n, C] -> float32 [2, Hk, n, C * block_tokens, D].
 
-    shares: uint8 [num_blocks, block_bytes], one layer of one page in each row. It has to be contiguous: index_select
-        over a strided view would first copy the whole pool.
+    shares: uint8 [num_blocks, block_bytes], one layer of one page in each row. `shares` has to be contiguous,
+    because index_select over a strided view would first copy the whole pool.
     """
     n, columns = block_ids.shape
     gathered = shares.index_select(0, block_ids.flatten())
@@ -271,7 +271,7 @@ class TorchKernels:
 
     @staticmethod
     def on(device: torch.device) -> "TorchKernels":
-        """The kernels are the same on every device."""
+        """Returns kernels, which are the same for every device."""
         return TorchKernels()
 
     def warm_up(self, geometry: KVGeometry) -> float:

@@ -43,8 +43,8 @@ _PRAGMAS = (
 
 
 def make_sqlite_engine(path: Path) -> Engine:
-    """Returns an engine for the file, which is created if it does not exist. The number of connections is not limited,
-    because connections to a file are cheap.
+    """Returns an engine for the file. If the file does not exist, the first connection creates it. The number of
+    connections is not limited, because connections to a file are cheap.
     """
 
     def connect() -> sqlite3.Connection:

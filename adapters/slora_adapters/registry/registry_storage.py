@@ -236,7 +236,7 @@ class RegistryStorage:
         query = select(_v.digest).where(_v.tenant.not_in(purging)).distinct().order_by(_v.digest)
         with self._database.transaction(CHANGES) as connection:
             if connection.dialect.name == "postgresql":
-                # Waits until running calls of `collect` have ended. Later calls see the reservations.
+                # The lock waits until running calls of `collect` have ended. Later calls see the reservations.
                 connection.exec_driver_sql("LOCK TABLE adapter_reservations IN SHARE ROW EXCLUSIVE MODE")
             digests = list(connection.execute(query).scalars())
             rows = [

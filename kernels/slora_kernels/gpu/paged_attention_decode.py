@@ -156,10 +156,10 @@ def _merge_splits_kernel(
 
 
 def _count_iteration_tokens(geometry: KVGeometry) -> int:
-    """Context tokens per iteration of the loop.
+    """Returns the number of context tokens per iteration of the loop.
 
-    Head dims that are not a power of two, such as 96, need masks, and an MI300 keeps masks in scalar registers. With
-    half as many tokens, these registers do not spill.
+    Head dims that are not a power of two, such as 96, need masks, which an MI300 keeps in scalar registers. Such head
+    dims get half as many tokens per iteration, so that these registers do not spill.
     """
     whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
     return count_iteration_tokens(geometry, ITERATION_TOKENS if whole else ITERATION_TOKENS // 2)
