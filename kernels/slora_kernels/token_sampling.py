@@ -63,7 +63,7 @@ def compute_weights(logits: Tensor, max_logits: Tensor, temperature: Tensor) -> 
     """Weights int64 [B, V] of logits float32 [B, V]: exp((l - max_logit) / temperature) in units of 2**-42.
 
     The maximum is subtracted before the division, so that a tiny temperature does not overflow.
-    V is padded with zeros to whole blocks.
+    Each row of the result is padded with zeros to whole blocks.
     """
     width = -(-logits.shape[1] // _BLOCK) * _BLOCK
     weights = torch.zeros((len(logits), width), dtype=torch.int64, device=logits.device)

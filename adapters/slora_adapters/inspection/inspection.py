@@ -50,7 +50,7 @@ def _refuse_without_effect(adapter: Adapter) -> None:
 
 
 def _read_base_name(directory: Path) -> str | None:
-    """Returns the name of the base model in the config; if it is a path, its last part."""
+    """Returns the name of the base model in the config, or only its last part if the name is a path."""
     raw = (directory / CONFIG_NAME).read_bytes()
     name = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES).get("base_model_name_or_path")
     if not isinstance(name, str):

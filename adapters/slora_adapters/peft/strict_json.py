@@ -1,8 +1,8 @@
 """Parses JSON objects from untrusted files: unique keys, no NaN, no lone surrogates, and a limit on their length.
 
-Python's own reader keeps the last of two equal keys, and other programs may keep the first. It also accepts NaN and
-lone surrogates, which fail later when the value is written as JSON or UTF-8. This module raises ValueError for each of
-these.
+Python's own reader keeps the last of two equal keys, and other programs may keep the first. Python's reader
+also accepts NaN and lone surrogates, which fail later when the value is written as JSON or UTF-8. This module raises
+ValueError in each of these cases.
 """
 
 import json

@@ -407,7 +407,7 @@ class Registry:
         return found
 
     def _find_extras(self, tenant: str, record: AdapterRecord) -> AdapterExtras | None:
-        """Returns None if the version was deleted after the record was read."""
+        """Returns the extras of a version; None if the version was deleted after its record was read."""
         if not record.extras.digest:
             return NO_EXTRAS
         key = (tenant, record.name)
