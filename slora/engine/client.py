@@ -169,7 +169,7 @@ class RemoteEngine:
             except (BrokenFrame, ConnectionError) as error:
                 _log.error("the connection to the engine failed: %s", error)
             except asyncio.CancelledError:
-                self._unreported.clear()  # This process ends, so the engine records these requests.
+                self._unreported.clear()  # This process ends, so the engine records their usage.
                 raise
             finally:
                 self._disconnect()
@@ -188,7 +188,7 @@ class RemoteEngine:
         self._on_usage = listener
 
     def acknowledge_usage(self, request_id: str) -> None:
-        if not self._recorded:  # One message for all requests that share one sync of the journal.
+        if not self._recorded:  # Send one message for all requests that share a sync of the journal.
             asyncio.get_running_loop().call_soon(self._send_recorded)
         self._recorded.append(request_id)
 

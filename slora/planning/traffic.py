@@ -60,7 +60,7 @@ class Latencies:
 
 
 class _Ticker:
-    """Reports the progress of a simulation after each hundredth of its requests."""
+    """Reports the progress of a simulation whenever another 1% of its requests has ended."""
 
     def __init__(self, num_requests: int, progress: Progress) -> None:
         self._num_requests, self._progress, self._reported = num_requests, progress, 0.0

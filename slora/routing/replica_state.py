@@ -11,7 +11,7 @@ class ReplicaState:
     """The last report of one replica. It may be stale.
 
     resident: adapters in the page pool. on_host: adapters in the host cache.
-    load: estimated seconds of work of all requests that wait or run there.
+    load: estimated seconds of work of all requests that wait or run on the replica.
     is_serving: False while the replica starts, drains or is lost.
     """
 

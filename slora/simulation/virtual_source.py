@@ -29,7 +29,7 @@ class FetchCosts:
 
 
 class VirtualSource:
-    """A source whose only limits are `costs`. The capacity of the host cache is unlimited."""
+    """An adapter source that is limited only by `costs`. The capacity of its host cache is unlimited."""
 
     def __init__(self, fleet: AdapterFleet, costs: FetchCosts) -> None:
         self.now = 0.0

@@ -211,7 +211,7 @@ def _choose_lengths(
 
     In each round, every draft grows by one token, as long as that token is expected to save more time than it costs.
     The time of the step is limited to `_MAX_DELAY` times its time without drafts. If the step computes nothing but the
-    candidates, the limit is multiplied by the fewest tokens that any of them is expected to gain.
+    candidates, the limit is multiplied by the smallest number of tokens that a candidate is expected to gain.
 
     num_free: maximum number of drafted tokens, for all candidates together.
     step_s: seconds of the step without drafts.
