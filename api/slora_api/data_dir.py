@@ -85,7 +85,7 @@ class DataDir:
 
 @contextmanager
 def open_data_dir(path: Path) -> Iterator[DataDir]:
-    """Creates the directory (mode 0700) and holds its lock. Raises DataDirInUse."""
+    """Creates the directory (mode 0700) and holds its lock for the duration of the context. Raises DataDirInUse."""
     path = path.resolve()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.chmod(0o700)

@@ -4,7 +4,7 @@ A free slot goes to the waiting tenant that has used the least slot time. A tena
 the lowest value among the active tenants, so it cannot save up time while idle. This is the lift rule of VTC (Sheng et
 al., OSDI'24).
 
-One tenant never holds all slots. It gets a further slot only while a reserve stays free for tenants that hold none. A
+One tenant never holds all slots. It gets a further slot only while a reserve stays free for tenants without a slot. A
 reserve of N slots keeps any N tenants from holding all slots.
 
 Each API process has slots of its own; see `slots_of_process`.
@@ -25,8 +25,8 @@ __all__ = ["FairSlots", "reserved_slots", "slots_of_process"]
 
 
 def reserved_slots(num_slots: int) -> int:
-    """Returns how many slots stay free for tenants that hold none: a quarter of them, but at least one. With fewer than
-    three slots, there is no reserve.
+    """Returns how many slots stay free for tenants without a slot: a quarter of all slots, but at least one. With fewer
+    than three slots, there is no reserve.
     """
     return max(1, num_slots // 4) if num_slots > 2 else 0
 

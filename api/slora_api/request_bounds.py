@@ -245,8 +245,8 @@ class RequestBounds:
             )
 
     def check_echo(self, num_chars: int) -> None:
-        """Raises BadRequest if `echo` would repeat too much text. num_chars: characters of all prompts, counted once
-        for each of their choices.
+        """Raises BadRequest if `echo` would repeat too much text. num_chars: characters of all prompts. Each prompt
+        counts once for each of its choices.
         """
         if num_chars > self.echo_chars:
             raise BadRequest(

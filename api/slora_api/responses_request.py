@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and its conversion to a chat.
 
 The request has those properties of `ChatRequest` that `PromptMaker` reads. Nothing is stored, so a field that refers to
-an earlier answer is refused with the remedy.
+an earlier answer is refused with an error that states the remedy.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,9 @@ class ResponsesTool(FunctionTool):
 
 
 def _check_shapes(value: Any) -> Any:
-    """Refuses tools of the server, and tools in the shape of /v1/chat/completions, with a remedy."""
+    """Refuses tools that would run on the server, and tools in the shape of /v1/chat/completions. The error states a
+    remedy.
+    """
     for index, tool in enumerate(check_tool_count(value) if isinstance(value, list) else ()):
         if not isinstance(tool, dict):
             continue

@@ -684,7 +684,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class TenantChanges(BaseModel):
-    """The changes of a tenant's share. A field that is None keeps its value."""
+    """Changes to a tenant's share. A field that is None keeps its value."""
 
     model_config = STRICT
     weight: float | None = None

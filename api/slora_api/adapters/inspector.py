@@ -30,9 +30,9 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of
 # JSON.
 _MAX_ANSWER_BYTES = 16 << 20
-# Two inspectors are reserved for tenants that hold none, so that two tenants never hold all inspectors.
+# Two inspectors are reserved for tenants without an inspector, so that two tenants never hold all inspectors.
 _NUM_INSPECTORS, _NUM_RESERVED = 4, 2
-# `RequestLimiter` refuses a tenant's uploads before this many wait here.
+# `RequestLimiter` refuses a tenant's uploads before this limit is reached.
 _MAX_WAITING = 64
 
 

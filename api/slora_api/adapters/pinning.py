@@ -10,8 +10,8 @@ pinned alias points at can be evicted again. A single version cannot be pinned; 
 
 All pins together may use at most half of the pool, and the pins of one tenant at most its max_pool_share. Both bounds
 are checked when a pin is made. The tenant's bound is also checked when max_pool_share is lowered. Moving a pinned alias
-to larger weights is not refused, but the engine enforces the bounds. It does not pin a version that would exceed them,
-and loads this version on request like any other adapter. Pins of a suspended tenant are not sent.
+to larger weights is not refused, but the engine enforces the bounds. The engine does not pin a version that would
+exceed a bound, and loads this version on request like any other adapter. Pins of a suspended tenant are not sent.
 """
 
 import asyncio

@@ -161,7 +161,8 @@ class Publisher:
     async def _store_and_commit(
         self, tenant: str, name: str, adapter: CheckedAdapter
     ) -> tuple[VersionObject, bool, float | None]:
-        """Returns the version, whether it is new, and the change of log-probabilities that the canary found.
+        """Stores the blob, runs the canary and commits the version. Returns the version, whether it is new, and the
+        change of log-probabilities that the canary found.
 
         The change is None if the newest version is the same adapter, which was tried out when it was uploaded.
         """

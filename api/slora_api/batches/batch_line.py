@@ -20,7 +20,7 @@ MAX_LINES = 50_000
 MAX_LINE_BYTES = 1 << 20
 _MAX_ID_CHARS = 512
 _SHOWN_CHARS = 64
-# Fields that are left out of a body, because the answers of a batch are not streamed.
+# Fields that are removed from a body, because the answers of a batch are not streamed.
 _STREAMING = ("stream", "stream_options")
 
 
@@ -113,7 +113,7 @@ def write_response(line: BatchLine, answer_id: str, status: int, request_id: str
 
 
 def write_failure(line: BatchLine, answer_id: str, problem: BatchProblem) -> bytes:
-    """Returns the line of the error file for a line without an HTTP response."""
+    """Returns the line of the error file for an input line without an HTTP response."""
     values = {
         "id": answer_id,
         "custom_id": line.custom_id,

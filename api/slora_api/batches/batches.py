@@ -10,8 +10,8 @@ A runner claims a batch for some seconds and renews its lease. If the runner die
 the lease has ended. A write by a runner that no longer has the lease is refused. The clocks of hosts that share a
 database must agree to within a few seconds.
 
-An answer file has one part for each line. The transaction that adds parts also updates the counts of the batch. So each
-line is answered once, even if it was computed several times.
+An answer file has one part for each answered line. The transaction that adds parts also updates the counts of the
+batch. So each line is answered once, even if it was computed several times.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -124,7 +124,7 @@ class Batches:
         input_file_id: str,
         metadata: Mapping[str, str] | None,
     ) -> Batch:
-        """Raises NotFound, BadRequest or QuotaExceeded."""
+        """Creates a batch and returns it. Raises NotFound, BadRequest or QuotaExceeded."""
         stored = self.files.find(tenant, input_file_id)
         if stored.purpose != "batch":
             raise BadRequest(
@@ -168,7 +168,7 @@ class Batches:
         return self.find(tenant, batch_id)
 
     def find(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound."""
+        """Returns a batch of the tenant. Raises NotFound."""
         rows = self._database.read(_select().where(_b.tenant == tenant, _b.batch_id == batch_id))
         if not rows:
             raise NotFound(f"There is no batch `{batch_id[:128]}`.")

@@ -162,7 +162,7 @@ class Files:
             rows = self._database.read(query.where(_p.number > rows[-1].number))
 
     def delete_expired(self) -> bool:
-        """Deletes some expired and abandoned files. Returns whether more may be left."""
+        """Deletes some expired and abandoned files. Returns whether more such files may be left."""
         now = self._clock()
         busy = select(_b.input_file_id).where(_b.status.in_(UNFINISHED))
         late = select(_f.file_id).where(_f.expires_at < now, _f.file_id.not_in(busy))

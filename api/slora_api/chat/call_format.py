@@ -19,7 +19,7 @@ class CallBlock:
     opener: the text that begins the block.
     read: the function that reads the calls after the opener. It raises NoMatch if there are none.
     closer: the text that ends the block; empty if there is none.
-    only_known: whether calls of other tools than the request's are read as content.
+    only_known: whether a call of a tool that the request does not have is read as content.
     """
 
     opener: str

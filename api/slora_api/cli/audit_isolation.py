@@ -22,7 +22,7 @@ _COLUMNS = {
     "SEEN": lambda finding: finding["seen"],
     "OK": lambda finding: "yes" if finding["ok"] else "NO",
 }
-# The timing test prints its progress each time after this many rounds.
+# The timing test prints its progress whenever this many rounds are done.
 _PROGRESS = 50
 
 

@@ -16,8 +16,8 @@ def _as_object(value: Any) -> Any:
 
 
 class FanoutModel(BaseModel):
-    """One model of a fan-out. A string in the list is the name of a model without `adapters`. adapters: as in
-    completions, a weighted sum.
+    """One model of a fan-out. A plain string gives only the name of the model. adapters: as in completions, a weighted
+    sum.
     """
 
     model_config = STRICT

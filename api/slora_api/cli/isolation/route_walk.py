@@ -114,7 +114,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[_Operation]:
 
 
 def _undeclared(operations: list[_Operation]) -> Finding:
-    """Compares the scopes that the document declares with this program's own rules."""
+    """Compares the scopes that the OpenAPI document declares with the audit's own rules."""
     wrong = [
         f"{one.method} {one.path}"
         for one in operations

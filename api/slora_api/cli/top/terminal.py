@@ -17,8 +17,8 @@ __all__ = ["full_screen", "paint", "show"]
 
 # _ENTER selects the alternate screen, hides the cursor and turns line wrapping off. _LEAVE reverses this.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-# Signals that end the view. SIGINT is in the list because the key q sends SIGINT, which background jobs of a shell
-# ignore by default.
+# Signals that end the view. SIGINT is set explicitly, because the key q sends SIGINT, and background jobs of a shell
+# ignore it by default.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
