@@ -9,8 +9,8 @@ class KVFormat(StrEnum):
     """The format of K and V in a page.
 
     MODEL: elements of the model's dtype.
-    FP8: float8 e4m3 (arXiv 2209.05433) with bfloat16 scales. A stored element is multiplied by its scale. The K of one
-    token and head has one scale, and its V has another. A scale is the largest magnitude divided by 448, rounded up.
+    FP8: float8 e4m3 (arXiv 2209.05433) with bfloat16 scales. A stored element is multiplied by its scale. K of one
+    token and head has one scale, and V has another. A scale is the largest magnitude divided by 448, rounded up.
     Nothing is clipped or calibrated. What is stored for a token does not depend on other tokens.
 
     If K or V of one token and head is not finite, K is written as NaN and V as 0. In FP8, the scale of K is NaN.

@@ -60,7 +60,7 @@ def sample_tokens(logits: Tensor, max_logits: Tensor, sampling: SamplingTensors)
 
 
 def compute_weights(logits: Tensor, max_logits: Tensor, temperature: Tensor) -> Tensor:
-    """Weights int64 [B, V] of logits float32 [B, V]: exp((l - max_logit) / temperature) in units of 2**-42.
+    """Returns weights int64 [B, V] of logits float32 [B, V]: exp((l - max_logit) / temperature) in units of 2**-42.
 
     The maximum is subtracted before the division, so that a tiny temperature does not overflow.
     Each row of the result is padded with zeros to whole blocks.

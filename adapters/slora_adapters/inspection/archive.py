@@ -182,7 +182,8 @@ def _name_fault(name: str) -> str | None:
         return f"has a name of {len(name)} characters; at most {_MAX_NAME_CHARS} are accepted"
     strange = next((character for character in name if not " " <= character <= "~"), None)
     if strange is not None:
-        # Only ASCII, because different Unicode characters can look the same, such as Latin and Cyrillic letters.
+        # Only ASCII is allowed, because different Unicode characters can look the same, such as Latin and Cyrillic
+        # letters.
         known = unicodedata.name(strange, "a character without a name")
         return f"has U+{ord(strange):04X} ({known}) in its name; use only ASCII characters"
     if "\\" in name:
@@ -236,7 +237,7 @@ class _ZipMember:
         return None
 
     def open(self) -> AbstractContextManager[_Readable]:
-        # zipfile adds the number of bytes that precede the archive to each offset, and does not check the result.
+        # To each offset, zipfile adds the number of bytes that precede the archive, and does not check the sum.
         if self.info.header_offset < 0:
             raise zipfile.BadZipFile(f"file {self.name!r} starts before the archive")
         return self.archive.open(self.info)

@@ -9,9 +9,9 @@ from slora_kernels.layout import ModelShape
 # Index of an adaptable module in `ModelShape.modules`, and in every table with a module axis.
 ModuleId = int
 
-# PEFT writes names with the prefix and without "default". It also loads names with the adapter's name, "default",
-# before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding are
-# parameters, so their names have no `.weight`.
+# PEFT writes names with the prefix "base_model.model." and without the adapter's name, "default". PEFT also loads names
+# with "default" before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding
+# are parameters, so their names have no `.weight`.
 _PREFIX = r"(?:base_model\.model\.)?"
 _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL)
 _EMBEDDING_FACTOR = re.compile(

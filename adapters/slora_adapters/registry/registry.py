@@ -456,7 +456,7 @@ def _parse(reference: str) -> AdapterReference:
 
 
 def _parse_pinnable(reference: str) -> tuple[str, str]:
-    """Returns name and alias. Raises AdapterNotFound, and BadAlias if the reference is a version number."""
+    """Returns the name and the alias. Raises AdapterNotFound, and BadAlias if the reference is a version number."""
     wanted = _parse(reference)
     if wanted.alias is None:
         raise BadAlias(
