@@ -323,9 +323,9 @@ class Engine:
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Updates the cost model from a step's time, if the measured time belongs to this step alone.
 
-        On a GPU, the host waits for the device only where tokens are sampled or embeddings are complete. A step without
-        either therefore shifts its time to the next step, and neither is counted. The host does not wait for copies to
-        a GPU at all, so the costs of copies keep the values measured at start.
+        On a GPU, the host waits for the device only where tokens are sampled or embeddings are complete. All other
+        steps shift their time to the next step, so neither their own time nor that of the next step is counted. The
+        host does not wait for copies to a GPU at all, so the costs of copies keep the values measured at start.
         """
         was_timed, self._was_timed = self._was_timed, True
         if self._runner.device.type != "cpu":

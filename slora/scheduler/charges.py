@@ -28,7 +28,7 @@ def charge_output(sequence: Sequence) -> None:
 
 
 def charge_rejected(sequence: Sequence, num_tokens: int) -> None:
-    """Charges drafted tokens that were computed and rejected. Accepted ones are charged as generated tokens."""
+    """Charges drafted tokens that were computed and rejected. Accepted drafts are charged as generated tokens."""
     sequence.tenant.charge(_PROMPT_PRICE * num_tokens)
 
 

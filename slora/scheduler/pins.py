@@ -5,7 +5,7 @@
        +-----------------------+------------------------------------------------------+
 
 A pin never blocks a request for good. It takes only free or idle pages, and never an adapter that the next requests
-need. An idle pinned adapter is evicted when nothing else can be, and is loaded again later.
+need. An idle pinned adapter is evicted when nothing else can be evicted, and is loaded again later.
 
 If the pool has no room, the copy in the host cache is released, because it would take the room of adapters that
 requests wait for. Fetching the adapter again is cheap.

@@ -17,7 +17,7 @@ __all__ = ["OTHERS", "ServedCounts", "ServedRequests"]
 OTHERS = "other"
 
 _REPLACE_EVERY_S = 180.0
-# A name replaces a listed name only if it had more than this many times the requests of the listed name.
+# A name replaces a listed name only if its requests are more than this multiple of the listed name's requests.
 _MUCH_BUSIER = 2
 # Maximum number of names whose requests are counted between two replacements.
 _MAX_CANDIDATES = 1024

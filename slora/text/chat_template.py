@@ -34,7 +34,7 @@ _MIN_CHARS = 1_000
 
 
 class _GenerationMark(Extension):
-    """Renders the body of `{% generation %}` ... `{% endgeneration %}`, which marks the model's words for training."""
+    """Renders the body of `{% generation %}` ... `{% endgeneration %}`, which marks the model's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
