@@ -1,4 +1,4 @@
-"""Shows values in error messages."""
+"""Shortens values for error messages."""
 
 from reprlib import Repr
 

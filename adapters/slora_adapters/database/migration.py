@@ -77,7 +77,7 @@ def is_current(read: Read, dialect: str, label: str) -> bool:
 
 
 def find_revisions(read: Read, dialect: str, label: str) -> Revisions:
-    """Raises StoreUnavailable if the database cannot get the schema of this release."""
+    """Returns the revisions. Raises StoreUnavailable if the database cannot get the schema of this release."""
     return Revisions(_find_state(read, dialect, label), str(_scripts().get_current_head()))
 
 
@@ -93,7 +93,7 @@ def upgrade(connection: Connection, label: str) -> None:
     scripts = _scripts()
     before, head = _find_state(read, connection.dialect.name, label), scripts.get_current_head()
     if before == head:
-        return  # another process was faster
+        return  # Another process was faster.
     # Alembic logs a line for each revision, but an operator needs only the line that is logged below.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if connection.dialect.name == "postgresql":

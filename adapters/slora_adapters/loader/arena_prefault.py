@@ -12,7 +12,7 @@ from threading import Condition, Thread, get_native_id
 from slora_adapters.peft.packing import ByteArray
 
 AHEAD_BYTES = 512 << 20
-# Bytes touched at a time. This takes a few milliseconds, the longest time that `close` waits.
+# Bytes touched at a time. Touching them takes a few milliseconds, and `close` waits for at most that time.
 _STRETCH_BYTES = 4 << 20
 
 

@@ -102,8 +102,8 @@ class Loader:
             return Progress(self._num_completed, self._num_running > self._num_without_room)
 
     def read_cache(self, num_seen: int) -> tuple[int, dict[AdapterVersion, int]] | None:
-        """Returns the number of changes of the cache so far, and the bytes of each cached version. Returns None if the
-        cache has not changed since `num_seen` changes.
+        """Returns the number of changes of the cache so far, and the bytes of each cached version. Returns None if
+        there are no changes after the first `num_seen`.
         """
         with self._changed:
             num_changes = self.num_loads + self._cache.num_evictions + self._cache.num_discards

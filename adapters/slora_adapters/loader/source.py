@@ -65,8 +65,8 @@ class AdapterSource(Protocol):
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """Recent load time in seconds per packed byte, by the tier that adapters were loaded from. Contains only tiers
-        with a load.
+        """Recent load time in seconds per packed byte, by the tier that adapters were loaded from. Tiers without
+        a load are missing.
         """
 
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:

@@ -470,6 +470,6 @@ def _as_unavailable(scheme: str, secrets: tuple[str, ...]) -> Iterator[None]:
         yield
     except AdapterError:
         raise
-    except Exception as error:  # fsspec's backends have no other common exception class
+    except Exception as error:  # fsspec's backends have no other common exception class.
         # Not `from error`, because the traceback would show the secrets that the message leaves out.
         raise StoreUnavailable(f"the {scheme}:// store is unavailable: {_cause(error, secrets)}") from None
