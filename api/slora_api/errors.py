@@ -186,7 +186,7 @@ class InUse(ApiError):
 
 
 class PinsFull(ApiError):
-    """Pins would use more of the page pool than they may. The message states the numbers."""
+    """Pins would use more of the page pool than a limit allows. The message states the numbers."""
 
 
 class QuotaExceeded(ApiError):

@@ -45,7 +45,7 @@ def slots_of_process(num_slots: int, num_reserved: int, num_processes: int) -> i
 class _TenantState:
     """An active tenant.
 
-    slot_s: seconds of slot time used. A tenant that becomes active starts at the least value of the active tenants.
+    slot_s: seconds of slot time used. A tenant that becomes active starts at the lowest value of the active tenants.
     num_held: slots that the tenant holds now.
     """
 

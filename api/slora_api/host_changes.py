@@ -1,8 +1,8 @@
 """Tells an API process that another process on this host has committed a change to the database.
 
 A client that has changed an alias through one process may send its next request to another process. That process reads
-the change from the feed only some tens of milliseconds later. Until then, it looks up keys and names in the database
-instead of its caches. So the request sees the change.
+the change from the feed only some tens of milliseconds later. Until then, that process looks up keys and names in the
+database instead of its caches. So the request sees the change.
 """
 
 import time
@@ -18,7 +18,7 @@ _MAX_BEHIND_S = 1.0
 
 
 class HostChanges:
-    """Changes by the other API processes of this host. clock: monotonic seconds."""
+    """Tracks the changes that the other API processes of this host have committed. clock: monotonic seconds."""
 
     def __init__(self, board: HostBoard, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board

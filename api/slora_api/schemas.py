@@ -87,8 +87,8 @@ VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
 
 def _check_prompt(value: Any, info: ValidationInfo) -> Any:
-    """Checks all four forms of a prompt with one error message. A pydantic union would try every branch and report an
-    error for each.
+    """Checks all four forms of a prompt with one error message. A pydantic union would try every branch, and report one
+    error for each branch.
     """
     items = value if isinstance(value, list) else [value]
     kinds = set(map(type, items))
@@ -751,7 +751,8 @@ class RotateKeyRequest(BaseModel):
     """POST /admin/keys/{key_id}/rotate.
 
     overlap_seconds: how long the old key stays valid; one day by default.
-    expires_at: when the new key expires, as a Unix time in seconds. By default, it gets the lifetime of the old key.
+    expires_at: when the new key expires, as a Unix time in seconds. By default, the new key gets the lifetime of the
+        old key.
     """
 
     model_config = STRICT

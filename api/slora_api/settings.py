@@ -183,7 +183,7 @@ class Settings:
 
 
 def server_setting_specs() -> tuple[SettingSpec, ...]:
-    """Returns all settings of a server. The engine's come first."""
+    """Returns all settings of a server. The settings of the engine come first."""
     return (*setting_specs(EngineConfig), *setting_specs(Settings))
 
 

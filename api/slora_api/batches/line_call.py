@@ -1,7 +1,7 @@
 """Sends a line of a batch through the routes of this process, as if a client had sent its body.
 
 So a line gets the same checks, quotas and answers as a request over HTTP. The state of the request carries the API key
-of the batch, and the line's id in the engine and in the usage ledger.
+of the batch and the id of the line. The engine and the usage ledger use this id.
 """
 
 import asyncio

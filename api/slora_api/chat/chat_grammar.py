@@ -21,7 +21,8 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True)
 class ChatGrammar:
-    """The answers that a request allows: reasoning if the model thinks, and then tool calls, a JSON text, or either.
+    """The answers that a request allows. An answer may begin with reasoning if the model thinks. The rest is tool
+    calls, a JSON text, or the model's choice of the two.
 
     tools: name and parameter schema of each tool that an answer may call; empty if it may call none.
     is_single: whether an answer has at most one call.

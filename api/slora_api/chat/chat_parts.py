@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class ChatParts:
-    """Divides the answers to one request into their JSON fields. shows_reasoning: false leaves the reasoning out."""
+    """Makes the JSON fields of the answers to one request. shows_reasoning: false leaves the reasoning out."""
 
     def __init__(self, syntax: AnswerSyntax, *, shows_reasoning: bool) -> None:
         self._shows_reasoning = shows_reasoning
@@ -42,7 +42,7 @@ class ChatParts:
         return "tool_calls" if has_calls and reason is FinishReason.STOP else reason
 
     def message(self, choice: int, text: str) -> Json:
-        """Returns the field `message` of a whole answer."""
+        """Returns the field `message` of a complete answer."""
         reasoning, content = "", ""
         calls: list[Json] = []
         for piece in self._readers[choice].push(text, is_last=True):

@@ -25,7 +25,7 @@ class ContentTokens:
             self._num_chars += token.width
 
     def take(self, start: int, end: int) -> list[AlignedToken]:
-        """Returns the tokens of the content from `start` to `end`. The positions never decrease."""
+        """Returns the tokens of the content from `start` to `end`. Positions must not decrease between calls."""
         taken = []
         while self._held and self._held[0][0] < end:
             first, token = self._held.popleft()

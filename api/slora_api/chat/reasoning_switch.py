@@ -1,4 +1,4 @@
-"""How a request sets the effort of a model's reasoning: by variables that its chat template reads.
+"""Sets the effort of a model's reasoning with variables that the model's chat template reads.
 
 Some templates switch the reasoning on and off, and some also pass the effort on to the model.
 """
@@ -21,7 +21,7 @@ _DEFAULT = "medium"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSwitch:
-    """How requests set the effort of the reasoning in one chat template.
+    """The variables of one chat template that set the effort of the reasoning.
 
     toggles: the boolean variables that the template reads. reads_effort: whether the template reads `reasoning_effort`.
     """

@@ -737,7 +737,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _load_handler(command: str) -> Callable[[argparse.Namespace], int]:
     """Imports the function of a subcommand. Raises ModuleNotFoundError if one of its optional packages is missing."""
     module, name = _HANDLERS[command]
-    # Garbage collection would take a tenth of the time to import `serve` and find no garbage.
+    # Garbage collection would take a tenth of the import time of `serve`, and would find no garbage.
     gc.disable()
     try:
         handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), name)

@@ -118,7 +118,7 @@ def walk(client: httpx.Client, path: str, **wanted: str | float) -> Iterator[Any
 
 
 def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Wraps a handler so that it prints its error in one line and returns the exit code."""
+    """Wraps a handler. The wrapper prints an error of the handler in one line, and returns the exit code."""
 
     @functools.wraps(handler)
     def run(arguments: argparse.Namespace) -> int:

@@ -40,11 +40,11 @@ class _FanoutFields(BaseModel):
 
 
 class ChatFanoutRequest(_FanoutFields, ChatRequest):
-    """POST /v1/fanout with `messages` and all fields of /v1/chat/completions but `model`."""
+    """POST /v1/fanout with `messages` and all fields of /v1/chat/completions except `model`."""
 
 
 class CompletionFanoutRequest(_FanoutFields, CompletionRequest):
-    """POST /v1/fanout with `prompt` and all fields of /v1/completions but `model`."""
+    """POST /v1/fanout with `prompt` and all fields of /v1/completions except `model`."""
 
 
 FanoutRequest = ChatFanoutRequest | CompletionFanoutRequest

@@ -1,4 +1,4 @@
-"""A small random adapter that the server accepts, made from the shapes of the modules that it can adapt."""
+"""A small random adapter that the server accepts. Its shapes come from the server's list of adaptable modules."""
 
 import json
 from collections.abc import Mapping

@@ -48,8 +48,8 @@ def read_frames(client: httpx.Client, path: str, num_frames: int) -> Generator[F
 def follow_frames(
     client: httpx.Client, path: str, sleep: Callable[[float], None] = time.sleep
 ) -> Generator[Frame | Interruption | None, None, None]:
-    """Yields frames for ever. If the server stops answering after the first frame, yields an Interruption about every
-    second until it answers again, instead of raising an error.
+    """Yields frames without end. If the server stops answering after the first frame, yields an Interruption about
+    every second until it answers again, instead of raising an error.
     """
     has_begun = False
     while True:

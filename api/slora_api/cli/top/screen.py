@@ -42,7 +42,9 @@ class Line(NamedTuple):
 
 @dataclass
 class LiveHistory:
-    """The newest frame, and the events of the last frames, newest first. frame: None while no engine answers."""
+    """The newest frame, and the events of recent frames. The newest event comes first. frame: None while no engine
+    answers.
+    """
 
     frame: Frame | None = None
     events: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
@@ -54,7 +56,7 @@ class LiveHistory:
             return
         numbers = [event["number"] for event in frame["events"]]
         if not numbers or numbers[-1] < self._last_number:
-            # The event numbers of a new engine, or of one that was not observed for a while, start at 1 again.
+            # The event numbers of a new engine, or of an engine that was not observed for a while, start at 1 again.
             self._last_number = 0
         new = [event for event in frame["events"] if event["number"] > self._last_number]
         self.events.extendleft(new)

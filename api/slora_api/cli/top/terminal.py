@@ -1,4 +1,4 @@
-"""Uses the terminal's alternate screen, so that its previous content reappears at the end."""
+"""Uses the terminal's alternate screen, so that the previous content reappears at the end."""
 
 import os
 import signal
