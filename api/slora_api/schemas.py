@@ -522,7 +522,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class TemplateFields(BaseModel):
-    """How a conversation becomes a prompt, with vLLM's fields.
+    """The fields that control how a conversation becomes a prompt, as in vLLM.
 
     chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": false}`.
     add_generation_prompt: whether the prompt ends with the beginning of an answer; by default, it does.

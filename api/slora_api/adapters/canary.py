@@ -31,7 +31,7 @@ __all__ = ["CANARY_TENANT", "Canary", "choose_prompt"]
 
 # A tenant's name cannot contain a colon.
 CANARY_TENANT = "slora:canary"
-# Less than a default KV block of 16 tokens, so that the prefix cache keeps nothing of the prompt.
+# The prompt is shorter than a default KV block of 16 tokens, so that the prefix cache keeps nothing of it.
 _PROMPT_TOKENS = 10
 _TIMEOUT_S = 120.0
 

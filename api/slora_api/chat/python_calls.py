@@ -26,7 +26,7 @@ _STRINGS = re.compile(_STRING)
 _SOURCE = re.compile(
     rf"(?:\s++|[A-Za-z_][\w.]{{0,63}}+(?![\"'])|-?\d[\d.]*+(?:[eE][+-]?\d++)?+|{_STRING}|[][(){{}},:=])*+"
 )
-# Deeper than arguments need, and far below the 200 nested brackets that Python's parser accepts.
+# This limit is deeper than arguments need, and far below the 200 nested brackets that Python's parser accepts.
 _MAX_DEPTH = 32
 _FENCE = "```"
 

@@ -15,8 +15,8 @@ _T = TypeVar("_T")
 Waiting = Generator[None, None, _T]
 
 _SPACE = re.compile(r"\s*")
-# How many characters a parser may read before it decides whether they are a tool call. The limit bounds the work on a
-# text with many false beginnings of calls.
+# Limit on the characters that a parser may read before it decides whether they are a tool call. The limit bounds the
+# work on a text with many false beginnings of calls.
 MAX_HELD_CHARS = 1 << 14
 # Longer than any text that `take` reads.
 _MAX_TAKEN_CHARS = 64
