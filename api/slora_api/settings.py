@@ -17,6 +17,7 @@ from slora.setting import (
     Auto,
     ByteSize,
     Choice,
+    OnOff,
     Seconds,
     SettingRefused,
     SettingSpec,
@@ -160,6 +161,10 @@ class Settings:
     batch_lines_in_flight: int = setting(
         64, "lines of batches in progress at once in one API process", Whole(1, 4096), metavar="N"
     )
+    gateway_metrics: bool = setting(
+        False, "whether GET /metrics answers without a key, for gateways that cannot send one: on or off. The answer "
+        "has only what gateways route by: the load, and the names of the adapters in the pool", OnOff(),
+    )  # fmt: skip
     batch_price_percent: int = setting(
         50, "price of a token of a batch in usage reports, in percent of the price of other tokens", Whole(0, 100),
         metavar="PERCENT",

@@ -7,6 +7,7 @@ API keys.
 import secrets
 import time
 from collections.abc import Callable, Collection
+from itertools import islice
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel, StepTimes
@@ -53,6 +54,8 @@ _LATENCIES_S = (
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+# How many adapters the statistics list, because each scrape sends them.
+_MAX_LISTED = 256
 _PURGED = "the operator has purged the tenant of this request"
 
 
@@ -262,7 +265,8 @@ class Engine:
         residents = list(memory.residency)
         served = scheduler.served.adapters
         loaded = {resident.version.label for resident in residents if resident.is_loaded}
-        running = tuple(sorted(resident.version.label for resident in residents if resident.num_users))
+        ready = sorted((one for one in residents if one.is_loaded), key=lambda one: not one.num_users)
+        waiting = scheduler.adapters.waited_for | {one.version for one in residents if one.is_loading}
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -273,7 +277,8 @@ class Engine:
             pages_cached=memory.pool.num_cached,
             adapter_pages=sum(len(r.pages) for r in residents),
             resident_adapters=len(residents),
-            running_adapters=running,
+            loaded_adapters=tuple((one.version.tenant, one.version.digest) for one in ready[:_MAX_LISTED]),
+            waiting_adapters=tuple((one.tenant, one.digest) for one in islice(waiting, _MAX_LISTED)),
             adapter_loads=scheduler.adapters.num_loads,
             adapter_evictions=memory.residency.num_evictions,
             pinned_adapters=scheduler.pins.num_pins,

@@ -60,6 +60,8 @@ class EngineStats:
     swapped_out_pages, swapped_in_pages: pages copied to host memory, and back.
     drafts: runs of tokens that prompt lookup has drafted. draft_tokens: the tokens in these runs.
     accepted_draft_tokens: drafted tokens that became part of an answer.
+    loaded_adapters, waiting_adapters: tenants and digests of adapters in the pool, those in use first, and of adapters
+        that requests wait for. Each lists at most 256 adapters.
     deadline_misses: requests that ended because their first token could not meet the deadline.
     pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
     not_finite: requests that ended because their logits or hidden states were not finite.
@@ -86,7 +88,8 @@ class EngineStats:
     pages_cached: int
     adapter_pages: int
     resident_adapters: int
-    running_adapters: tuple[str, ...]
+    loaded_adapters: tuple[tuple[str, str], ...]
+    waiting_adapters: tuple[tuple[str, str], ...]
     adapter_loads: int
     adapter_evictions: int
     pinned_adapters: int

@@ -168,7 +168,8 @@ def encode_stats(stats: EngineStats, number: int) -> Message:
 
 def decode_stats(message: Message) -> EngineStats:
     stats = dict(message["stats"])
-    stats["running_adapters"] = tuple(stats["running_adapters"])
+    for name in ("loaded_adapters", "waiting_adapters"):
+        stats[name] = tuple((tenant, digest) for tenant, digest in stats[name])
     for name in ("step_seconds", "step_tokens", "token_gaps"):
         bounds, counts, total = stats[name].values()
         stats[name] = HistogramCounts(tuple(bounds), tuple(counts), total)

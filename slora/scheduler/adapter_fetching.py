@@ -12,7 +12,7 @@ This module depends on the adapter source and on sequences, but not on the pool 
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 
 from slora.scheduler.sequence import Sequence
 from slora_adapters.loader.fetch_pace import FetchPace
@@ -51,6 +51,10 @@ class AdapterFetching:
     @property
     def num_waiting(self) -> int:
         return len(self._missing)
+
+    @property
+    def waited_for(self) -> Set[AdapterVersion]:
+        return self._waiters.keys()
 
     @property
     def is_short_of_room(self) -> bool:

@@ -10,7 +10,7 @@ This module depends on waiting sequences and adapter sizes, but not on the batch
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 
 from slora.cost_model import Costs
 from slora.pool.residency import Resident
@@ -66,6 +66,11 @@ class AdapterLoading:
     @property
     def num_waiting(self) -> int:
         return self._host.num_waiting
+
+    @property
+    def waited_for(self) -> Set[AdapterVersion]:
+        """The adapters that are to be fetched because sequences wait for them."""
+        return self._host.waited_for
 
     @property
     def num_loading(self) -> int:

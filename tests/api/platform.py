@@ -49,6 +49,7 @@ from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.live.live_feed import LiveFeed
+from slora_api.metrics.adapter_references import AdapterReferences
 from slora_api.metrics.metrics import Metrics
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
@@ -255,6 +256,7 @@ def running_platform(
         quarantine,
         Batches(database, Files(database, file_limits(chosen)), chosen.max_batches_per_tenant),
         LiveFeed(engine, registry.find_names, lambda: limiter.stopping),
+        AdapterReferences(registry.find_references),
     )
 
     async def close() -> None:

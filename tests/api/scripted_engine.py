@@ -93,6 +93,7 @@ class ScriptedEngine:
     pins: the pins of each message. num_refused_pins: messages while it was not ready.
     prewarmed: the prewarmed adapters, with the share of each.
     acknowledged: requests whose usage was acknowledged.
+    loaded_adapters, waiting_adapters: what the statistics list.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
@@ -115,6 +116,8 @@ class ScriptedEngine:
     purged: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     acknowledged: list[str] = field(default_factory=list)
+    loaded_adapters: tuple[tuple[str, str], ...] = ()
+    waiting_adapters: tuple[tuple[str, str], ...] = ()
     on_usage: UsageListener = lambda request_id, usage, timing: None
     live: LiveState = EMPTY
     num_observations: int = 0
@@ -215,8 +218,8 @@ class ScriptedEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20,
-            15, 9, 3,
+            1, 2, 0, 100, 60, 30, 10, 5, 1, self.loaded_adapters, self.waiting_adapters,
+            3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20, 15, 9, 3,
             {"request": 2, "pin": 1}, {"pages": 2, "slot": 0}, {"swap": 1, "recompute": 3},
             {"fetched": 3, "corrupt": 1},
             *([HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)] * 3),

@@ -206,6 +206,14 @@ class Registry:
         """
         return self._storage.find_names(versions)
 
+    def find_references(
+        self, versions: Collection[AdapterVersion]
+    ) -> Mapping[AdapterVersion, Collection[str]]:
+        """Returns everything that a request may write as its model for each of the given weights that a name still
+        uses: `name@number`, `name@alias`, and `name` for the alias `latest`.
+        """
+        return self._storage.find_references(versions)
+
     # -- adding and deleting versions -------------------------------------------------------------------------------
 
     def put(

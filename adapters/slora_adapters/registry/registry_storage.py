@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import bindparam, delete, func, insert, select, tuple_, union_all, update
+from sqlalchemy import and_, bindparam, delete, func, insert, select, tuple_, union_all, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -20,6 +20,7 @@ from slora_adapters.errors import TryAgain
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Rollout, StorageUsage
 from slora_adapters.registry.named_adapter import NamedAdapter
+from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry_rows import (
     ALIASES,
     BEHIND_ALL,
@@ -59,6 +60,17 @@ _NAMES = (
     select(_v.tenant, _v.digest, _v.name, _v.number)
     .where(tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True)))
     .order_by(_v.created_at, _v.name, _v.number)
+)
+_t = schema.adapter_alias_targets.c
+_REFERENCES = (
+    select(_v.tenant, _v.digest, _v.name, _v.number, _t.alias)
+    .select_from(
+        schema.adapter_versions.outerjoin(
+            schema.adapter_alias_targets,
+            and_(_t.tenant == _v.tenant, _t.name == _v.name, _t.number == _v.number, _t.percent > 0),
+        )
+    )
+    .where(tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True)))
 )
 # Maximum number of versions in one query. SQLite accepts at most 32,766 parameters.
 _NAMES_AT_ONCE = 1000
@@ -142,6 +154,23 @@ class RegistryStorage:
             found.update(
                 {AdapterVersion(tenant, digest): f"{name}@{number}" for tenant, digest, name, number in rows}
             )
+        return found
+
+    def find_references(
+        self, versions: Collection[AdapterVersion]
+    ) -> Mapping[AdapterVersion, Collection[str]]:
+        """See `Registry.find_references`."""
+        keys = sorted((one.tenant, one.digest) for one in versions)
+        found: dict[AdapterVersion, set[str]] = {}
+        for at in range(0, len(keys), _NAMES_AT_ONCE):
+            rows = self._database.read(_REFERENCES, {"versions": keys[at : at + _NAMES_AT_ONCE]})
+            for tenant, digest, name, number, alias in rows:
+                references = found.setdefault(AdapterVersion(tenant, digest), set())
+                references.add(f"{name}@{number}")
+                if alias is not None:
+                    references.add(f"{name}@{alias}")
+                if alias == LATEST:
+                    references.add(name)
         return found
 
     def blobs_of(self, tenant: str) -> Mapping[str, int]:

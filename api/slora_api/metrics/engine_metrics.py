@@ -1,7 +1,7 @@
 """The engine's metrics, made from its statistics at each scrape."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -12,14 +12,17 @@ from slora.engine.info import EngineInfo, EngineStats
 from slora.pool.page_counts import PageCounts
 from slora.scheduler.served_counts import OTHERS, ServedCounts
 from slora_adapters.loader.cached_versions import CacheCounts
+from slora_adapters.version import AdapterVersion
 from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS
 
-__all__ = ["engine_metrics"]
+__all__ = ["engine_metrics", "gateway_metrics"]
 
 
-def engine_metrics(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
-    """Yields the engine's metrics. model_name: value of the `model_name` label of vLLM's metrics."""
-    yield from _vllm(model_name, info, stats)
+def engine_metrics(model_name: str, stats: EngineStats) -> Iterator[Metric]:
+    """Yields the engine's metrics except `gateway_metrics`. model_name: value of the `model_name` label of vLLM's
+    metrics.
+    """
+    yield from _vllm(model_name, stats)
     yield from _own(stats)
     yield from _pages(stats)
     yield from _host_cache(stats.host_cache)
@@ -28,12 +31,34 @@ def engine_metrics(model_name: str, info: EngineInfo, stats: EngineStats) -> Ite
     yield from _adapters(stats)
 
 
-def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
-    values = [model_name, ENGINE]
+def gateway_metrics(
+    model_name: str,
+    info: EngineInfo,
+    stats: EngineStats,
+    references: Mapping[AdapterVersion, Collection[str]],
+) -> Iterator[Metric]:
+    """Yields what gateways route by. references: the names of the adapters, see `Registry.find_references`."""
     for name, help_text, value in _vllm_gauges(stats):
         gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=VLLM_LABELS)
-        gauge.add_metric(values, value)
+        gauge.add_metric([model_name, ENGINE], value)
         yield gauge
+    yield _cache_config(info)
+    lora = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters in the pool, and adapters that requests wait for. The value is the time of the scrape.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    # A name that two tenants use is listed once. A gateway sees only the model that a request names.
+    listed = [
+        ",".join(sorted({name for one in versions for name in references.get(AdapterVersion(*one), ())}))
+        for versions in (stats.loaded_adapters, stats.waiting_adapters)
+    ]
+    lora.add_metric([str(info.max_num_seqs), *listed], time.time())
+    yield lora
+
+
+def _vllm(model_name: str, stats: EngineStats) -> Iterator[Metric]:
+    values = [model_name, ENGINE]
     reasons = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Sequences that wait for room in the batch and in the pool (capacity), or for an adapter (deferred).",
@@ -63,6 +88,9 @@ def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Met
         ("iteration_tokens_total", "Tokens that a step computed.", stats.step_tokens),
     ):
         yield _histogram(f"vllm:{name}", help_text, counts, VLLM_LABELS, values)
+
+
+def _cache_config(info: EngineInfo) -> Metric:
     cache = GaugeMetricFamily(
         "vllm:cache_config_info",
         "The page pool.",
@@ -79,14 +107,7 @@ def _vllm(model_name: str, info: EngineInfo, stats: EngineStats) -> Iterator[Met
     num_whole = f"{num_tokens / info.max_model_len:.2f}"  # Sequences of maximum length that fit.
     sizes = [str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages), str(num_tokens), num_whole]
     cache.add_metric([*sizes, ENGINE], 1)
-    yield cache
-    lora = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "Adapters in the running batch. The value is the time of the scrape.",
-        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-    )
-    lora.add_metric([str(info.max_num_seqs), ",".join(stats.running_adapters), ""], time.time())
-    yield lora
+    return cache
 
 
 def _vllm_gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:

@@ -4,14 +4,16 @@
 The API's own counters and histograms are kept here. If there are several API processes, each process keeps its counters
 and histograms in its own files. Any process answers a scrape with the sums over all files (prometheus_client's
 multiprocess mode). The files outlive a process that dies. Gauges and the engine's numbers are read at each scrape.
-Adapters are labelled with tenant and digest prefix, because names are not unique across tenants. Only the operator can
-read the metrics (see authentication.py).
+Adapters are labelled with tenant and digest prefix, because names are not unique across tenants. Only
+`vllm:lora_requests_info` has names, because gateways compare them with the model of a request. Only the operator can
+read the metrics (see authentication.py), except the few that `--gateway-metrics on` opens to gateways.
 """
 
 import os
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,7 +23,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from slora.engine.info import EngineInfo, EngineStats
 from slora.request import FinishReason
-from slora_api.metrics.engine_metrics import engine_metrics
+from slora_adapters.version import AdapterVersion
+from slora_api.metrics.engine_metrics import engine_metrics, gateway_metrics
 from slora_api.metrics.request_metrics import (
     ENGINE,
     FIRST_TOKEN_S,
@@ -30,7 +33,7 @@ from slora_api.metrics.request_metrics import (
     RequestMetrics,
 )
 
-__all__ = ["Metrics", "allocate_files", "share_metrics"]
+__all__ = ["EngineNumbers", "Metrics", "allocate_files", "share_metrics"]
 
 # Space for a few thousand series. It is allocated at the start, because a write to a memory-mapped file on a full disk
 # would kill the process.
@@ -58,6 +61,14 @@ def share_metrics(directory: Path, process: int) -> None:
     # prometheus_client finds the files by this variable.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
+
+
+class EngineNumbers(NamedTuple):
+    """What the engine says at a scrape. references: the names of its adapters, see `Registry.find_references`."""
+
+    info: EngineInfo
+    stats: EngineStats
+    references: Mapping[AdapterVersion, Collection[str]]
 
 
 class Metrics:
@@ -113,7 +124,7 @@ class Metrics:
         self.is_read_only = False
         self.usage_journal_bytes = 0
         self.usage_ledger_lag_s = 0.0
-        self._engine: tuple[EngineInfo, EngineStats] | None = None
+        self._engine: EngineNumbers | None = None
         self._scraped = self._registry if directory is None else CollectorRegistry()
         if directory is not None:
             MultiProcessCollector(self._scraped, str(directory))  # type: ignore[no-untyped-call]
@@ -143,12 +154,19 @@ class Metrics:
         """Counts the answer to a line of a batch."""
         self._batch_lines.labels(outcome).inc()
 
-    def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
+    def render(self, engine: EngineNumbers | None) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine, the engine's metrics are left out rather than
         shown as zeros.
         """
         self._engine = engine
         return generate_latest(self._scraped)
+
+    def render_for_gateway(self, engine: EngineNumbers | None) -> bytes:
+        """Returns the part of the text that gateways route by. It is empty without an engine."""
+        registry = CollectorRegistry()
+        if engine is not None:
+            registry.register(_GatewayMetrics(self._model, engine))
+        return generate_latest(registry)
 
     def collect(self) -> Iterable[Metric]:
         """Yields the metrics that are read at each scrape instead of counted. The registry calls this method."""
@@ -185,7 +203,19 @@ class Metrics:
             batches.add_metric([status], count)
         yield batches
         if self._engine is not None:
-            yield from engine_metrics(self._model, *self._engine)
+            yield from gateway_metrics(self._model, *self._engine)
+            yield from engine_metrics(self._model, self._engine.stats)
 
     def describe(self) -> Iterable[Metric]:
         return ()
+
+
+class _GatewayMetrics:
+    """A collector of what gateways route by, for one scrape."""
+
+    def __init__(self, model_name: str, engine: EngineNumbers) -> None:
+        self._model = model_name
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        return gateway_metrics(self._model, *self._engine)

@@ -8,14 +8,14 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from typing_extensions import TypedDict
 
-from slora.engine.info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
+from slora_adapters.version import AdapterVersion
 from slora_api.errors import Starting
-from slora_api.generation.generation import Generator
+from slora_api.metrics.metrics import EngineNumbers
 from slora_api.package_version import find_package_version
 from slora_api.routes.openapi import errors
-from slora_api.routes.services import Wired
-from slora_api.tenants.authentication import MetricsReader, Operator
+from slora_api.routes.services import Services, Wired
+from slora_api.tenants.authentication import GATEWAY, MetricsReader, Operator
 
 __all__ = ["router"]
 
@@ -86,23 +86,28 @@ async def readyz(services: Wired) -> Readiness:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(_reader: MetricsReader, services: Wired) -> Response:
+async def metrics(reader: MetricsReader, services: Wired) -> Response:
+    """Answers with all metrics, or with those for gateways if `--gateway-metrics on` admits a scrape without a key."""
     generator = services.generator
+    engine = await _engine_numbers(services)
+    if reader is GATEWAY:
+        return Response(generator.metrics.render_for_gateway(engine), media_type=CONTENT_TYPE_LATEST)
     generator.metrics.is_read_only = services.reserve.is_full
     shipper = services.usage_shipper
     generator.metrics.usage_journal_bytes = await asyncio.to_thread(shipper.measure_journal)
     generator.metrics.usage_ledger_lag_s = shipper.lag_s
-    return Response(
-        generator.metrics.render(await _engine_numbers(generator)), media_type=CONTENT_TYPE_LATEST
-    )
+    return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _engine_numbers(generator: Generator) -> tuple[EngineInfo, EngineStats] | None:
+async def _engine_numbers(services: Services) -> EngineNumbers | None:
     """Returns the facts and the statistics of the engine. Returns None if no engine answers in time, because a scrape
     must not wait for long.
     """
+    generator = services.generator
     try:
         async with asyncio.timeout(_STATS_S):
-            return generator.engine_info(), await generator.client.stats()
+            info, stats = generator.engine_info(), await generator.client.stats()
+            versions = [AdapterVersion(*one) for one in (*stats.loaded_adapters, *stats.waiting_adapters)]
+            return EngineNumbers(info, stats, await services.references.find(versions))
     except (EngineUnavailable, Starting, TimeoutError):
         return None

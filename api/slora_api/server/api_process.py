@@ -64,6 +64,7 @@ from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.http_server import HttpServer
 from slora_api.key_masking import mask_keys
 from slora_api.live.live_feed import LiveFeed
+from slora_api.metrics.adapter_references import AdapterReferences
 from slora_api.metrics.metrics import Metrics, share_metrics
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
@@ -223,6 +224,7 @@ async def open_services(
         quarantine,
         Batches(database, Files(database, file_limits(settings)), settings.max_batches_per_tenant),
         LiveFeed(client, registry.find_names, lambda: limiter.stopping),
+        AdapterReferences(registry.find_references),
     )
 
 

@@ -126,7 +126,14 @@ def make_app(
     """
     settings = services.settings
     app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
-    app = AuthenticationMiddleware(app, services.key_store, services.key_use, services.running, admin_key)
+    app = AuthenticationMiddleware(
+        app,
+        services.key_store,
+        services.key_use,
+        services.running,
+        admin_key,
+        admits_gateways=settings.gateway_metrics,
+    )
     body_limits = BodyLimits(
         settings.max_body_bytes,
         settings.max_upload_bytes,

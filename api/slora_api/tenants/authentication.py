@@ -37,6 +37,7 @@ from slora_api.tenants.scopes import OPERATOR_SCOPES, Scope
 from slora_api.tenants.tenant_status import TenantStatus
 
 __all__ = [
+    "GATEWAY",
     "PUBLIC_PATHS",
     "AdapterReader",
     "AdapterWriter",
@@ -67,11 +68,17 @@ _PUBLIC_FOLDER = "/console/"
 _LOOK_UP_SLOTS = 4
 _MAX_LOOK_UPS = 128
 
+# The caller of a scrape without a key.
+GATEWAY = OperatorKey("gateway", "gateway", 0, scopes=frozenset({Scope.METRICS_READ}))
+
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
 
 class AuthenticationMiddleware:
-    """ASGI middleware: stores the caller in the request's state, or answers 401."""
+    """ASGI middleware: stores the caller in the request's state, or answers 401.
+
+    admits_gateways: whether a scrape of the metrics without a key gets those for gateways.
+    """
 
     def __init__(
         self,
@@ -80,8 +87,11 @@ class AuthenticationMiddleware:
         key_use: KeyUse,
         running: RunningRequests,
         admin_key: AdminKey | None,
+        *,
+        admits_gateways: bool = False,
     ) -> None:
         self._app = app
+        self._admits_gateways = admits_gateways
         self._key_store = key_store
         self._key_use = key_use
         self._running = running
@@ -95,7 +105,10 @@ class AuthenticationMiddleware:
         if not is_public(scope["path"]):
             try:
                 header = Headers(scope=scope).get("authorization", "")
-                caller = await self._identify(header, _address(scope))
+                if not header and self._admits_gateways and scope["path"] == "/metrics":
+                    caller: Caller | None = GATEWAY
+                else:
+                    caller = await self._identify(header, _address(scope))
             except ServerBusy as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -109,7 +122,7 @@ class AuthenticationMiddleware:
             scope["state"]["caller"] = caller
             if isinstance(caller, KeyRecord) and (context := current_request.get()) is not None:
                 context.tenant = caller.tenant
-            if caller is not BOOTSTRAP_KEY:
+            if caller is not BOOTSTRAP_KEY and caller is not GATEWAY:
                 self._key_use.note(caller)
             with acting_as(_actor(caller, scope)), self._track(caller, scope["state"]):
                 await self._app(scope, receive, send)

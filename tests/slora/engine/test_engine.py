@@ -219,7 +219,8 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     engine.abort("never there")
     engine.check_invariants()
     stats = engine.stats()
-    assert stats.running == 1 and stats.running_adapters == ()
+    assert stats.running == 1 and stats.waiting_adapters == ()
+    assert stats.loaded_adapters == ((versions["odd_rank"].tenant, versions["odd_rank"].digest),)
     # Idle cached pages: the adapter's, and the two blocks that the request computed completely.
     assert stats.pages_held == 1 and stats.pages_cached == stats.adapter_pages + 2 > 2
     assert answers["r"].token_ids + drive(engine, [])["r"].token_ids == alone
