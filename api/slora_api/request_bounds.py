@@ -250,8 +250,8 @@ class RequestBounds:
         """
         if num_chars > self.echo_chars:
             raise BadRequest(
-                f"`echo` would repeat {num_chars} characters, each prompt once for each of its choices; this server "
-                f"repeats at most {self.echo_chars}. Send fewer prompts, or a smaller `n`.",
+                f"`echo` repeats each prompt once for each of its choices. That would be {num_chars} characters; this "
+                f"server repeats at most {self.echo_chars}. Send fewer prompts, or a smaller `n`.",
                 "echo",
             )
 

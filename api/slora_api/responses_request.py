@@ -325,7 +325,7 @@ class ResponsesRequest(TemplateFields, AnswerFields):
 
     @property
     def sent_format(self) -> dict[str, Any]:
-        """The format of the text in the form in which the answer repeats it."""
+        """The request's text format, as the JSON of the answer repeats it."""
         form = None if self.text is None else self.text.format
         if form is None:
             return {"type": "text"}

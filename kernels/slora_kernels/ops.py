@@ -91,9 +91,9 @@ class Kernels(Protocol):
         """Normalises and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
 
         qkv: [T, (Hq + 2 Hk) * D].
-        cos_sin: float32 [max_positions, R], cos (R/2) then sin (R/2) of each position, with R even and R <= D. The
-        first R dimensions of a head are rotated. As in Llama, dimension i is paired with i + R/2: (a, b) -> (a cos - b
-        sin, b cos + a sin). None: no rotation.
+        cos_sin: float32 [max_positions, R]. Each row contains the R/2 cosines of a position, then its R/2 sines. R is
+        even and at most D. The first R dimensions of a head are rotated. As in Llama, dimension i is paired with
+        i + R/2: (a, b) -> (a cos - b sin, b cos + a sin). None: no rotation.
         norms: applied to each head before the rotation. None: no norm.
         """
 

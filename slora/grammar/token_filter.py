@@ -1,4 +1,4 @@
-"""The matcher of `allowed_token_ids` and `bad_words`: which tokens a request allows after the tokens of its answer.
+"""The matcher of `allowed_token_ids` and `bad_words`. Given the tokens generated so far, it tells which may come next.
 
 As in vLLM, a sequence of `bad_words` is prevented by forbidding its last token after all of its other tokens.
 """

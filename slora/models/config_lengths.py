@@ -18,7 +18,9 @@ _NOT_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
 
 
 def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
-    """The windows, chunks and floors that the config of the text model contains, in tokens, by field name."""
+    """Returns the lengths in tokens that the text model's config contains, by field name: attention windows and
+    chunks, and the interval after which the temperature of attention changes (`floor_scale`).
+    """
     return dict(_lengths(config.get_text_config()))
 
 

@@ -300,8 +300,8 @@ class ObjectStore:
             self._remove_uploads(digest, own)
 
     def _sweep(self) -> None:
-        """Removes the incomplete uploads of crashed writers, which their notes name. Handles at most _MAX_SWEPT old
-        notes.
+        """Removes the incomplete uploads of crashed writers. Each note names one such upload. Handles at most
+        _MAX_SWEPT old notes.
         """
         notes = [match for name, _ in self._list(self._begun) if (match := _NOTE.fullmatch(name))]
         for match in [match for match in notes if self._is_old(match[1])][:_MAX_SWEPT]:

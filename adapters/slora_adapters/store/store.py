@@ -1,5 +1,5 @@
-"""The store interface. A store keeps blobs. A blob consists of a few named members, and its key is the digest of an
-adapter's arithmetic.
+"""The store interface. A store keeps blobs. A blob consists of a few named members. Its key is a digest of everything
+that determines an adapter's results.
 
 A store does not know tenants, names or PEFT. The registry tracks which versions refer to a blob and decides when it is
 deleted. All blobs with the same digest are interchangeable (`bundle.py`). So a second put of a digest is never a

@@ -120,8 +120,8 @@ Wired = Annotated[Services, Depends(_services)]
 async def open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
     """Opens the meter before the body is read, so that every answer has the meter's headers.
 
-    The busiest routes call this function instead of depending on it. FastAPI resolves the dependencies of a dependency
-    again each time.
+    The busiest routes call this function instead of declaring it as a dependency, because FastAPI would resolve the
+    dependencies of this function a second time for each request.
     """
     is_background = background_id(request) is not None
     meter = await services.quotas.open(key.tenant, key.key_id, is_background=is_background)

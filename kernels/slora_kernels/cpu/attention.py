@@ -96,7 +96,7 @@ def count_contiguous_keys(key: Int, end: Int, block_tokens: Int) -> Int:
 
 @compiled
 def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
-    """Copies the unscaled K (or V) of the n tokens from `key` on to target [n, D], page by page.
+    """Copies the unscaled K (or V) of n tokens into target [n, D], page by page. `key` is the first token.
 
     start: where K (or V) of the head begins in a page.
     """

@@ -22,8 +22,8 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # The smallest M of a tensor core instruction. Most tiles of a decode batch hold one or two tokens.
 _SMALL_TILE_TOKENS = 16
-# Tile size of prefill chunks. With twice as many tokens per tile, A and B are read half as often. Both tile sizes use
-# the instruction mma.sync (Hopper uses wgmma from 64 rows on), so a token gets the same bits with both.
+# Tile size of prefill chunks. It is twice the small tile size, so A and B are read half as often. Both sizes are below
+# 64 rows, where Hopper also uses mma.sync instead of wgmma. So a token gets the same bits with either size.
 TILE_TOKENS = 32
 
 
