@@ -6,6 +6,8 @@ from bench.batching import SIZES, batching_rows
 from bench.cold_adapters import cold_row
 from bench.early_abort import TWICE, abort_row
 from bench.fairness import back_from_idle, fair_setup, flood_rows, many_adapters, share_rows, ten_times
+from bench.fleet import POLICIES as FLEET_POLICIES
+from bench.fleet import policy_rows as fleet_rows
 from bench.gates import DynamicGate, StaticGate
 from bench.machines import A10G_7B, A100_7B
 from bench.overhead import page_rows, schedule_row
@@ -170,3 +172,12 @@ def test_each_policy_is_compared_with_the_default_of_its_scene() -> None:
 def test_a_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("numbers", [{"name": "a", "x": 1.5}, {"name": "bb", "x": None}])
     assert capsys.readouterr().out.splitlines() == ["", "numbers", "name      x", "a     1.500", "bb"]
+
+
+def test_slora_loads_less_than_policies_without_affinity_and_serves_more_than_affinity_alone() -> None:
+    rows = {row["policy"]: row for row in fleet_rows(50, 60.0)}
+    assert list(rows) == list(FLEET_POLICIES)
+    slora = rows["slora"]
+    assert slora["loads"] < rows["power of two"]["loads"] and slora["loads"] < rows["random"]["loads"]
+    assert slora["of the bound %"] > rows["affinity without bound"]["of the bound %"]
+    assert all(row["of the bound %"] <= 100.01 for row in rows.values())

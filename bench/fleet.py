@@ -1,0 +1,201 @@
+"""A simulated fleet: 100 adapters per replica, Zipf popularity that shifts, a day's swing of the load, a viral adapter
+and a lost rack, under several routing policies.
+
+    python -m bench.fleet [--parts calibration policies hour sizes] [--replicas 1000] [--write FILE]
+
+calibration: 4 replica models against 4 production schedulers on the same trace and router. policies: all policies on
+300 s of traffic. hour: slora's router on an hour of traffic. sizes: the first token by load, for the rule when to add a
+GPU. A day's swing, six shifts of popularity, the viral adapter (5% of the requests in the third sixth) and the loss of
+4% of the replicas (at half time) are scaled to the length of the traffic.
+
+The fluid bound serves all replicas' work as one queue without cold loads.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.fleet_policies import (
+    Multiplexing,
+    PlainAffinity,
+    PowerOfTwo,
+    RandomChoice,
+    ScoredAffinity,
+    choose_chameleon_victim,
+)
+from bench.machines import A10G_7B
+from bench.table import Row, print_table, write_json
+from slora.routing.router import Router
+from slora.simulation.fleet.fleet import Fleet, FleetResults, Loss, RouterPolicy, RoutingPolicy
+from slora.simulation.fleet.replica_model import ReplicaSettings
+from slora.simulation.fleet.traffic import Demand, Traffic, make_traffic, read_trace_arrays
+from slora.simulation.request_log import SLO_S
+from slora.simulation.routed_engines import RoutedEngines
+from slora.simulation.simulation import Policies, Setup
+from slora.simulation.traces import S2, zipf_trace
+from slora.simulation.virtual_source import FetchCosts
+
+REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)
+SETTINGS = ReplicaSettings(A10G_7B, S2.ranks, fetch=REMOTE)
+ONE_LANE = replace(SETTINGS, fetch=replace(REMOTE, num_lanes=1))
+CHAMELEON = replace(SETTINGS, choose_victim=choose_chameleon_victim)
+TOKEN_S = 1.5e-3
+RATE, SWING = 0.75, 0.3  # Requests per second and replica, and the swing of a day around them.
+
+POLICIES: dict[str, tuple[Callable[[], RoutingPolicy], ReplicaSettings]] = {
+    "random": (lambda: RandomChoice(TOKEN_S), SETTINGS),
+    "power of two": (lambda: PowerOfTwo(TOKEN_S), SETTINGS),
+    "power of two, Chameleon's cache": (lambda: PowerOfTwo(TOKEN_S), CHAMELEON),
+    "affinity without bound": (lambda: PlainAffinity(TOKEN_S), SETTINGS),
+    "llm-d's scorers": (lambda: ScoredAffinity(TOKEN_S), SETTINGS),
+    "Ray's multiplexing": (lambda: Multiplexing(TOKEN_S), ONE_LANE),
+    "slora": (lambda: RouterPolicy(Router(token_s=TOKEN_S)), SETTINGS),
+}
+
+
+def make_demand(num_replicas: int, seconds: float, rate: float = RATE) -> Demand:
+    viral = (seconds / 3, seconds / 2, 0.05)
+    return Demand(100 * num_replicas, rate * num_replicas, seconds, 1.0, SWING, seconds / 6, viral)
+
+
+def bound_capacity(traffic: Traffic) -> float:
+    """Returns the most tokens per second of one replica: its pool is full of KV, no adapter takes a page, and no
+    request is preempted.
+
+    A running request has its mean context over its steps, so long answers count by their length.
+    """
+    costs = A10G_7B.costs
+    prompts, outputs = traffic.prompt_tokens.astype(float), traffic.output_tokens.astype(float)
+    context = float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
+    rows = A10G_7B.pool_tokens / context
+    step_s = costs.step_s + rows * (costs.decode_s + context * costs.context_token_s)
+    request_s = float(prompts.mean()) * costs.token_s + float(outputs.mean()) * step_s / rows
+    return float(traffic.total_tokens.mean()) / request_s
+
+
+def bound_goodput(traffic: Traffic, num_replicas: int, loss: Loss | None) -> float:
+    """Returns the tokens per second of one queue with the capacity of all replicas. Work that would wait longer than
+    the SLO is not served.
+    """
+    duration, capacity = float(traffic.arrival_s[-1]), bound_capacity(traffic)
+    offered = np.bincount(traffic.arrival_s.astype(int), traffic.total_tokens.astype(float))
+    served = backlog = 0.0
+    for second, tokens in enumerate(offered.tolist()):
+        lost = loss.count if loss is not None and second >= loss.at_s else 0
+        rate = capacity * (num_replicas - lost)
+        backlog = min(backlog + tokens, rate * SLO_S)
+        done = min(backlog, rate)
+        served, backlog = served + done, backlog - done
+    return (served + backlog) / duration
+
+
+def run_fleet(name: str, num_replicas: int, traffic: Traffic, loss: Loss | None) -> Row:
+    make_policy, settings = POLICIES[name]
+    fleet = Fleet(settings, num_replicas, make_policy(), traffic, token_s=TOKEN_S, loss=loss)
+    start = time.process_time()
+    results = fleet.run()
+    cpu_s = time.process_time() - start
+    bound = bound_goodput(traffic, num_replicas, loss)
+    return {"policy": name, "replicas": num_replicas, **describe(results, bound), "CPU s": cpu_s}
+
+
+def describe(results: FleetResults, bound: float) -> Row:
+    return {
+        "requests": results.requests,
+        "of the bound %": 100 * results.goodput_tokens_per_s / bound,
+        "in 6 s %": 100 * results.attainment,
+        "first token s": results.ttft_mean_s,
+        "first p50": results.ttft_p50_s,
+        "first p99": results.ttft_p99_s,
+        "latency s": results.latency_mean_s,
+        "warm %": 100 * results.warm_share,
+        "loads": results.loads,
+        "loads per adapter": results.loads / results.distinct_adapters,
+        "preempted": results.preemptions,
+    }
+
+
+def calibration_rows(rates: tuple[float, ...] = (0.8, 1.0, 1.2), seconds: float = 400.0) -> list[Row]:
+    rows: list[Row] = []
+    setup = Setup(
+        A10G_7B,
+        S2.ranks,
+        num_tenants=20,
+        fetch=REMOTE,
+        max_tokens=2048,
+        policies=Policies(prefix_cache="off"),
+    )
+    for rate in rates:
+        trace = zipf_trace(200, 4 * rate, seconds, alpha=1.0, num_tenants=20)
+        engines = RoutedEngines(setup, 4, Router(token_s=TOKEN_S), TOKEN_S)
+        exact = engines.run(trace)
+        in_time = [one.request for one in engines.outcomes() if one.ttft_s is not None and one.ttft_s < SLO_S]
+        tokens = sum(request.prompt_tokens + request.output_tokens for request in in_time)
+        traffic = read_trace_arrays(trace)
+        policy = RouterPolicy(Router(token_s=TOKEN_S))
+        model = Fleet(SETTINGS, 4, policy, traffic, token_s=TOKEN_S, report_s=0.0).run()
+        goodput = tokens / trace[-1].arrival_s
+        for name, first, second in (
+            ("goodput tokens/s", goodput, model.goodput_tokens_per_s),
+            ("first token s", exact.ttft_mean_s, model.ttft_mean_s),
+            ("first p50", exact.ttft_p50_s, model.ttft_p50_s),
+            ("first p99", exact.ttft_p99_s, model.ttft_p99_s),
+            ("latency s", exact.latency_mean_s, model.latency_mean_s),
+            ("loads", engines.num_loads, model.loads),
+        ):
+            row = {"rate per replica": rate, "of": name, "scheduler": first, "model": second}
+            rows.append({**row, "error %": 100 * (second / first - 1)})
+    return rows
+
+
+def make_scene(num_replicas: int, seconds: float) -> tuple[Traffic, Loss]:
+    return make_traffic(make_demand(num_replicas, seconds)), Loss(seconds / 2, 0, num_replicas // 25)
+
+
+def policy_rows(num_replicas: int, seconds: float) -> list[Row]:
+    traffic, loss = make_scene(num_replicas, seconds)
+    return [run_fleet(name, num_replicas, traffic, loss) for name in POLICIES]
+
+
+def size_rows(num_replicas: int, seconds: float = 300.0) -> list[Row]:
+    """The same without events: only the mean load differs."""
+    rows: list[Row] = []
+    for rate in (0.5, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2):
+        traffic = make_traffic(Demand(100 * num_replicas, rate * num_replicas, seconds))
+        load = float(traffic.total_tokens.sum()) / seconds / num_replicas / bound_capacity(traffic)
+        row = run_fleet("slora", num_replicas, traffic, None)
+        rows.append({"rate per replica": rate, "of capacity %": 100 * load, **row})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = ("calibration", "policies", "hour", "sizes")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    tables: dict[str, list[Row]] = {}
+    if "calibration" in options.parts:
+        tables["calibration"] = calibration_rows()
+        print_table("The model against the production scheduler, 4 replicas", tables["calibration"])
+    if "policies" in options.parts:
+        tables["policies"] = policy_rows(options.replicas, 300.0)
+        print_table("Policies, 300 s", tables["policies"])
+    if "hour" in options.parts:
+        traffic, loss = make_scene(options.replicas, 3600.0)
+        tables["hour"] = [run_fleet("slora", options.replicas, traffic, loss)]
+        print_table("An hour", tables["hour"])
+    if "sizes" in options.parts:
+        tables["sizes"] = size_rows(max(50, options.replicas // 10))
+        print_table("When to add a GPU", tables["sizes"])
+    if options.write:
+        write_json(options.write, tables, {"replicas": options.replicas, "settings": asdict(A10G_7B.costs)})
+
+
+if __name__ == "__main__":
+    main()
