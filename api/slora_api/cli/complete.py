@@ -65,6 +65,10 @@ def complete(arguments: argparse.Namespace) -> None:
             is_empty = is_empty and not text
             print(text, end="", flush=True)
     print()
+    answered_by = response.headers.get("x-slora-adapter")
+    if answered_by not in (None, arguments.model):
+        # On standard error, so that standard output has the answer only. An alias may split requests between versions.
+        print(f"answered by {answered_by}", file=sys.stderr)
     if is_empty:
         hint = (
             "; a model trained on chat messages may need a chat template: omit --raw" if arguments.raw else ""

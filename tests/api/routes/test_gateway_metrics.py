@@ -32,7 +32,9 @@ _ALL = {
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     directory = tmp_path_factory.mktemp("gateway")
-    with running_platform(directory, ScriptedEngine(deltas_of(b"hello.")), gateway_metrics=True) as platform:
+    with running_platform(
+        directory, ScriptedEngine([deltas_of(b"hello.")]), gateway_metrics=True
+    ) as platform:
         yield platform
 
 
@@ -106,7 +108,7 @@ def test_a_gateway_gets_no_other_route_and_a_wrong_key_is_still_refused(gateway:
 
 
 def test_metrics_need_a_key_unless_the_operator_admits_gateways(tmp_path: Path) -> None:
-    with running_platform(tmp_path, ScriptedEngine(deltas_of(b"hello."))) as platform:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"hello.")])) as platform:
         assert scrape(platform).status_code == 401
 
 

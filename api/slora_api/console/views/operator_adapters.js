@@ -44,7 +44,7 @@ export function OperatorAdapters() {
     .sort((one, other) => other.num_model_requests - one.num_model_requests);
   const usedColumns = [
     { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>` },
-    { name: "Adapter", cell: (one) => one.model ?? html`<span class="note">deleted</span>
+    { name: "Adapter", cell: (one) => one.model ?? html`<span class="note">deleted${" "}</span>
       <code title=${one.adapter_digest}>${one.adapter_digest.slice(0, 19)}</code>` },
     { name: "Requests", isNumber: true, cell: (one) => formatCount(one.num_model_requests) },
     { name: "Tokens in", isNumber: true, cell: (one) => formatCount(one.input_tokens) },

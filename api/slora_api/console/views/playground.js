@@ -76,7 +76,7 @@ export function View() {
                   onClick=${() => setChosen(names.filter((one) => one !== name))}>×</button></li>`)}
             </ul>
             ${names.length < MAX_MODELS && html`<span class="fields">
-              <input list="models" value=${wanted} aria-label="Model to add" placeholder="adapter, adapter@alias or adapter@3"
+              <input list="models" value=${wanted} aria-label="Model to add" placeholder="name, name@3 or name@alias"
                 onInput=${(event) => setWanted(event.target.value)} autocomplete="off" spellcheck=${false}
                 onKeyDown=${(event) => {
                   if (event.key === "Enter" && wanted.trim() !== "") { event.preventDefault(); event.stopPropagation(); add(); }
