@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slora.weights.weight_reader import LinearPart
+
 _STD = 0.02
 
 
@@ -19,12 +21,14 @@ class MadeWeights:
     def vector(self, name: str, width: int) -> Tensor:
         return torch.ones(width, dtype=self.dtype, device=self.device)
 
-    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
-        weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+    def matrix(
+        self, name: str, num_rows: int, width: int, rows: range | None = None, num_held: int | None = None
+    ) -> Tensor:
+        weight = torch.empty(num_held or num_rows, width, dtype=self.dtype, device=self.device)
         return weight.normal_(std=_STD, generator=self._random)
 
-    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Tensor:
-        return self.matrix("", sum(rows for _, rows in parts), width)
+    def linear(self, parts: Sequence[LinearPart]) -> Tensor:
+        return self.matrix("", sum(len(rows) for part in parts for rows in part.rows), len(parts[0].columns))
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
         return False

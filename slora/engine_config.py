@@ -45,6 +45,13 @@ class EngineConfig:
         "dtype of the model: auto (the dtype of the checkpoint), float32, bfloat16 or float16",
         Choice(("auto", "float32", "bfloat16", "float16")),
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "number of processes that compute the model together, each on a GPU of its own with its part of the weights: "
+        "must divide the attention heads and intermediate_size of the model",
+        Whole(1, 64),
+        metavar="N",
+    )
     kernels: str = setting(
         "auto",
         "kernels that compute the model: auto, triton, numba or torch",

@@ -7,17 +7,21 @@ An adapter may be loaded in slices, one per step, so that a large adapter does n
 slice is loaded, its slot holds no adapter: neither the new one nor the previous one.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slora.device.host_pages import HostPages
 from slora.device.huge_pages import empty_tensor
 from slora.scheduler.step_plan import AdapterLoad
-from slora_adapters.peft.packing import PackedAdapter
+from slora_adapters.peft.packing import ByteArray
+from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import AdapterTables, KVGeometry
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import AdapterLayout, ModelShape
 
 
 class _SlotContent(NamedTuple):
@@ -26,6 +30,37 @@ class _SlotContent(NamedTuple):
     generation: int
     num_pages: int
     is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlice:
+    """The bytes of one rank for an `AdapterLoad`. pages: all pages of the adapter. content: uint8 [n]."""
+
+    version: AdapterVersion
+    slot: int
+    generation: int
+    pages: list[int]
+    first_page: int
+    num_pages: int
+    content: ByteArray
+    layout: AdapterLayout
+    scales: npt.NDArray[np.float32]
+
+    @staticmethod
+    def cut(load: AdapterLoad, full_page_bytes: int, rank: int) -> "AdapterSlice":
+        resident, packed, end = load.resident, load.packed, load.first_page + load.num_pages
+        content = packed.part(rank)[load.first_page * full_page_bytes : end * full_page_bytes]
+        return AdapterSlice(
+            resident.version,
+            resident.slot,
+            resident.generation,
+            resident.pages,
+            load.first_page,
+            load.num_pages,
+            content,
+            packed.layout,
+            packed.scales,
+        )
 
 
 class DeviceMemory:
@@ -55,22 +90,26 @@ class DeviceMemory:
         self._slots: dict[int, _SlotContent] = {}
 
     def load(self, load: AdapterLoad) -> None:
+        """Copies a slice of rank 0's part of an adapter. See `load_slice`."""
+        self.load_slice(AdapterSlice.cut(load, self.full_page_bytes, rank=0))
+
+    def load_slice(self, part: AdapterSlice) -> None:
         """Copies a slice of an adapter into its pages. After the last slice, points the slot's tables at the pages.
 
         Raises RuntimeError for a slice that does not follow the previous one.
         """
-        resident, end = load.resident, load.first_page + load.num_pages
-        before = self._slots.pop(resident.slot, None)
-        if load.first_page and before != _SlotContent(resident.generation, load.first_page, False):
+        end = part.first_page + part.num_pages
+        before = self._slots.pop(part.slot, None)
+        if part.first_page and before != _SlotContent(part.generation, part.first_page, False):
             raise RuntimeError(
-                f"pages of {resident.version} from {load.first_page} on were loaded into slot "
-                f"{resident.slot}, but the pages before them were not"
+                f"pages of {part.version} from {part.first_page} on were loaded into slot "
+                f"{part.slot}, but the pages before them were not"
             )
-        content = load.packed.buffer[load.first_page * self.full_page_bytes : end * self.full_page_bytes]
-        self.write(resident.pages[load.first_page : end], torch.from_numpy(content))
-        if load.is_last:
-            self._write_tables(resident.slot, resident.pages, load.packed)
-        self._slots[resident.slot] = _SlotContent(resident.generation, end, load.is_last)
+        self.write(part.pages[part.first_page : end], torch.from_numpy(part.content))
+        is_last = end == len(part.pages)
+        if is_last:
+            self._write_tables(part)
+        self._slots[part.slot] = _SlotContent(part.generation, end, is_last)
 
     def write(self, pages: list[int], content: Tensor) -> None:
         """Copies `content`, uint8 [n] in host memory, into the pages in order. The last page may be filled in part.
@@ -122,12 +161,12 @@ class DeviceMemory:
         content = self._slots.get(slot)
         return content is not None and content.is_complete and content.generation == generation
 
-    def _write_tables(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        page_ids = torch.tensor(pages, dtype=torch.int32)
-        self.tables.page_table[slot, : len(page_ids)] = page_ids.to(self.device)
-        self.tables.groups[slot] = torch.from_numpy(packed.layout.groups).to(self.device)
-        self.tables.modules[slot] = torch.from_numpy(packed.layout.modules).to(self.device)
-        self.tables.scales[slot] = torch.from_numpy(packed.scales).to(self.device)
+    def _write_tables(self, part: AdapterSlice) -> None:
+        page_ids = torch.tensor(part.pages, dtype=torch.int32)
+        self.tables.page_table[part.slot, : len(page_ids)] = page_ids.to(self.device)
+        self.tables.groups[part.slot] = torch.from_numpy(part.layout.groups).to(self.device)
+        self.tables.modules[part.slot] = torch.from_numpy(part.layout.modules).to(self.device)
+        self.tables.scales[part.slot] = torch.from_numpy(part.scales).to(self.device)
 
 
 def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: torch.device) -> AdapterTables:

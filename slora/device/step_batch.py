@@ -4,7 +4,7 @@ The batch is built once per step and read by every layer. All arrays are copied 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
 
 IntArray = npt.NDArray[np.integer]
+HostArray = IntArray | npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,43 @@ class StepBatch:
 
         long_rows: the row of the rotary table at which the positions of long sequences begin.
         """
+        return StepArrays.build(plan, memory, limits, long_rows).upload(memory.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArrays:
+    """A layer of LoRA work in host memory. arrays: tiles int32 [num_tiles, 3] and weights float32 [num_tiles]."""
+
+    arrays: tuple[HostArray, HostArray]
+    max_group_rank: int
+    max_tokens: int
+    num_decodes: int
+
+    def upload(self, device: torch.device) -> LoraTiles:
+        return self.join(iter([torch.from_numpy(array).to(device) for array in self.arrays]))
+
+    def join(self, tensors: Iterator[Tensor]) -> LoraTiles:
+        """tensors: the arrays on the device, two for each layer."""
+        return LoraTiles(next(tensors), next(tensors), self.max_group_rank, self.max_tokens, self.num_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """A `StepBatch` in host memory. The ranks of a group get it without the sequences (`without_sequences`)."""
+
+    arrays: list[HostArray]
+    max_query_len: int
+    max_context_len: int
+    lora: tuple[LayerArrays, ...]
+    adapts_embedding: bool
+    head_lora: tuple[LayerArrays, ...]
+    sampling: list[Sequence]
+    prompts: list[PromptRows]
+    pooled: list[PooledRows]
+
+    @staticmethod
+    def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepArrays":
+        """See `StepBatch.build`."""
         chunks = _split_drafts(plan.chunks)
         for chunk in chunks:
             for slot, generation, _ in chunk.slots:
@@ -76,14 +114,14 @@ class StepBatch:
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
         targets = join_targets(chunks)
-        layers = cut_token_tiles(chunks, limits)
-        head_layers = cut_head_tiles(chunks, limits) if targets.head else []
+        layers = _lay_out(cut_token_tiles(chunks, limits))
+        head_layers = _lay_out(cut_head_tiles(chunks, limits)) if targets.head else ()
         sampled = [chunk.sampled_sequences for chunk in chunks]
         last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
         prompts = find_prompt_rows(chunks, starts)
         pooled = find_pooled_rows(chunks, starts)
         others = [*_tokens(prompts), *_tokens(pooled)]
-        arrays: list[IntArray | npt.NDArray[np.float32]] = [
+        arrays: list[HostArray] = [
             _token_ids(chunks, int(starts[-1])),
             _rotary_rows(chunks, positions, counts, long_rows),
             _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
@@ -91,10 +129,27 @@ class StepBatch:
             starts,
             contexts,
             block_tables,
-            *(array for layer in (*layers, *head_layers) for array in _tile_arrays(layer.tiles)),
+            *(array for layer in (*layers, *head_layers) for array in layer.arrays),
         ]
+        return StepArrays(
+            arrays=arrays,
+            max_query_len=int(counts.max()),
+            max_context_len=int(contexts.max()),
+            lora=layers,
+            adapts_embedding=targets.embedding,
+            head_lora=head_layers,
+            sampling=[sequence for sequences in sampled for sequence in sequences],
+            prompts=prompts,
+            pooled=pooled,
+        )
+
+    def without_sequences(self) -> "StepArrays":
+        return replace(self, sampling=[], prompts=[], pooled=[])
+
+    def upload(self, device: torch.device) -> StepBatch:
+        """Copies all arrays to the device together."""
         ids, pos, kv_slots, output_rows, query_starts, context_lens, tables, *rest = _upload(
-            arrays, memory.device
+            self.arrays, device
         )
         tile_tensors = iter(rest)
         attention = AttentionBatch(
@@ -103,19 +158,19 @@ class StepBatch:
             block_tables=tables,
             positions=pos,
             kv_slots=kv_slots,
-            max_query_len=int(counts.max()),
-            max_context_len=int(contexts.max()),
+            max_query_len=self.max_query_len,
+            max_context_len=self.max_context_len,
         )
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=_join_layers(layers, tile_tensors),
-            adapts_embedding=targets.embedding,
-            head_lora=_join_layers(head_layers, tile_tensors),
+            lora=tuple(layer.join(tile_tensors) for layer in self.lora),
+            adapts_embedding=self.adapts_embedding,
+            head_lora=tuple(layer.join(tile_tensors) for layer in self.head_lora),
             output_rows=output_rows,
-            sampling=[sequence for sequences in sampled for sequence in sequences],
-            prompts=prompts,
-            pooled=pooled,
+            sampling=self.sampling,
+            prompts=self.prompts,
+            pooled=self.pooled,
         )
 
 
@@ -169,42 +224,31 @@ def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, blo
     return slots
 
 
-def tile_prompt_rows(
-    sequence: Sequence, num_rows: int, tile_tokens: int, device: torch.device
-) -> tuple[LoraTiles, ...]:
+def tile_prompt_rows(sequence: Sequence, num_rows: int, tile_tokens: int) -> tuple[LayerArrays, ...]:
     """The layers of LoRA work for prompt rows of one sequence at the output head."""
     layers = []
     for resident, (slot, _, weight) in zip(sequence.residents, sequence.slots, strict=True):
         if resident.targets.head:
             tiles = cut_rows((slot, weight), num_rows, tile_tokens)
-            rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
-            layers.append(LoraTiles(rows, weights, resident.targets.max_group_rank, max_rows(tiles)))
-    return tuple(layers)
+            layers.append(TileLayer(tiles, 0, resident.targets.max_group_rank))
+    return _lay_out(layers)
 
 
-def _join_layers(layers: Iterable[TileLayer], tensors: Iterator[Tensor]) -> tuple[LoraTiles, ...]:
-    """Joins each layer with its arrays. tensors: the tile arrays on the device, two for each layer that has tiles."""
+def _lay_out(layers: Iterable[TileLayer]) -> tuple[LayerArrays, ...]:
+    """Returns the layers that have tiles, as arrays."""
     return tuple(
-        LoraTiles(
-            next(tensors), next(tensors), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes
-        )
+        LayerArrays(_tile_arrays(layer.tiles), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes)
         for layer in layers
         if layer.tiles
     )
 
 
-def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
-    """Returns the arrays of `LoraTiles`: int32 [num_tiles, 3] and float32 [num_tiles].
-
-    Returns an empty list if there are no tiles.
-    """
-    if not tiles:
-        return []
+def _tile_arrays(tiles: list[Tile]) -> tuple[HostArray, HostArray]:
     rows = np.array([tile[:3] for tile in tiles], np.int32)
-    return [rows, np.array([tile.weight for tile in tiles], np.float32)]
+    return rows, np.array([tile.weight for tile in tiles], np.float32)
 
 
-def _upload(arrays: list[IntArray | npt.NDArray[np.float32]], device: torch.device) -> list[Tensor]:
+def _upload(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
     """Copies the arrays to the device in one transfer, from one page-locked buffer with 8-byte alignment."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]

@@ -28,6 +28,7 @@ from slora.models.model_spec import ModelSpec
 from slora.request import EndedRequest, EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
+from slora.runner.rank_group import NO_GROUP, RankGroup
 from slora.runner.runner import Runner
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
@@ -70,6 +71,7 @@ class Engine:
     load: the function that loads the model; by default it reads the checkpoint.
     notify: called, from another thread, when a grammar has been compiled, so that `step` can start its requests. None:
     `add` compiles grammars itself.
+    group: the other ranks, if `tensor_parallel_size` is above 1. The engine closes the group.
     """
 
     def __init__(
@@ -80,9 +82,15 @@ class Engine:
         costs: CostModel | None = None,
         load: LoadModel = load_model,
         notify: Callable[[], None] | None = None,
+        group: RankGroup = NO_GROUP,
     ) -> None:
         self._config = config
-        self._runner = Runner(config, model, load)
+        self._group = group
+        try:
+            self._runner = Runner(config, model, load, group)
+        except BaseException:
+            group.close()
+            raise
         self._isolation = FaultIsolation(self._runner)
         self._learned: LearnedCosts | None = None
         if costs is None:
@@ -196,7 +204,7 @@ class Engine:
         self._tenants.set_share(name, DEFAULT_SHARE)
         pool = self._scheduler.paging.pool
         pages = [page for account in accounts for page in pool.pop_residue(account)]
-        self._runner.memory.zero(pages, self._scheduler.swapping.free_pages)
+        self._runner.zero(pages, self._scheduler.swapping.free_pages)
         return TenantPurge(len(ended), num_adapters, len(pages)), ended
 
     def set_pins(self, pins: list[Pin]) -> None:
@@ -253,8 +261,9 @@ class Engine:
         self._scheduler.check_invariants()
 
     def close(self) -> None:
-        """Ends the thread that compiles grammars. The engine must not be used afterwards."""
+        """Ends the thread that compiles grammars, and the other ranks. The engine must not be used afterwards."""
         self._grammars.close()
+        self._group.close()
 
     def observe(self, tenants: Collection[str]) -> LiveState:
         """The current state, for consoles. tenants: the tenants that must be listed, even if they are small."""

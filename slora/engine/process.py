@@ -62,7 +62,8 @@ from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
 from slora.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
-from slora.runner.runner import resolve_device
+from slora.runner.process_group import start_group
+from slora.runner.served_model import resolve_device
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
@@ -336,8 +337,9 @@ def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 class EngineProcess:
     """Connects worker, loader client and socket server. The worker's thread builds the engine and runs its steps."""
 
-    def __init__(self, config: ProcessConfig, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: ProcessConfig, heartbeat: Heartbeat, log_format: str) -> None:
         self._config = config
+        self._log_format = log_format
         self._heartbeat = heartbeat
         self._loop = asyncio.new_event_loop()
         self._worker = EngineWorker(self._deliver)
@@ -413,7 +415,8 @@ class EngineProcess:
             config = self._config
             model = read_model_spec(config.engine.model, config.engine.model_impl)
             self._loader = _connect_loader(config, self._wake)
-            engine = Engine(config.engine, model, self._loader, notify=self._wake)
+            group = start_group(config.engine, model, self._end_after_loss, self._log_format)
+            engine = Engine(config.engine, model, self._loader, notify=self._wake, group=group)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._started.set_exception, error)
             return
@@ -425,6 +428,12 @@ class EngineProcess:
             _log.critical("the engine failed; this process exits", exc_info=True)
             self._heartbeat.explain(f"the engine failed: {type(error).__name__}: {error}")
             os._exit(_BROKEN_EXIT)
+
+    def _end_after_loss(self, reason: str) -> None:
+        """Ends this process because another rank has ended. This thread may wait for that rank without a limit."""
+        _log.critical("%s; this process exits", reason)
+        self._heartbeat.explain(f"the engine failed: {reason}")
+        os._exit(_BROKEN_EXIT)
 
     def _deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
         """Passes the outputs of a step to the server's loop. Called on the engine's thread."""
@@ -474,7 +483,7 @@ def main() -> int:
         _log.error("%s", error)
         heartbeat.explain(str(error))
         return _REFUSED_EXIT
-    process = EngineProcess(config, heartbeat)
+    process = EngineProcess(config, heartbeat, arguments.log_format)
     process.end_with_stdin()
     return process.run()
 

@@ -32,6 +32,7 @@ from slora.llm.request_builder import (
     read_embedding,
 )
 from slora.pooling import Pooling
+from slora.runner.process_group import start_group
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
 
@@ -58,7 +59,13 @@ class AsyncLLM:
         # Threads load adapters while the engine computes steps for running requests.
         self._builder = RequestBuilder(config, notify=self._engine.wake, num_threads=2)
         self._engine.start(
-            lambda: Engine(config, self._builder.model, self._builder.source, notify=self._engine.wake)
+            lambda: Engine(
+                config,
+                self._builder.model,
+                self._builder.source,
+                notify=self._engine.wake,
+                group=start_group(config, self._builder.model),
+            )
         )
         self._builder.max_model_len = self._engine.info.max_model_len
 

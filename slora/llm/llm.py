@@ -30,6 +30,7 @@ from slora.llm.request_builder import (
 )
 from slora.pooling import Pooling
 from slora.request import EngineRequest, StepOutput
+from slora.runner.process_group import start_group
 from slora.text.answer import Answer, Completion, CompletionDelta
 
 __all__ = ["LLM"]
@@ -52,7 +53,9 @@ class LLM:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
         # Adapters load synchronously inside `request`. The caller waits anyway, so a thread would only add delay.
         self._builder = RequestBuilder(config, num_threads=0)
-        self._engine = Engine(config, self._builder.model, self._builder.source)
+        self._engine = Engine(
+            config, self._builder.model, self._builder.source, group=start_group(config, self._builder.model)
+        )
         self._builder.max_model_len = self._engine.info.max_model_len
         self._inboxes: dict[str, deque[StepOutput]] = {}
 

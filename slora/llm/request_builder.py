@@ -121,7 +121,12 @@ class RequestBuilder:
             base_directory=config.model,
         )
         self.source = DirectorySource(
-            self.model.shape(dtype), dtype, limits, notify=notify, num_threads=num_threads
+            self.model.shape(dtype),
+            dtype,
+            limits,
+            notify=notify,
+            num_threads=num_threads,
+            num_ranks=config.tensor_parallel_size,
         )
         has_tokenizer = (config.model / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slora.device.collectives import ALONE, Collectives
 from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import CudaSideStream, SideStream
 from slora.device.step_batch import StepBatch
@@ -19,10 +20,11 @@ from slora.models.model_config import ModelConfig
 from slora.models.rotary import cos_sin_tables
 from slora.weights.linear import Linear, multiply
 from slora.weights.packed_weight import pack_weight
-from slora.weights.weight_reader import WeightReader
+from slora.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
+from slora_kernels.partition import Partition
 
 _LARGE_HEAD_BYTES = 512 << 20
 
@@ -66,15 +68,19 @@ class Decoder:
         config: ModelConfig,
         reader: WeightReader,
         max_model_len: int,
+        collectives: Collectives = ALONE,
     ) -> None:
         self.config = config
         self.dtype = reader.dtype
         self.device = reader.device
-        self._shape = config.shape(self.dtype.itemsize)
+        self._collectives = collectives
+        partition = Partition(config.shape(self.dtype.itemsize), collectives.size)
+        self._shape = partition.rank_shape
+        self._tokens = partition.tokens(collectives.rank)
         self._side: SideStream | None = CudaSideStream(self.device) if self.device.type == "cuda" else None
-        loader = _WeightLoader(config, reader, max_model_len)
+        loader = _WeightLoader(config, reader, max_model_len, partition, collectives.rank)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
-        self._embedding = reader.matrix(embedding_name, config.vocab_size, config.hidden_size)
+        self._embedding = loader.vocabulary(embedding_name)
         # Rounded to the model's dtype, as transformers does: sqrt(3072) is 55.5 in bfloat16.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
@@ -83,7 +89,7 @@ class Decoder:
         # As in transformers: a stored head that differs from the embedding is used, even if config.json ties them.
         head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
-        head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
+        head = self._embedding if tied else loader.vocabulary(head_name)
         reader.skip_prefixes(config.skipped_prefixes)
         reader.read()
         # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
@@ -97,19 +103,35 @@ class Decoder:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `output_rows`."""
         only_decodes = batch.attention.max_query_len == 1
         deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
-        hidden = F.embedding(batch.token_ids, self._embedding)
-        if batch.adapts_embedding:
-            deltas.add_embedding(hidden, batch.token_ids, self._shape.embedding_site)
+        hidden = self._embed(batch, deltas)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
-        return _Forward(self.config, batch, memory, kernels, deltas).run(self._layers, hidden, self._norm)
+        forward = _Forward(self.config, batch, memory, kernels, deltas, self._collectives)
+        return forward.run(self._layers, hidden, self._norm)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
         logits = multiply(hidden, self._lm_head)
         deltas.add(logits, hidden, self._shape.head_site)
+        if self._collectives.size > 1:
+            # The vocabulary of the last rank may be padded.
+            logits = self._collectives.gather_columns(logits)[:, : self.config.vocab_size].contiguous()
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def _embed(self, batch: StepBatch, deltas: LoraDeltas) -> Tensor:
+        """Returns the embeddings [T, H] of the step's tokens. A rank adds nothing for tokens of other ranks."""
+        ids = batch.token_ids
+        if self._collectives.size > 1:
+            ids = ids - self._tokens.start
+            is_elsewhere = (ids < 0) | (ids >= len(self._tokens))
+            ids = ids.masked_fill(is_elsewhere, 0)
+        hidden = F.embedding(ids, self._embedding)
+        if batch.adapts_embedding:
+            deltas.add_embedding(hidden, ids, self._shape.embedding_site)
+        if self._collectives.size > 1:
+            hidden = self._collectives.sum(hidden.masked_fill_(is_elsewhere[:, None], 0))
+        return hidden
 
 
 class _Forward:
@@ -122,7 +144,9 @@ class _Forward:
         memory: DeviceMemory,
         kernels: Kernels,
         deltas: LoraDeltas,
+        collectives: Collectives,
     ) -> None:
+        self._collectives = collectives
         self._activation = config.activation
         self._eps = config.rms_norm_eps
         self._batch = batch
@@ -154,11 +178,11 @@ class _Forward:
             qkv, layer.cos_sin, pages, geometry, index, self._step, layer.query_key_norm
         )
         attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
-        return self._apply(attended, layer.output)
+        return self._collectives.sum(self._apply(attended, layer.output))
 
     def _transform(self, hidden: Tensor, layer: DecoderLayer) -> Tensor:
         gated = self._kernels.act_mul(self._apply(hidden, layer.gate_up), self._activation)
-        return self._apply(gated, layer.down)
+        return self._collectives.sum(self._apply(gated, layer.down))
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
@@ -169,12 +193,23 @@ class _Forward:
 
 
 class _WeightLoader:
-    """Finds a layer's tensors by their Hugging Face names and fuses the linears that read the same input."""
+    """Finds a layer's tensors by their Hugging Face names and fuses the linears that read the same input.
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_model_len: int) -> None:
+    Reads the parts of one rank of the partition.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        max_model_len: int,
+        partition: Partition,
+        rank: int,
+    ) -> None:
         self._config = config
         self._reader = reader
-        self._shape = config.shape(reader.dtype.itemsize)
+        self._partition = partition
+        self._rank = rank
         self._cos_sin = cos_sin_tables(config, max_model_len, reader.device)
 
     def norm(self, name: str, width: int) -> Tensor:
@@ -182,11 +217,17 @@ class _WeightLoader:
         weight = self._reader.vector(f"{name}.weight", width)
         return 1.0 + weight.float() if self._config.norm_offset else weight
 
+    def vocabulary(self, name: str) -> Tensor:
+        """The rank's rows of an embedding or a head, padded to the same number on all ranks."""
+        config, tokens = self._config, self._partition.tokens(self._rank)
+        num_held = self._partition.rank_shape.vocab_size
+        return self._reader.matrix(name, config.vocab_size, config.hidden_size, tokens, num_held)
+
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"
         window = config.window_of_layer[index]
         biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
-        sites = zip(self._shape.layer_sites(index), biased, strict=True)
+        sites = zip(self._partition.rank_shape.layer_sites(index), biased, strict=True)
         qkv, output, gate_up, down = (self._linear(site, biased=bias) for site, bias in sites)
 
         def norm(place: str) -> Tensor:
@@ -213,9 +254,20 @@ class _WeightLoader:
         return QueryKeyNorm(query, key, self._config.rms_norm_eps)
 
     def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
-        modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]
-        config, reader = self._config, self._reader
-        rows = {m.path.replace(config.root, config.stored_root, 1): m.out_width for m in modules}
-        weight = reader.linear([(f"{name}.weight", count) for name, count in rows.items()], site.in_width)
-        biases = [reader.vector(f"{name}.bias", count) for name, count in rows.items()] if biased else []
-        return Linear(weight, torch.cat(biases) if biases else None, site)
+        reader = self._reader
+        parts = [self._part(site.first_module + offset) for offset in range(len(site.widths))]
+        weight = reader.linear(parts)
+        biases = [self._bias(part) for part in parts] if biased else []
+        # One rank adds the bias of a linear whose outputs are partial sums.
+        adds_bias = self._rank == 0 or len(parts[0].columns) == parts[0].shape[1]
+        return Linear(weight, torch.cat(biases) if biases and adds_bias else None, site)
+
+    def _part(self, module_id: int) -> LinearPart:
+        module = self._partition.shape.modules[module_id]
+        part = self._partition.part(module_id, self._rank)
+        name = module.path.replace(self._config.root, self._config.stored_root, 1)
+        return LinearPart(f"{name}.weight", (module.out_width, module.in_width), part.outputs, part.inputs)
+
+    def _bias(self, part: LinearPart) -> Tensor:
+        bias = self._reader.vector(f"{part.name.removesuffix('.weight')}.bias", part.shape[0])
+        return torch.cat([bias[rows.start : rows.stop] for rows in part.rows])

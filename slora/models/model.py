@@ -8,6 +8,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from slora.device.collectives import ALONE, Collectives
 from slora.device.device_memory import DeviceMemory
 from slora.device.float8_support import supports_float8
 from slora.device.step_batch import StepBatch
@@ -57,11 +58,20 @@ LoadModel = Callable[[EngineConfig, ModelSpec, torch.dtype, torch.device, int], 
 
 
 def load_model(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    collectives: Collectives = ALONE,
 ) -> Model:
-    """Loads the model in `config.model`. Raises ConfigError if its files do not match its config.json."""
+    """Loads the model in `config.model`. Raises ConfigError if its files do not match its config.json.
+
+    collectives: the group of ranks that this process belongs to. Each rank loads its own part of the model.
+    """
     if spec.decoder is not None:
-        return Decoder(spec.decoder, _open_weights(config, spec.decoder, dtype, device), max_model_len)
+        weights = _open_weights(config, spec.decoder, dtype, device)
+        return Decoder(spec.decoder, weights, max_model_len, collectives)
     if config.quantization != "auto":
         raise ConfigError(
             f"quantization is {config.quantization}, but transformers' classes compute this model ({spec.family}), and "

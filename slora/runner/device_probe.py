@@ -16,7 +16,7 @@ import torch
 from slora.device.device_facts import DeviceFacts
 from slora.device.float8_support import check_float8_kv
 from slora.errors import ConfigError
-from slora.runner.runner import load_kernels, resolve_device
+from slora.runner.served_model import load_kernels, resolve_device
 
 __all__ = ["find_device"]
 

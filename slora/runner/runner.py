@@ -11,11 +11,10 @@ from torch import Tensor
 
 from slora.cost_model import CostModel
 from slora.device.device_memory import DeviceMemory
-from slora.device.float8_support import check_float8_kv
 from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
-from slora.device.step_batch import StepBatch, tile_prompt_rows
+from slora.device.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.engine_config import EngineConfig, free_ram_bytes
-from slora.errors import ConfigError, DeviceFailed
+from slora.errors import DeviceFailed
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import LoadModel, ReferenceModel, load_model
@@ -26,7 +25,6 @@ from slora.pool.pool_sizing import (
     choose_pool_bytes,
     count_pages,
     count_swap_pages,
-    find_full_page_bytes,
     find_max_model_len,
 )
 from slora.pool.tenant_account import TenantAccount
@@ -35,6 +33,9 @@ from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
+from slora.runner.rank import Allocate, Compute, ComputeLogits, ScoreRows, Transfer, Zero
+from slora.runner.rank_group import NO_GROUP, RankGroup
+from slora.runner.served_model import ServedModel
 from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_logprobs import compute_prompt_logprobs
 from slora.sampling.prompt_pooling import pool_hidden_states
@@ -45,9 +46,6 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
 from slora_kernels.batch import KVGeometry
-from slora_kernels.kernel_selector import select_kernels
-from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 
 _DEFERRED = SampledToken(None, is_deferred=True)
@@ -64,28 +62,25 @@ class Runner:
     launch of the copies.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
-        self.device = resolve_device(config.device, config.kernels)
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelSpec,
+        load: LoadModel = load_model,
+        group: RankGroup = NO_GROUP,
+    ) -> None:
         self.model = model
-        self.dtype_name = model.resolve_dtype(config.dtype)
-        dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.kernels = load_kernels(config.kernels, self.device)
-        if config.kv_format is KVFormat.FP8:
-            check_float8_kv(self.device)
-        _check_positions(config, model)
-        wanted_len = config.max_model_len or model.max_positions
-        # First row of longrope's long factors in the rotary table. The rows of the short factors come before them.
-        self._long_rows = wanted_len
-        self._model = load(config, model, dtype, self.device, wanted_len)
-        self._shape = shape = model.shape(self.dtype_name)
-        self._geometry = _geometry(shape, config, dtype)
+        self._group = group
+        # Whether this rank is within a computation of the group. It stays True if the computation fails.
+        self._is_computing = False
+        served = self._served = ServedModel(config, model, load, group.collectives)
+        self.device, self.dtype_name, self.kernels = served.device, served.dtype_name, served.kernels
+        self._model, self._shape, self._geometry = served.model, served.shape, served.geometry
+        self.full_page_bytes = served.full_page_bytes
         _warm_up(self.kernels, self._geometry)
-        self.full_page_bytes = find_full_page_bytes(shape, config)
         if isinstance(self._model, ReferenceModel):
             check_parity(self._model, model, self._geometry, self.kernels, self.device)
         self.num_slots = MAX_SLOTS
-        largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
-        self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
@@ -143,13 +138,24 @@ class Runner:
             if plan.loads:
                 self.memory.wait()
 
+    def zero(self, pages: list[int], host_pages: list[int]) -> None:
+        """Overwrites free pages of the pool and of the host with zeros, on all ranks."""
+        self._group.send(lambda rank: Zero(pages, host_pages))
+        self.memory.zero(pages, host_pages)
+
     @torch.inference_mode()
     def probe(self) -> None:
-        """Computes a token of the base model on two pages of its own. Raises DeviceFailed if that fails."""
+        """Computes a token of the base model on two pages of its own. Raises DeviceFailed if that fails.
+
+        If one rank of a group fails within a computation, the others wait for it in vain. So that failure is always
+        DeviceFailed. After other failures, a group is not tested.
+        """
+        if self._group.collectives.size > 1:
+            if self._is_computing:
+                raise DeviceFailed("a step of the tensor-parallel group failed: all ranks must start again")
+            return
         try:
-            memory = DeviceMemory(
-                self._geometry, self._shape, self.full_page_bytes, 2, 1, self._max_adapter_pages, self.device
-            )
+            memory = self._served.make_memory(2, num_slots=1)
             memory.pages.zero_()
             batch = StepBatch.build(
                 StepPlan(chunks=[_scratch_chunk(self._geometry.block_tokens)]),
@@ -169,19 +175,30 @@ class Runner:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return None
-        batch = StepBatch.build(plan, self.memory, self.kernels.tile_limits, self._long_rows)
-        return batch, self._forward(batch)
+        arrays = StepArrays.build(plan, self.memory, self.kernels.tile_limits, self._served.long_rows)
+        batch = arrays.upload(self.device)
+        command = Compute(arrays.without_sequences(), num_sampled=len(batch.sampling))
+        with self._computing_together(command):
+            return batch, self._forward(batch)
 
     def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
         num_sampled = len(batch.sampling)
         num_scored = sum(len(rows.tokens) for rows in batch.prompts)
         sampled, scored, pooled = hidden.tensor_split([num_sampled, num_sampled + num_scored])
-        compute_prompt_logprobs(scored, batch.prompts, self._score)
+        num_done = num_sampled
+
+        def score(rows: Tensor, sequence: Sequence) -> Tensor:
+            nonlocal num_done
+            num_done += len(rows)
+            return self._score(rows, num_done - len(rows), sequence)
+
+        compute_prompt_logprobs(scored, batch.prompts, score)
         pool_hidden_states(pooled, batch.pooled)
         if not num_sampled:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
-        logits = self._model.logits(sampled, deltas)
+        with self._computing_together(ComputeLogits()):
+            logits = self._model.logits(sampled, deltas)
         # The masks are computed after the launch of the model's head, because uploading them waits until the device has
         # computed the logits.
         masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
@@ -201,6 +218,8 @@ class Runner:
         In this order every page is read before another copy overwrites it. Returns the loads that may run in parallel
         with the step.
         """
+        if plan.loads or plan.swaps_out or plan.copies or plan.swaps_in:
+            self._group.send(lambda rank: Transfer.cut(plan, self.full_page_bytes, rank))
         if self._load_stream is not None:
             self._load_stream.wait()
         started_s = time.perf_counter()
@@ -238,7 +257,8 @@ class Runner:
         """Makes CUDA graphs for our own decoder with Triton's kernels, which never wait for a value from the device."""
         if not config.cuda_graphs or self.kernels.name != "triton" or self.device.type != "cuda":
             return None
-        if not isinstance(self._model, Decoder):
+        # Graphs with NCCL's collectives were never tried.
+        if not isinstance(self._model, Decoder) or self._group.collectives.size > 1:
             return None
         return StepGraphs(
             lambda batch: self._model.forward(batch, self.memory, self.kernels),
@@ -250,22 +270,24 @@ class Runner:
             capture_cuda(self.device),
         )
 
-    def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
-        """Returns the logits of rows of a prompt. hidden: the hidden states of these rows."""
-        layers = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
-        return self._model.logits(hidden, LoraDeltas(layers, self.memory, self.kernels))
+    def _score(self, hidden: Tensor, first_row: int, sequence: Sequence) -> Tensor:
+        """Returns the logits of rows of a prompt. hidden: the step's hidden states from `first_row` on."""
+        layers = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens)
+        deltas = LoraDeltas([layer.upload(self.device) for layer in layers], self.memory, self.kernels)
+        with self._computing_together(ScoreRows(first_row, len(hidden), layers)):
+            return self._model.logits(hidden, deltas)
+
+    @contextmanager
+    def _computing_together(self, command: Compute | ComputeLogits | ScoreRows) -> Iterator[None]:
+        """Sends the command to the other ranks. The caller then computes this rank's part of the same work."""
+        self._group.send(lambda rank: command)
+        self._is_computing = True
+        yield
+        self._is_computing = False
 
     def _memory(self, num_pages: int, num_host_pages: int = 0) -> DeviceMemory:
-        return DeviceMemory(
-            self._geometry,
-            self._shape,
-            self.full_page_bytes,
-            num_pages,
-            self.num_slots,
-            self._max_adapter_pages,
-            self.device,
-            num_host_pages,
-        )
+        self._group.send(lambda rank: Allocate(num_pages, num_host_pages))
+        return self._served.make_memory(num_pages, num_host_pages)
 
     def _num_pages(self, config: EngineConfig) -> int:
         free, on_gpu = 0, self.device.type == "cuda"
@@ -274,7 +296,7 @@ class Runner:
             free, _ = torch.cuda.mem_get_info(self.device)
             free -= torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         elif config.pool_bytes is None:
-            free = free_ram_bytes()
+            free = free_ram_bytes() // self._group.collectives.size
         return count_pages(choose_pool_bytes(config, free, on_gpu=on_gpu), self.full_page_bytes)
 
     def _run_largest_step(self, num_tokens: int, num_rows: int) -> None:
@@ -322,45 +344,3 @@ def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
         kernels.warm_up(geometry)
     finally:
         slow.cancel()
-
-
-def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:
-    return KVGeometry(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_tokens=config.block_tokens,
-        dtype=dtype,
-        kv_format=config.kv_format,
-    )
-
-
-def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_positions:
-        raise ConfigError(
-            f"max_model_len is {wanted}, but this model's positions end at {model.max_positions} "
-            f"(max_position_embeddings); give at most that"
-        )
-
-
-def load_kernels(name: str, device: torch.device) -> Kernels:
-    try:
-        return select_kernels(name, device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def resolve_device(name: str, kernels: str = "auto") -> torch.device:
-    """Returns the device for the name `auto`, `cpu` or `cuda`.
-
-    `auto` is a GPU if there is one, unless the kernels run only on a CPU.
-    """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() and kernels != "numba" else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU; choose cpu or auto")
-    return torch.device(name)

@@ -112,7 +112,7 @@ class AdapterFetching:
             self._requested.discard(fetch.version)
             self.outcomes["fetched" if isinstance(fetch, Fetched) else fetch.code] += 1
             if isinstance(fetch, Fetched):
-                num_bytes = fetch.packed.layout.num_bytes
+                num_bytes = fetch.packed.num_bytes
                 self.pace.count(num_bytes, fetch.seconds)
                 self._copies[fetch.version] = fetch.packed
                 self._held_bytes += num_bytes
@@ -163,7 +163,7 @@ class AdapterFetching:
     def take_copy(self, version: AdapterVersion) -> PackedAdapter:
         """Transfers a copy to the caller, which calls `release_taken` after the bytes are copied."""
         packed = self._copies.pop(version)
-        self._held_bytes -= packed.layout.num_bytes
+        self._held_bytes -= packed.num_bytes
         self._request_fetches()
         return packed
 
@@ -182,7 +182,7 @@ class AdapterFetching:
         assert set(self._copies) <= {v for v, n in self._users.items() if n}, (
             "a host copy is held without a user"
         )
-        assert self._held_bytes == sum(packed.layout.num_bytes for packed in self._copies.values())
+        assert self._held_bytes == sum(packed.num_bytes for packed in self._copies.values())
         assert not self._missing or self._requested or self._copies, (
             "sequences wait, and no fetch is requested"
         )

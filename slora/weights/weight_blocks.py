@@ -30,12 +30,13 @@ _PART_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows [first_row, first_row + num_rows) of a stored tensor and of its target."""
+    """Rows [first_row, first_row + num_rows) of a stored tensor. They begin at `target_row` of the target."""
 
     source: WeightSource
     target: WeightTarget
     first_row: int
     num_rows: int
+    target_row: int
 
     @property
     def num_bytes(self) -> int:
@@ -90,14 +91,14 @@ def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> Non
     source, stored = block.source, block.source.stored
     memory = block.target.direct_memory(source.dtype) if source.scales is None else None
     if memory is not None:
-        read_into(memory[block.first_row : block.first_row + block.num_rows], stored, file, block.offset)
+        read_into(memory[block.target_row : block.target_row + block.num_rows], stored, file, block.offset)
         return
     buffer = buffers.get()
     try:
         rows = buffer[: block.num_bytes].view(source.dtype).view(block.num_rows, -1)
         read_into(rows, stored, file, block.offset)
         decoded, scales = source.decode(block.first_row, rows)
-        if not block.target.write(block.first_row, decoded, scales):
+        if not block.target.write(block.target_row, decoded, scales):
             raise ConfigError(f"{stored.path}: {stored.name} contains numbers that are not finite")
     finally:
         buffers.put(buffer)

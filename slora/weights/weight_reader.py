@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ _BLOCK_BYTES = 2 << 20
 # Tensors of some checkpoints that are not needed: tables computed from the config, and scales of activations and KV.
 _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|k|v|q|kv)_scale$")
 Weight = Tensor | QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """A part of the tensor `name` of `shape`: these rows, in this order, and of each row these columns."""
+
+    name: str
+    shape: tuple[int, int]
+    rows: tuple[range, ...]
+    columns: range
 
 
 class WeightReader:
@@ -66,33 +77,42 @@ class WeightReader:
         """Reads a norm or a bias [width]."""
         return self._read_now(self._find(name, (width,))).to(self.device, self.dtype)
 
-    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
-        """Allocates an embedding or a head [num_rows, width] in the served dtype, whatever its stored dtype is."""
-        weight = empty_tensor((num_rows, width), self.dtype, self.device)
-        self._fill(self._source(name, (num_rows, width)), PlainTarget(weight))
+    def matrix(
+        self, name: str, num_rows: int, width: int, rows: range | None = None, num_held: int | None = None
+    ) -> Tensor:
+        """Allocates rows of an embedding or a head [num_rows, width], in the served dtype whatever the stored dtype is.
+
+        rows: the rows to read; None: all. num_held: number of rows of the result, with zeros after the rows that are
+            read. None: no zeros.
+        """
+        rows = range(num_rows) if rows is None else rows
+        weight = empty_tensor((num_held or len(rows), width), self.dtype, self.device)
+        weight[len(rows) :] = 0
+        self._fill(self._source(name, (num_rows, width)), PlainTarget(weight, range(width), width), (rows,))
         return weight
 
-    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Weight:
-        """Allocates one weight [rows, width] in which several tensors (name, number of rows) are stacked.
+    def linear(self, parts: Sequence[LinearPart]) -> Weight:
+        """Allocates one weight in which parts of several tensors are stacked. All parts have the same columns.
 
-        The weight is quantized if `form` is set, or if all parts are stored in one 8-bit dtype with a scale per row.
+        The weight is quantized if `form` is set, or if all tensors are stored in one 8-bit dtype with a scale per row.
         """
-        sources = [self._source(name, (num_rows, width)) for name, num_rows in parts]
-        num_rows = sum(num_rows for _, num_rows in parts)
+        sources = [self._source(part.name, part.shape) for part in parts]
+        columns = parts[0].columns
+        sizes = [sum(map(len, part.rows)) for part in parts]
+        num_rows, width = sum(sizes), len(columns)
         form = self._form or _common_form(sources)
         targets: Iterable[WeightTarget]
         weight: Weight
-        sizes = [num_rows for _, num_rows in parts]
         if form is None:
             weight = empty_tensor((num_rows, width), self.dtype, self.device)
-            targets = map(PlainTarget, torch.split(weight, sizes))
+            targets = (PlainTarget(rows, columns, parts[0].shape[1]) for rows in torch.split(weight, sizes))
         else:
             values = empty_tensor((num_rows, width), form, self.device)
             weight = QuantizedWeight(values, torch.empty(num_rows, device=self.device))
             pairs = zip(torch.split(values, sizes), torch.split(weight.scales, sizes), strict=True)
-            targets = (QuantizedTarget(QuantizedWeight(*pair)) for pair in pairs)
-        for source, target in zip(sources, targets, strict=True):
-            self._fill(source, target)
+            targets = (QuantizedTarget(QuantizedWeight(*pair), columns) for pair in pairs)
+        for source, target, part in zip(sources, targets, parts, strict=True):
+            self._fill(source, target, part.rows)
         return weight
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
@@ -155,14 +175,17 @@ class WeightReader:
             read_into(tensor, stored, file.fileno(), stored.offset)
         return tensor
 
-    def _fill(self, source: WeightSource, target: WeightTarget) -> None:
+    def _fill(self, source: WeightSource, target: WeightTarget, parts: Iterable[range]) -> None:
         stored = source.stored
         if stored.dtype not in DTYPES and source.packed_width is None:
             raise _not_floating(stored)
         step = max(1, _BLOCK_BYTES // stored.row_bytes)
-        num_rows = stored.shape[0]
-        for row in range(0, num_rows, step):
-            self._blocks.append(RowBlock(source, target, row, min(step, num_rows - row)))
+        target_row = 0
+        for rows in parts:
+            for row in range(rows.start, rows.stop, step):
+                count = min(step, rows.stop - row)
+                self._blocks.append(RowBlock(source, target, row, count, target_row))
+                target_row += count
 
     def _refuse_unknown_tensors(self) -> None:
         unknown = [

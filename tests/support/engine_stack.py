@@ -25,7 +25,7 @@ from tests.support.model_kit import ModelKit
 # The longest that a test waits for an expected event. A busy machine needs a minute to start an engine.
 WAIT_S = 300.0
 _ROOT = Path(__file__).parents[2]
-_SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
+SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
 
 
 class ChildProcess:
@@ -39,7 +39,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, "PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
             )
 
     @property
@@ -103,6 +103,7 @@ class EngineStack:
                 shape=self._shape,
                 dtype="float32",
                 host_cache_bytes=16 << 20,
+                num_ranks=int(self._settings.get("tensor_parallel_size", 1)),
             )
             self.loader = self._start("slora_adapters.loader.loader_process", config.to_json())
         if self.engine is None or not self.engine.running:

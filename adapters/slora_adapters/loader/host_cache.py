@@ -68,10 +68,10 @@ class CachedAdapter:
         "version",
     )
 
-    def __init__(self, version: AdapterVersion, offset: int, layout: AdapterLayout) -> None:
+    def __init__(self, version: AdapterVersion, offset: int, layout: AdapterLayout, num_bytes: int) -> None:
         self.version = version
         self.offset = offset
-        self.num_bytes = layout.num_bytes
+        self.num_bytes = num_bytes
         self.layout = layout
         self.scales: npt.NDArray[np.float32] = np.zeros(0, np.float32)
         self.reload_s = self.num_bytes / _TYPICAL_BYTES_PER_S
@@ -125,26 +125,29 @@ class HostCache:
         self._use(entry)
         return entry
 
-    def allocate(self, version: AdapterVersion, layout: AdapterLayout) -> CachedAdapter | None:
+    def allocate(
+        self, version: AdapterVersion, layout: AdapterLayout, num_bytes: int | None = None
+    ) -> CachedAdapter | None:
         """Allocates a region for a version that has none, pinned for the caller. The caller fills it and sets `scales`
-        and `ready`.
+        and `ready`. num_bytes: size of the region; None: one packed adapter of this layout.
 
         Evicts unpinned adapters, but only if that makes enough space. Otherwise returns None. Raises ValueError if the
         arena is too small for the adapter.
         """
-        if layout.num_bytes > self.num_bytes:
+        num_bytes = layout.num_bytes if num_bytes is None else num_bytes
+        if num_bytes > self.num_bytes:
             raise ValueError(
-                f"the adapter takes {layout.num_bytes} bytes, but the host cache has only "
+                f"the adapter takes {num_bytes} bytes, but the host cache has only "
                 f"{self.num_bytes}: raise host_cache_bytes"
             )
         assert version not in self._entries, f"{version} already has a region"
-        region = self._choose_region(version.tenant, _aligned(layout.num_bytes))
+        region = self._choose_region(version.tenant, _aligned(num_bytes))
         if region is None:
             return None
         for evicted in region.evicted:
             del self._entries[evicted.version]
             self.num_evictions += 1
-        entry = CachedAdapter(version, region.offset, layout)
+        entry = CachedAdapter(version, region.offset, layout, num_bytes)
         self._used_end = max(self._used_end, entry.end)
         self._entries[version] = entry
         self._use(entry)

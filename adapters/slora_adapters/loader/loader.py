@@ -48,11 +48,16 @@ Done = Callable[[CachedAdapter | FetchFailed], None]
 
 @dataclass(frozen=True, slots=True)
 class ServedFormat:
-    """The format in which adapters are packed. dtype: "float32", "float16" or "bfloat16"."""
+    """The format in which adapters are packed.
+
+    shape: of the whole model. dtype: "float32", "float16" or "bfloat16". num_ranks: the number of tensor-parallel
+    ranks.
+    """
 
     shape: ModelShape
     dtype: str
     limits: AdapterLimits
+    num_ranks: int = 1
 
 
 class Loader:
@@ -212,7 +217,7 @@ class Loader:
         with closing(self._store.open(version.digest)) as blob:
             try:
                 served = self._served
-                stored = StoredAdapter(blob, version.digest, served.shape, served.limits)
+                stored = StoredAdapter(blob, version.digest, served.shape, served.limits, served.num_ranks)
                 begun_s = time.monotonic() - since
                 entry = self._allocate(version, stored.layout)
                 self._fill(entry, stored, blob, begun_s)
@@ -230,12 +235,13 @@ class Loader:
         and ValueError if the adapter can never fit.
         """
         deadline = time.monotonic() + self._wait_for_room_s
+        num_bytes = layout.num_bytes * self._served.num_ranks
         with self._changed:
-            while (entry := self._cache.allocate(version, layout)) is None:
+            while (entry := self._cache.allocate(version, layout, num_bytes)) is None:
                 left = deadline - time.monotonic()
                 if self._closed or left <= 0:
                     raise TryAgain(
-                        f"the host cache had no room for {layout.num_bytes} bytes within "
+                        f"the host cache had no room for {num_bytes} bytes within "
                         f"{self._wait_for_room_s:.0f} s, because all of it is in use: try again, or "
                         "raise host_cache_bytes"
                     )

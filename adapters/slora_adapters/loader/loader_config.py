@@ -17,6 +17,7 @@ class LoaderConfig:
     socket: path of the Unix socket to which engines connect.
     store, warm: URLs for `open_store`.
     shape, dtype: shape and dtype of the base model, as the engine determined them.
+    num_ranks: the number of tensor-parallel ranks of the engine.
     host_cache_bytes: size of the arena that is shared with engines.
     """
 
@@ -29,10 +30,11 @@ class LoaderConfig:
     max_lora_rank: int = 64
     num_threads: int = NUM_THREADS
     loads_per_tenant: int = LOADS_PER_TENANT
+    num_ranks: int = 1
 
     def served(self) -> ServedFormat:
         limits = AdapterLimits(max_lora_rank=self.max_lora_rank, served_dtype=self.dtype)
-        return ServedFormat(self.shape, self.dtype, limits)
+        return ServedFormat(self.shape, self.dtype, limits, self.num_ranks)
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "socket": str(self.socket)})

@@ -18,7 +18,7 @@ from slora_adapters.peft.packing import ByteArray, PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Message = dict[str, Any]
 
@@ -72,6 +72,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "version": [entry.version.tenant, entry.version.digest],
         "number": number,
         "offset": entry.offset,
+        "num_bytes": entry.num_bytes,
         "num_segments": entry.layout.num_segments,
         "changes_kv": entry.layout.changes_kv,
         "groups": entry.layout.groups.tobytes(),
@@ -87,7 +88,8 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
     layout = AdapterLayout(groups, modules, message["num_segments"], message["changes_kv"])
-    return PackedAdapter(layout, scales, arena[message["offset"] : message["offset"] + layout.num_bytes])
+    content = arena[message["offset"] : message["offset"] + message["num_bytes"]]
+    return PackedAdapter(layout, scales, content, max(1, len(content) // max(1, layout.num_bytes)))
 
 
 def encode_failed(failed: FetchFailed, number: int) -> Message:

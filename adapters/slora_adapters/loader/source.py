@@ -97,6 +97,7 @@ class DirectorySource:
     changed since the adapter was added.
 
     notify: called from any thread whenever `poll` would return a result.
+    num_ranks: the number of tensor-parallel ranks of the engine.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class DirectorySource:
         *,
         notify: Callable[[], None] = lambda: None,
         num_threads: int = 2,
+        num_ranks: int = 1,
     ) -> None:
         self.shape = shape
+        self._num_ranks = num_ranks
         self.dtype = dtype
         self.limits = limits or AdapterLimits(served_dtype=dtype)
         self._notify = notify
@@ -149,7 +152,7 @@ class DirectorySource:
             others = tuple(one for one in self._directories.get(version, ()) if one != Path(directory))
             self._directories[version] = (Path(directory), *others)
         elif version not in self._packed:
-            self._packed[version] = pack(adapter, self.shape, self.dtype)
+            self._packed[version] = pack(adapter, self.shape, self.dtype, self._num_ranks)
         return version
 
     def request(self, version: AdapterVersion) -> None:
@@ -226,5 +229,5 @@ class DirectorySource:
         if adapter.digest != version.digest:
             message = f"the weights in {str(directory)!r} were changed after they were added; add them again"
             return FetchFailed(version, "corrupt", message)
-        packed = pack(adapter, self.shape, self.dtype)
+        packed = pack(adapter, self.shape, self.dtype, self._num_ranks)
         return Fetched(version, packed, time.monotonic() - since)

@@ -30,6 +30,7 @@ from slora_adapters.peft.tensor_file import DTYPES, PREFIX_BYTES, TensorSpan, me
 from slora_adapters.peft.validation import validate
 from slora_adapters.store.store import Blob
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
+from slora_kernels.partition import Partition
 
 __all__ = ["StoredAdapter", "make_buffers"]
 
@@ -51,10 +52,12 @@ class StoredAdapter:
     Errors from reading the blob are propagated.
     """
 
-    def __init__(self, blob: Blob, digest: str, shape: ModelShape, limits: AdapterLimits) -> None:
+    def __init__(
+        self, blob: Blob, digest: str, shape: ModelShape, limits: AdapterLimits, num_ranks: int = 1
+    ) -> None:
         self._blob = blob
         self._digest = digest
-        self._shape = shape
+        self._partition = Partition(shape, num_ranks)
         try:
             self._config = _read_config(blob)
             self._body_start, self._spans = _read_header(blob, limits)
@@ -67,7 +70,9 @@ class StoredAdapter:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         if reasons:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {_describe(reasons)}")
-        self.layout: AdapterLayout = lay_out_adapter(shape, list_ranks(self._pairs, shape))
+        self.layout: AdapterLayout = lay_out_adapter(
+            self._partition.rank_shape, list_ranks(self._pairs, shape)
+        )
 
     def pour(
         self,
@@ -76,7 +81,9 @@ class StoredAdapter:
         buffers: list[bytearray],
         on_read: Callable[[], None] = lambda: None,
     ) -> npt.NDArray[np.float32]:
-        """Packs the tensors into `region`, uint8 [layout.num_bytes], for the served dtype. Returns the scales.
+        """Packs the tensors into `region`, uint8 [num_ranks * layout.num_bytes], for the served dtype.
+
+        Returns the scales.
 
         The content of `region` is undefined until this method returns. buffers: from `make_buffers`, with any content,
         and used only during the call. on_read: called after each batch that was read.
@@ -85,7 +92,7 @@ class StoredAdapter:
         error, no thread writes to `region` any more.
         """
         digest = AdapterHash(self._config)
-        packer = Packer(self._pairs, self._shape, dtype, self.layout, region)
+        packer = Packer(self._pairs, self._partition, dtype, self.layout, region)
         try:
             self._read(digest, packer, list(buffers), on_read)
         except AdapterInvalid as error:

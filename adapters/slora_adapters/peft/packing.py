@@ -2,8 +2,12 @@
 
 The A rows of all modules of a site are stored one after another, followed by each module's B, transposed. Every row is
 padded with zeros to whole segments. Loading a packed adapter into the page pool only copies pages.
+
+With tensor parallelism, the parts of all ranks are packed one after another (`slora_kernels.partition`). They have one
+layout, and the same scales.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,7 @@ from slora_adapters.peft.adapter import Adapter, Factor, LoraPair
 from slora_adapters.peft.module_names import ModuleId
 from slora_adapters.peft.number_format import STORAGE, convert, fits, largest_magnitude_bits, may_overflow
 from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, lay_out_adapter
+from slora_kernels.partition import Partition
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -24,36 +29,49 @@ ByteArray = npt.NDArray[np.uint8]
 class PackedAdapter:
     """A packed adapter.
 
-    scales: float32 [num_modules], 0 for modules that are not adapted. buffer: uint8 [layout.num_bytes], possibly shared
-    memory.
+    layout: of each rank's part. scales: float32 [num_modules], 0 for modules that are not adapted. buffer: uint8
+    [num_ranks * layout.num_bytes], possibly shared memory.
     """
 
     layout: AdapterLayout
     scales: npt.NDArray[np.float32]
     buffer: ByteArray
+    num_ranks: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all ranks' parts."""
+        return self.num_ranks * self.layout.num_bytes
+
+    def part(self, rank: int) -> ByteArray:
+        """The part of one rank, uint8 [layout.num_bytes]."""
+        return self.buffer[rank * self.layout.num_bytes : (rank + 1) * self.layout.num_bytes]
 
 
-def pack(adapter: Adapter, shape: ModelShape, dtype: str) -> PackedAdapter:
+def pack(adapter: Adapter, shape: ModelShape, dtype: str, num_ranks: int = 1) -> PackedAdapter:
     """Packs into new memory. See `pack_into`."""
-    layout = lay_out_adapter(shape, adapter.ranks(shape))
-    return pack_into(adapter, shape, dtype, layout, np.empty(layout.num_bytes, np.uint8))
+    partition = Partition(shape, num_ranks)
+    layout = lay_out_adapter(partition.rank_shape, adapter.ranks(shape))
+    return pack_into(adapter, partition, dtype, layout, np.empty(num_ranks * layout.num_bytes, np.uint8))
 
 
 def pack_into(
-    adapter: Adapter, shape: ModelShape, dtype: str, layout: AdapterLayout, buffer: ByteArray
+    adapter: Adapter, partition: Partition, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
     """Packs into `buffer` and overwrites all of it. Raises what `Packer` raises."""
-    packer = Packer(adapter.pairs, shape, dtype, layout, buffer)
+    packer = Packer(adapter.pairs, partition, dtype, layout, buffer)
     for pair in adapter.pairs.values():
         packer.write(pair.a, 0, pair.a.values)
         packer.write(pair.b, 0, pair.b.values)
-    return PackedAdapter(layout, packer.scales, buffer)
+    return PackedAdapter(layout, packer.scales, buffer, partition.size)
 
 
 class Packer:
     """Writes an adapter's tensors into a buffer, some rows at a time, in any order.
 
-    buffer: uint8 [layout.num_bytes], aligned to 4 bytes. It is completely overwritten once all tensors are written.
+    layout: of each rank's part.
+    buffer: uint8 [num_ranks * layout.num_bytes], aligned to 4 bytes. It is completely overwritten once all tensors are
+    written.
     dtype: "float32", "float16" or "bfloat16".
     scales: float32 [num_modules], 0 for modules that are not adapted.
 
@@ -63,11 +81,12 @@ class Packer:
     def __init__(
         self,
         pairs: Mapping[ModuleId, LoraPair[Any]],
-        shape: ModelShape,
+        partition: Partition,
         dtype: str,
         layout: AdapterLayout,
         buffer: ByteArray,
     ) -> None:
+        shape = partition.rank_shape
         if STORAGE[dtype].itemsize != shape.element_bytes:
             raise ValueError(
                 f"an element of {dtype} takes {STORAGE[dtype].itemsize} bytes, but the model shape "
@@ -75,51 +94,68 @@ class Packer:
             )
         self.scales = np.zeros(shape.num_modules, np.float32)
         self._dtype = dtype
-        self._destinations: dict[str, _Destination] = {}
+        self._paths: dict[str, str] = {}
+        # For each tensor, one destination for each rank.
+        self._destinations: defaultdict[str, list[_Destination]] = defaultdict(list)
         for site in shape.sites:
             for module_id, width in enumerate(site.widths, site.first_module):
                 pair = pairs.get(module_id)
                 if pair is not None:
                     self.scales[module_id] = pair.scale
-                    for_a, for_b = _find_slices(site, module_id, width, shape, layout)
-                    rows = (
-                        buffer[destination].view(STORAGE[dtype]).reshape(pair.rank, -1)
-                        for destination in (for_a, for_b)
-                    )
-                    self._destinations[pair.a.name] = _Destination(
-                        next(rows), site.in_width, pair.path, is_transposed=False
-                    )
-                    self._destinations[pair.b.name] = _Destination(
-                        next(rows), width, pair.path, is_transposed=True
-                    )
+                    self._paths |= {pair.a.name: pair.path, pair.b.name: pair.path}
+                    slices = _find_slices(site, module_id, width, shape, layout)
+                    for rank in range(partition.size):
+                        part = partition.part(module_id, rank)
+                        memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
+                        for_a, for_b = (
+                            memory[where].view(STORAGE[dtype]).reshape(pair.rank, -1) for where in slices
+                        )
+                        self._destinations[pair.a.name].append(
+                            _Destination(for_a, (part.inputs,), is_transposed=False)
+                        )
+                        self._destinations[pair.b.name].append(
+                            _Destination(for_b, part.outputs, is_transposed=True)
+                        )
 
     def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
         """Writes rows of a tensor, starting at `first_row`. `values` has the rows as the file stores them. Raises
         AdapterInvalid if a value overflows.
         """
-        destination = self._destinations[tensor.name]
-        _check_overflow(tensor, values, destination.path, self._dtype)
+        _check_overflow(tensor, values, self._paths[tensor.name], self._dtype)
         served = convert(values, tensor.dtype, self._dtype)
-        if destination.is_transposed:
-            destination.rows[:, first_row : first_row + len(values)] = served.T
-            if first_row == 0:
-                destination.rows[:, destination.width :] = 0
-        else:
-            rows = destination.rows[first_row : first_row + len(values)]
-            rows[:, : destination.width] = served
-            rows[:, destination.width :] = 0
+        for destination in self._destinations[tensor.name]:
+            destination.write(first_row, served)
 
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where a tensor is written. rows: [rank, width and padding]. is_transposed: whether the tensor is a B, [width,
-    rank].
+    """Where one rank's part of a tensor is written.
+
+    rows: [rank, width and padding]. parts: of an A, the columns to write; of a B, the rows. is_transposed: whether the
+    tensor is a B, [width, rank].
     """
 
     rows: npt.NDArray[Any]
-    width: int
-    path: str
+    parts: tuple[range, ...]
     is_transposed: bool
+
+    def write(self, first_row: int, values: npt.NDArray[Any]) -> None:
+        """Writes what this rank holds of rows [first_row, first_row + n) of the tensor."""
+        end = first_row + len(values)
+        width = 0
+        for part in self.parts:
+            if self.is_transposed:
+                first, stop = max(first_row, part.start), min(end, part.stop)
+                if first < stop:
+                    place = slice(width + first - part.start, width + stop - part.start)
+                    self.rows[:, place] = values[first - first_row : stop - first_row].T
+            else:
+                self.rows[first_row:end, width : width + len(part)] = values[:, part.start : part.stop]
+            width += len(part)
+        if not self.is_transposed:
+            self.rows[first_row:end, width:] = 0
+        elif first_row == 0:
+            self.rows[:, width:] = 0
 
 
 def _find_slices(

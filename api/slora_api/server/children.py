@@ -41,6 +41,7 @@ def engine_and_loader(
         dtype=model.dtype,
         host_cache_bytes=settings.host_cache_bytes,
         max_lora_rank=settings.engine.max_lora_rank,
+        num_ranks=settings.engine.tensor_parallel_size,
     )
     return [
         # The arguments are passed in a file, because the URLs of the stores may contain passwords, and every user of

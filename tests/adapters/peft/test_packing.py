@@ -12,6 +12,7 @@ from slora_adapters.peft.packing import pack, pack_into
 from slora_adapters.peft.peft_config import PeftConfig
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_kernels.layout import ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.partition import Partition
 from tests.adapters.unpacking import unpack
 
 CONFIG = PeftConfig(
@@ -62,7 +63,7 @@ def test_unpacking_returns_every_row_for_any_shape_and_ranks(data: st.DataObject
     adapter = _adapter(shape, ranks)
     layout = lay_out_adapter(shape, adapter.ranks(shape))
     dirty = np.full(layout.num_bytes, 0xA5, np.uint8)
-    packed = pack_into(adapter, shape, "float32", layout, dirty)
+    packed = pack_into(adapter, Partition(shape, 1), "float32", layout, dirty)
     rows = 0
     for module_id, pair in adapter.pairs.items():
         a, b = unpack(packed, shape, "float32", module_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from slora.device.load_stream import split_loads
-from slora.device.step_batch import StepBatch
+from slora.device.step_batch import StepArrays
 from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
@@ -61,14 +61,14 @@ def test_adapters_loaded_beside_steps_give_the_same_answers(
         return {name: answer.token_ids for name, answer in drive(engine, ask(kit, versions, names)).items()}
 
     stream = NotedStream()
-    forward = StepBatch.build
+    forward = StepArrays.build
 
-    def build(*arguments: object, **options: object) -> StepBatch:
+    def build(*arguments: object, **options: object) -> StepArrays:
         stream.calls.append("step")
         return forward(*arguments, **options)  # type: ignore[arg-type]
 
     expected = run(None)
-    monkeypatch.setattr(StepBatch, "build", build)
+    monkeypatch.setattr(StepArrays, "build", build)
     assert run(stream) == expected
     calls = stream.calls
     copies = [at for at, call in enumerate(calls) if call == "copy"]
@@ -92,7 +92,7 @@ def test_a_failed_step_completes_the_loads_beside_it(kits: Kits, monkeypatch: py
     def fail(*arguments: object) -> None:
         raise RuntimeError("no step")
 
-    monkeypatch.setattr(StepBatch, "build", fail)
+    monkeypatch.setattr(StepArrays, "build", fail)
     with pytest.raises(RuntimeError, match="no step"):
         runner.run(plan)
     load = split_loads(plan)[1][-1]

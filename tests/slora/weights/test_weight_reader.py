@@ -10,7 +10,7 @@ from slora.errors import ConfigError
 from slora.weights import weight_blocks, weight_reader
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight
-from slora.weights.weight_reader import WeightReader
+from slora.weights.weight_reader import LinearPart, WeightReader
 from tests.adapters.terminal import Terminal
 
 CPU = torch.device("cpu")
@@ -32,13 +32,17 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def whole(tensors: list[tuple[str, int]], width: int) -> list[LinearPart]:
+    return [LinearPart(name, (rows, width), (range(rows),), range(width)) for name, rows in tensors]
+
+
 def open_reader(directory: Path, dtype: torch.dtype, form: torch.dtype | None = None) -> WeightReader:
     return WeightReader(Checkpoint(directory), dtype, CPU, form=form)
 
 
 def read_all(directory: Path, form: torch.dtype | None = None) -> None:
     reader = open_reader(directory, torch.float32, form)
-    reader.linear([("a", 7), ("b", 50), ("c", 1)], 33)
+    reader.linear(whole([("a", 7), ("b", 50), ("c", 1)], 33))
     reader.vector("bias", 58)
     reader.read()
 
@@ -48,7 +52,7 @@ def test_parts_are_fused_in_the_served_dtype_whatever_they_are_stored_in(
     directory: Path, dtype: torch.dtype
 ) -> None:
     reader = open_reader(directory, dtype)
-    weight = reader.linear([("b", 50), ("a", 7), ("c", 1)], 33)
+    weight = reader.linear(whole([("b", 50), ("a", 7), ("c", 1)], 33))
     bias = reader.vector("bias", 58)
     reader.read()
     assert isinstance(weight, torch.Tensor)
@@ -59,7 +63,7 @@ def test_parts_are_fused_in_the_served_dtype_whatever_they_are_stored_in(
 @pytest.mark.parametrize("form", (torch.int8, torch.float8_e4m3fn))
 def test_weights_are_rounded_row_by_row_to_the_nearest_number(directory: Path, form: torch.dtype) -> None:
     reader = open_reader(directory, torch.float32, form)
-    weight = reader.linear([("b", 50), ("a", 7), ("c", 1)], 33)
+    weight = reader.linear(whole([("b", 50), ("a", 7), ("c", 1)], 33))
     reader.vector("bias", 58)
     reader.read()
     assert isinstance(weight, QuantizedWeight) and weight.values.dtype == form
@@ -77,7 +81,7 @@ def test_a_row_of_zeros_stays_zero(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
     for form in (torch.int8, torch.float8_e4m3fn):
         reader = open_reader(tmp_path, torch.float32, form)
-        weight = reader.linear([("a", 2)], 4)
+        weight = reader.linear(whole([("a", 2)], 4))
         reader.read()
         assert isinstance(weight, QuantizedWeight)
         assert weight.values.float().eq(0).all() and weight.scales.isfinite().all()
@@ -89,14 +93,14 @@ def test_numbers_that_cannot_be_rounded_are_refused_by_the_tensors_name(
 ) -> None:
     save_file({"a": torch.tensor([[1.0, number]])}, tmp_path / "model.safetensors")
     reader = open_reader(tmp_path, torch.float32, torch.int8)
-    reader.linear([("a", 1)], 2)
+    reader.linear(whole([("a", 1)], 2))
     with pytest.raises(ConfigError, match=r"model\.safetensors: a contains numbers that are not finite"):
         reader.read()
 
 
 def test_an_unexpected_tensor_is_refused(directory: Path) -> None:
     reader = open_reader(directory, torch.float32)
-    reader.linear([("a", 7), ("b", 50), ("c", 1)], 33)
+    reader.linear(whole([("a", 7), ("b", 50), ("c", 1)], 33))
     with pytest.raises(
         ConfigError, match=r"has 1 tensors that its config\.json does not describe, such as 'bias'"
     ):
@@ -114,7 +118,7 @@ def test_tables_that_follow_from_the_config_may_be_there(tmp_path: Path) -> None
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(directory: Path) -> None:
     reader = open_reader(directory, torch.float32)
-    reader.linear([("a", 7), ("b", 50), ("c", 1)], 33)
+    reader.linear(whole([("a", 7), ("b", 50), ("c", 1)], 33))
     reader.vector("bias", 58)
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5000])
@@ -158,3 +162,24 @@ def test_reading_restores_the_number_of_torch_threads(directory: Path) -> None:
     for form in (None, torch.int8):
         read_all(directory, form)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("form", [None, torch.int8])
+def test_the_parts_of_two_ranks_together_equal_the_weight_of_one(
+    directory: Path, form: torch.dtype | None
+) -> None:
+    def read(parts: list[LinearPart]) -> torch.Tensor:
+        reader = open_reader(directory, torch.float32, form)
+        weight = reader.linear(parts)
+        reader.vector("bias", 58)
+        for name in "abc":
+            reader.matrix(name, len(TENSORS[name]), 33)
+        reader.read()
+        return weight.values if isinstance(weight, QuantizedWeight) else weight
+
+    expected = read(whole([("b", 50)], 33))
+    rows = (range(40, 50), range(3, 11))
+    by_rows = read([LinearPart("b", (50, 33), rows, range(33))])
+    assert torch.equal(by_rows, torch.cat([expected[40:50], expected[3:11]]))
+    by_columns = [read([LinearPart("b", (50, 33), (range(50),), cut)]) for cut in (range(20), range(20, 33))]
+    assert torch.equal(torch.cat(by_columns, dim=1), expected)

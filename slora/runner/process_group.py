@@ -1,0 +1,156 @@
+"""A tensor-parallel group of processes on this host. Rank 0 is the process that starts it.
+
+Commands go over one socket pair for each rank, because they are in host memory: a collective of NCCL would copy them to
+the GPU and back. A rank that ends closes its socket and its connections to the other ranks. The group can't continue
+without it.
+"""
+
+import atexit
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+import torch
+
+from slora.device.collectives import TorchCollectives
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError, DeviceFailed
+from slora.models.model_spec import ModelSpec
+from slora.runner.rank import Command
+from slora.runner.rank_group import NO_GROUP, RankGroup
+from slora.runner.rank_process import RankSettings
+from slora.runner.served_model import find_device, find_partition
+
+__all__ = ["start_group"]
+
+_log = logging.getLogger(__name__)
+
+# Maximum time that a rank may take to finish its present command.
+_MAX_STOP_S = 10.0
+_PROGRAM = [sys.executable, "-P", "-m", "slora.runner.rank_process"]
+
+
+def _log_loss(reason: str) -> None:
+    _log.critical("%s; the engine can't continue", reason)
+
+
+def start_group(
+    config: EngineConfig,
+    spec: ModelSpec,
+    on_lost: Callable[[str], None] = _log_loss,
+    log_format: str | None = None,
+) -> RankGroup:
+    """Starts the other ranks, and waits until they are connected. Without tensor parallelism, there are none.
+
+    on_lost: called from another thread with a reason when a rank has ended, unless the group was closed.
+    log_format: one of LOG_FORMATS; None: the ranks log only warnings and errors.
+
+    Raises ConfigError if the model can't be divided, or if there are fewer GPUs than ranks.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        return NO_GROUP
+    find_partition(spec, spec.resolve_dtype(config.dtype), size)
+    device = find_device(config, 0)
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but torch sees only {torch.cuda.device_count()} GPUs; give at most that"
+        )
+    return _ProcessGroup(config, spec, device, on_lost, ["--log-format", log_format] if log_format else [])
+
+
+class _ProcessGroup:
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        device: torch.device,
+        on_lost: Callable[[str], None],
+        arguments: list[str],
+    ) -> None:
+        size = config.tensor_parallel_size
+        self._on_lost = on_lost
+        self._arguments = arguments
+        self._is_closed = False
+        self._are_ready = False
+        self._sockets: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # On a CPU, the ranks share the cores.
+        num_threads = max(1, torch.get_num_threads() // size)
+        if device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        with TemporaryDirectory(prefix="slora-ranks-") as directory:
+            path = Path(directory) / "store"
+            atexit.register(self.close)
+            try:
+                for rank in range(1, size):
+                    self._start(RankSettings(config, spec, rank, path, num_threads))
+                self.collectives = TorchCollectives(0, size, device, path)
+            except BaseException:
+                self._end_ranks()
+                raise
+
+    def send(self, make: Callable[[int], Command]) -> None:
+        if not self._are_ready:
+            self._await_ranks()
+        for rank, connection in enumerate(self._sockets, start=1):
+            try:
+                connection.send(make(rank))
+            except OSError as error:
+                raise DeviceFailed(f"rank {rank} of the tensor-parallel group has ended") from error
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._end_ranks()
+            self.collectives.close()
+
+    def _end_ranks(self) -> None:
+        self._is_closed = True
+        atexit.unregister(self.close)
+        for connection in self._sockets:
+            connection.close()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(_MAX_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, settings: RankSettings) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [*_PROGRAM, "--socket", str(theirs.fileno()), *self._arguments],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+        connection = Connection(ours.detach())
+        self._processes.append(process)
+        self._sockets.append(connection)
+        Thread(target=self._watch, args=(settings.rank, process), name="rank-watch", daemon=True).start()
+        connection.send(settings)
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        if not self._is_closed:
+            self._on_lost(f"rank {rank} of the tensor-parallel group ended with exit code {code}")
+
+    def _await_ranks(self) -> None:
+        for rank, connection in enumerate(self._sockets, start=1):
+            try:
+                refusal = connection.recv()
+            except (OSError, EOFError) as error:
+                raise DeviceFailed(
+                    f"rank {rank} of the tensor-parallel group ended while it started"
+                ) from error
+            if refusal is not None:
+                raise ConfigError(f"rank {rank}: {refusal}")
+        self._are_ready = True

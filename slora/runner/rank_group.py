@@ -1,0 +1,36 @@
+"""The tensor-parallel group as its leader, rank 0, sees it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from slora.device.collectives import ALONE, Collectives
+from slora.runner.rank import Command
+
+__all__ = ["NO_GROUP", "RankGroup"]
+
+
+class RankGroup(Protocol):
+    """The other ranks. They run all commands in order."""
+
+    @property
+    def collectives(self) -> Collectives: ...
+
+    def send(self, make: Callable[[int], Command]) -> None:
+        """Sends each of the other ranks a command. make: makes the command of a rank.
+
+        Raises DeviceFailed if a rank has ended.
+        """
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+
+
+class _NoGroup:
+    collectives = ALONE
+
+    def send(self, make: Callable[[int], Command]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+NO_GROUP: RankGroup = _NoGroup()

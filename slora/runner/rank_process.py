@@ -1,0 +1,86 @@
+"""The process of one rank that is not the leader. `process_group.py` starts it.
+
+It gets its settings and its commands over a socket, pickled by the leader, its parent process. It sends one message:
+None when it is ready, or the reason why it refuses the settings. It ends when its standard input or the socket closes,
+so it never outlives the leader, even while it waits for other ranks.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from slora.device.collectives import TorchCollectives
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.model_spec import ModelSpec
+from slora.runner.rank import Rank
+from slora.runner.served_model import find_device
+from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
+from slora_adapters.parent_watch import end_with_stdin
+
+__all__ = ["RankSettings"]
+
+_log = logging.getLogger("slora.engine")
+_BROKEN_EXIT = os.EX_SOFTWARE
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """path: see `TorchCollectives`. num_threads: threads of torch on the CPU."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    rank: int
+    path: Path
+    num_threads: int
+
+
+def _serve(leader: Connection) -> None:
+    settings: RankSettings = leader.recv()
+    config, spec, number = settings.config, settings.spec, settings.rank
+    torch.set_num_threads(settings.num_threads)
+    device = find_device(config, number)
+    collectives = TorchCollectives(number, config.tensor_parallel_size, device, settings.path)
+    try:
+        rank = Rank(config, spec, collectives)
+    except ConfigError as error:
+        # The leader reports the error. If this process ended now, the leader would report a lost rank instead.
+        leader.send(str(error))
+        leader.recv()
+        return
+    leader.send(None)
+    while True:
+        rank.obey(leader.recv())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A tensor-parallel rank of slora. The engine starts it.")
+    parser.add_argument(
+        "--socket", type=int, required=True, help="file descriptor of the socket to the leader"
+    )
+    parser.add_argument("--log-format", choices=LOG_FORMATS)
+    arguments = parser.parse_args()
+    if arguments.log_format is not None:
+        set_up_logging(arguments.log_format, "engine rank")
+    end_with_stdin()
+    try:
+        _serve(Connection(arguments.socket))
+    except EOFError:
+        return 0
+    except Exception:
+        _log.critical("a tensor-parallel rank failed; this process exits", exc_info=True)
+        return _BROKEN_EXIT
+    return 0
+
+
+if __name__ == "__main__":
+    # Without os._exit, Python would wait for the threads of the collectives, which may wait for other ranks.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,129 @@
+"""The part of a model that one rank computes: its weights, its kernels and the sizes of its pages.
+
+With tensor parallelism, each rank of a group has one. Otherwise rank 0 is alone and its part is the whole model.
+"""
+
+from functools import partial
+
+import torch
+
+from slora.device.collectives import Collectives
+from slora.device.device_memory import DeviceMemory
+from slora.device.float8_support import check_float8_kv
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.model import LoadModel, Model, load_model
+from slora.models.model_spec import ModelSpec
+from slora.pool.pool_sizing import MAX_SLOTS, find_full_page_bytes
+from slora_kernels.batch import KVGeometry
+from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.ops import Kernels
+from slora_kernels.partition import Partition
+
+__all__ = ["ServedModel", "find_device", "find_partition", "load_kernels", "resolve_device"]
+
+
+class ServedModel:
+    """Loads the rank's part of the model. Raises ConfigError if it can't be served.
+
+    shape: sizes of this rank's part. long_rows: first row of longrope's long factors in the rotary table. The rows of
+    the short factors come before them.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, load: LoadModel, collectives: Collectives
+    ) -> None:
+        self.device = find_device(config, collectives.rank)
+        self.dtype_name = spec.resolve_dtype(config.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        self.kernels = load_kernels(config.kernels, self.device)
+        if config.kv_format is KVFormat.FP8:
+            check_float8_kv(self.device)
+        _check_positions(config, spec)
+        self.long_rows = wanted_len = config.max_model_len or spec.max_positions
+        self.shape = find_partition(spec, self.dtype_name, collectives.size).rank_shape
+        if collectives.size > 1:
+            load = partial(load_model, collectives=collectives)
+        self.model: Model = load(config, spec, dtype, self.device, wanted_len)
+        self.geometry = _geometry(self.shape, config, dtype)
+        self.full_page_bytes = find_full_page_bytes(self.shape, config)
+        largest = lay_out_adapter(self.shape, [config.max_lora_rank] * self.shape.num_modules)
+        self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
+
+    def make_memory(
+        self, num_pages: int, num_host_pages: int = 0, num_slots: int = MAX_SLOTS
+    ) -> DeviceMemory:
+        return DeviceMemory(
+            self.geometry,
+            self.shape,
+            self.full_page_bytes,
+            num_pages,
+            num_slots,
+            self._max_adapter_pages,
+            self.device,
+            num_host_pages,
+        )
+
+
+def find_partition(spec: ModelSpec, dtype_name: str, num_ranks: int) -> Partition:
+    """Raises ConfigError if the model can't be divided among so many ranks."""
+    if num_ranks > 1 and spec.decoder is None:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but transformers' classes compute this model ({spec.family}), and "
+            "models computed by them can't be divided; set tensor_parallel_size to 1"
+        )
+    try:
+        return Partition(spec.shape(dtype_name), num_ranks)
+    except ValueError as error:
+        raise ConfigError(f"tensor_parallel_size is {num_ranks}: {error}") from error
+
+
+def find_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of a rank. With several ranks, rank r computes on the r-th GPU."""
+    device = resolve_device(config.device, config.kernels)
+    is_divided = config.tensor_parallel_size > 1
+    return torch.device("cuda", rank) if device.type == "cuda" and is_divided else device
+
+
+def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_tokens=config.block_tokens,
+        dtype=dtype,
+        kv_format=config.kv_format,
+    )
+
+
+def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but this model's positions end at {model.max_positions} "
+            f"(max_position_embeddings); give at most that"
+        )
+
+
+def load_kernels(name: str, device: torch.device) -> Kernels:
+    try:
+        return select_kernels(name, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def resolve_device(name: str, kernels: str = "auto") -> torch.device:
+    """Returns the device for the name `auto`, `cpu` or `cuda`.
+
+    `auto` is a GPU if there is one, unless the kernels run only on a CPU.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() and kernels != "numba" else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU; choose cpu or auto")
+    return torch.device(name)

@@ -1,0 +1,304 @@
+"""A model that is divided among ranks answers as transformers + peft does, with as many collectives as without
+adapters."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from slora import LLM, SamplingParams
+from slora.engine.engine import Engine
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError, DeviceFailed
+from slora.models.model_spec_reader import read_model_spec
+from slora.request import EngineRequest, single_adapter
+from slora.runner.served_model import find_partition
+from slora.sampling.sampler import sample
+from slora.sampling.sampling_table import SamplingTable
+from slora.scheduler.sequence import Sequence
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import COSTS, Answer, drive, read_once
+from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.oracle import Verdict
+from tests.support.thread_group import ThreadGroup
+from tests.support.tiny_models import MODELS, VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+
+
+@contextmanager
+def divided_engine(
+    kit: ModelKit, size: int, num_pages: int = 400, **settings: int | str
+) -> Iterator[tuple[Engine, ThreadGroup, dict[str, AdapterVersion]]]:
+    defaults = {
+        "device": "cpu",
+        "kernels": "torch",
+        "dtype": "float32",
+        "tensor_parallel_size": size,
+        "pool_bytes": kit.pool_bytes(num_pages),
+    }
+    config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
+    spec = read_model_spec(kit.directory)
+    shape = spec.shape("float32")
+    limits = AdapterLimits(served_dtype="float32", base_directory=kit.directory)
+    source = DirectorySource(shape, "float32", limits, num_threads=0, num_ranks=size)
+    versions = {kind: source.hold(read_once(path, shape, limits)) for kind, path in kit.adapters.items()}
+    group = ThreadGroup(config, spec)
+    try:
+        yield Engine(config, spec, source, COSTS, group=group), group, versions
+        assert not group.errors
+    finally:
+        group.close()
+
+
+def make_requests(
+    versions: dict[str, AdapterVersion], prompts: list[list[int]], kinds: list[str | None], **sampling: object
+) -> list[EngineRequest]:
+    params = SamplingParams(
+        **{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, **sampling}
+    )  # type: ignore[arg-type]
+    return [
+        EngineRequest(str(number), "t", prompt, single_adapter(versions[kind]) if kind else (), params)
+        for number, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+
+
+def mix(kit: ModelKit, num_each: int = 1) -> tuple[list[list[int]], list[str | None]]:
+    rng = random.Random(3)
+    kinds = [None, *kit.adapters] * num_each
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 15, 17, 40)))] for _ in kinds]
+    return prompts, kinds
+
+
+def judge(
+    kit: ModelKit, prompts: list[list[int]], kinds: list[str | None], answers: dict[str, Answer]
+) -> Verdict:
+    rows = ((prompts[int(key)], answer, kinds[int(key)]) for key, answer in answers.items())
+    return sum((kit.oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
+
+
+# Each family once in the quick run. Four ranks have fewer KV heads than ranks.
+SIZES = [
+    pytest.param(model, size, marks=[] if (size == 4) == (number % 2 == 0) else pytest.mark.soak)
+    for number, model in enumerate(MODELS)
+    for size in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("model", "size"), SIZES)
+def test_a_divided_model_answers_every_kind_of_adapter_as_peft_does(
+    kits: Kits, report: Callable[[str], None], model: str, size: int
+) -> None:
+    kit = kits(model)
+    prompts, kinds = mix(kit)
+    with divided_engine(kit, size) as (engine, _, versions):
+        answers = drive(engine, [make_requests(versions, prompts, kinds)])
+    verdict = judge(kit, prompts, kinds, answers)
+    report(f"{model} on {size} ranks: {verdict}")
+    assert verdict.equal, verdict
+
+
+def test_adapters_add_no_collectives(kits: Kits) -> None:
+    kit = kits("llama")
+    num_layers = read_model_spec(kit.directory).sizes.num_layers
+    counts = []
+    for kinds in ([None], list(kit.adapters)):
+        with divided_engine(kit, 2) as (engine, group, versions):
+            group.collectives.calls.clear()
+            drive(engine, [make_requests(versions, [[1, 2, 3]] * len(kinds), list(kinds), max_tokens=1)])
+            steps = group.collectives.calls["gather"]
+            counts.append({kind: calls / steps for kind, calls in group.collectives.calls.items()})
+    assert counts == [{"sum": 1 + 2 * num_layers, "gather": 1}] * 2
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_all_ranks_swap_and_load_the_same_pages(kits: Kits, preemption: str) -> None:
+    kit = kits("llama")
+    prompts, kinds = mix(kit, num_each=3)
+    settings: dict[str, int | str] = {
+        "preemption": preemption, "max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11
+    }  # fmt: skip
+    with divided_engine(kit, 2, 36, **settings) as (engine, _, versions):
+        answers = drive(engine, [make_requests(versions, prompts, kinds, max_tokens=40)])
+        stats = engine.stats()
+    assert stats.preemptions > 0 and stats.adapter_evictions > 0
+    assert (stats.swapped_in_pages > 0) == (preemption == "swap")
+    verdict = judge(kit, prompts, kinds, answers)
+    assert verdict.equal, verdict
+
+
+def test_forks_prompt_scores_and_a_vocabulary_that_does_not_divide_equal_those_of_one_rank(
+    tmp_path: Path,
+) -> None:
+    kit = make_kit(tmp_path, "llama_tied_llama3_rope", vocab_size=127)
+    prompts, kinds = mix(kit)
+    prompts = [[token % 127 for token in prompt] for prompt in prompts]
+    answers = []
+    for size in (1, 4):
+        with divided_engine(kit, size) as (engine, _, versions):
+            sampling = {"n": 2, "seed": 5, "temperature": 0.8, "prompt_logprobs": 1}
+            answers.append(drive(engine, [make_requests(versions, prompts, kinds, **sampling)]))
+    assert answers[0].keys() == answers[1].keys() and len(answers[0]) == 2 * len(prompts)
+    for key, one in answers[0].items():
+        other = answers[1][key]
+        assert one.token_ids == other.token_ids
+        for score, same in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert (score is None) == (same is None)
+            if score is not None and same is not None:
+                assert abs(score.logprob - same.logprob) < 1e-4
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: str) -> None:
+    kit = kits("qwen2")
+    prompts, kinds = mix(kit)
+    answers = []
+    for size in (1, 2):
+        with divided_engine(kit, size, quantization=quantization) as (engine, _, versions):
+            answers.append(drive(engine, [make_requests(versions, prompts, kinds)]))
+    for key, one in answers[0].items():
+        assert one.token_ids == answers[1][key].token_ids
+        assert one.logprobs == pytest.approx(answers[1][key].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(3, "4 attention heads, which can't be divided among 3 ranks"), (8, "4 attention heads")],
+)
+def test_a_size_that_does_not_divide_the_model_is_refused(kits: Kits, size: int, message: str) -> None:
+    kit = kits("llama")
+    spec = read_model_spec(kit.directory)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
+        find_partition(spec, "float32", size)
+
+
+@pytest.fixture(scope="module")
+def stack(kits: Kits) -> Iterator[EngineStack]:
+    # Not tmp_path, because the path of a Unix socket may have at most 107 bytes.
+    with tempfile.TemporaryDirectory() as root:
+        stack = EngineStack(Path(root), kits("llama"), 400, tensor_parallel_size=2)
+        yield stack
+        stack.stop()
+
+
+def find_rank(stack: EngineStack) -> int:
+    """The process id of rank 1."""
+    assert stack.engine is not None
+    parent = stack.engine._process.pid
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    (pid,) = {int(text) for path in children for text in path.read_text().split()}
+    return pid
+
+
+def test_a_group_of_processes_serves_adapters_from_the_loader_and_ends_when_a_rank_ends(
+    kits: Kits, stack: EngineStack, report: Callable[[str], None]
+) -> None:
+    kit = kits("llama")
+    prompts, kinds = mix(kit)
+
+    async def serve() -> dict[str, Answer]:
+        answers = {}
+        async with connect(stack) as client:
+            for request in make_requests(stack.versions, prompts, kinds):
+                answer = answers[request.request_id] = Answer()
+                async with aclosing(client.generate(request)) as deltas:
+                    async for arrived in deltas:
+                        for delta in arrived:
+                            answer.token_ids.extend(delta.token_ids)
+                            answer.logprobs.extend(entry.logprob for entry in delta.logprobs or ())
+        return answers
+
+    stack.ensure_running()
+    verdict = judge(kit, prompts, kinds, asyncio.run(serve()))
+    assert verdict.equal, verdict
+    assert stack.engine is not None
+    rank = find_rank(stack)
+    killed_s = time.monotonic()
+    os.kill(rank, signal.SIGKILL)
+    assert stack.engine.wait() == os.EX_SOFTWARE
+    report(f"the engine ended {time.monotonic() - killed_s:.3f} s after its rank")
+    assert "rank 1 of the tensor-parallel group ended with exit code -9" in stack.engine.log
+
+
+@pytest.mark.soak
+def test_a_rank_ends_with_its_leader_and_a_restarted_group_serves(kits: Kits, stack: EngineStack) -> None:
+    async def serve() -> None:
+        async with connect(stack) as client:
+            (request,) = make_requests({}, [[1, 2, 3]], [None])
+            async with aclosing(client.generate(request)) as deltas:
+                assert [delta async for delta in deltas]
+
+    for _ in range(2):
+        stack.ensure_running()
+        asyncio.run(serve())
+        rank = find_rank(stack)
+        assert stack.engine is not None
+        stack.engine.kill()
+        asyncio.run(wait_until(lambda pid=rank: not Path(f"/proc/{pid}").exists()))  # type: ignore[misc]
+
+
+def test_the_library_divides_a_model_and_leaves_no_process(kits: Kits) -> None:
+    kit = kits("llama")
+    program = (
+        "import sys; from slora import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], dtype='float32', device='cpu', pool_bytes=1 << 22, kernels='torch',"
+        " tensor_parallel_size=2)\n"
+        "params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)\n"
+        "print(llm.generate([[1, 2, 3]], params, sys.argv[2])[0].token_ids)\n"
+    )
+    command = [sys.executable, "-P", "-c", program, str(kit.directory), str(kit.adapters["rslora"])]
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    llm = LLM(kit.directory, dtype="float32", device="cpu", pool_bytes=kit.pool_bytes(100), kernels="torch")
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    (expected,) = llm.generate([[1, 2, 3]], params, kit.adapters["rslora"])
+    assert found.stdout == f"{expected.token_ids}\n"
+
+
+def test_a_request_that_breaks_between_collectives_fails_alone(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kits("llama")
+
+    def refuse_request_1(logits: Tensor, table: SamplingTable, sequences: list[Sequence], *rest: Any) -> Any:
+        if any(sequence.request.request_id == "1" for sequence in sequences):
+            raise RuntimeError("broken")
+        return sample(logits, table, sequences, *rest)
+
+    prompts = [[1, 2, 3]] * 4
+    with divided_engine(kit, 2) as (engine, _, versions):
+        monkeypatch.setattr("slora.runner.runner.sample", refuse_request_1)
+        answers = drive(engine, [make_requests(versions, prompts, [None] * 4)])
+    assert {key for key, answer in answers.items() if answer.error is not None} == {"1"}
+    assert len(answers["0"].token_ids) == 12
+
+
+def test_a_rank_that_fails_within_a_computation_ends_the_engine(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("broken")
+
+    with (
+        pytest.raises(DeviceFailed, match="all ranks must start again"),
+        divided_engine(kits("llama"), 2) as (engine, group, versions),
+    ):
+        monkeypatch.setattr(engine._runner._model, "forward", fail)
+        try:
+            drive(engine, [make_requests(versions, [[1, 2, 3]], [None])])
+        finally:
+            group.abort()
