@@ -94,20 +94,24 @@ class ReplicaModel:
     def __init__(self, settings: ReplicaSettings, log: FleetLog) -> None:
         machine = settings.machine
         self.settings = settings
-        self.now = 0.0
-        self.uses: dict[int, int] = {}
-        self.unfinished_tokens = self.num_loads = self.num_hits = self.num_preemptions = 0
-        self.residency_changed = True
         self._log = log
         self._bytes = [machine.adapter_layout(rank).num_bytes for rank in settings.ranks]
         self._pages = [machine.pages_of(num_bytes) for num_bytes in self._bytes]
         self._short_tokens = int(settings.short_prefill_steps * machine.costs.step_s / machine.costs.token_s)
         self._page_load_s = machine.full_page_bytes * machine.costs.load_byte_s
+        self._start()
+
+    def _start(self) -> None:
+        """Sets the state of a replica that has just started."""
+        self.now = 0.0
+        self.uses: dict[int, int] = {}
+        self.unfinished_tokens = self.num_loads = self.num_hits = self.num_preemptions = 0
+        self.residency_changed = True
         self._waiting: deque[ModelRequest] = deque()
         self._blocked: dict[int, list[ModelRequest]] = {}
         self._delivered: set[int] = set()  # Fetched, and not yet in the pool.
         self._fetches: list[tuple[float, int]] = []
-        self._lanes = [0.0] * settings.fetch.num_lanes
+        self._lanes = [0.0] * self.settings.fetch.num_lanes
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._idle_pages = self._adapter_pages = 0
@@ -198,7 +202,7 @@ class ReplicaModel:
                     output_tokens=left,
                 )
             )
-        self.__init__(self.settings, self._log)  # type: ignore[misc]
+        self._start()
         return lost
 
     def _fetch(self, now: float, adapter: int) -> None:
