@@ -167,7 +167,8 @@ function App() {
       if (takeKeyFromAddress()) resume();
     };
     addEventListener("hashchange", takeKey);
-    if (hasKey()) resume();
+    // Not `hasKey()`: the user may have submitted a key before this effect runs.
+    if (isSigningIn) resume();
     return () => {
       stops.forEach((stop) => stop());
       removeEventListener("hashchange", takeKey);
