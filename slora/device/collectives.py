@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 __all__ = ["ALONE", "Collectives", "TorchCollectives"]
 
@@ -57,7 +56,7 @@ class TorchCollectives:
 
     def __init__(self, rank: int, size: int, device: torch.device, path: Path) -> None:
         self.rank, self.size = rank, size
-        store = FileStore(str(path), size)
+        store = dist.FileStore(str(path), size)  # type: ignore[attr-defined]
         self._group: Any
         if device.type == "cuda":
             torch.cuda.set_device(device)

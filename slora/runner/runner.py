@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
@@ -177,8 +177,7 @@ class Runner:
             return None
         arrays = StepArrays.build(plan, self.memory, self.kernels.tile_limits, self._served.long_rows)
         batch = arrays.upload(self.device)
-        command = Compute(arrays.without_sequences(), num_sampled=len(batch.sampling))
-        with self._computing_together(command):
+        with self._computing_together(lambda: Compute(arrays.without_sequences(), len(batch.sampling))):
             return batch, self._forward(batch)
 
     def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
@@ -197,7 +196,7 @@ class Runner:
         if not num_sampled:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
-        with self._computing_together(ComputeLogits()):
+        with self._computing_together(ComputeLogits):
             logits = self._model.logits(sampled, deltas)
         # The masks are computed after the launch of the model's head, because uploading them waits until the device has
         # computed the logits.
@@ -274,13 +273,13 @@ class Runner:
         """Returns the logits of rows of a prompt. hidden: the step's hidden states from `first_row` on."""
         layers = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens)
         deltas = LoraDeltas([layer.upload(self.device) for layer in layers], self.memory, self.kernels)
-        with self._computing_together(ScoreRows(first_row, len(hidden), layers)):
+        with self._computing_together(lambda: ScoreRows(first_row, len(hidden), layers)):
             return self._model.logits(hidden, deltas)
 
     @contextmanager
-    def _computing_together(self, command: Compute | ComputeLogits | ScoreRows) -> Iterator[None]:
-        """Sends the command to the other ranks. The caller then computes this rank's part of the same work."""
-        self._group.send(lambda rank: command)
+    def _computing_together(self, make: Callable[[], Compute | ComputeLogits | ScoreRows]) -> Iterator[None]:
+        """Sends each of the other ranks a command. The caller then computes this rank's part of the same work."""
+        self._group.send(lambda rank: make())
         self._is_computing = True
         yield
         self._is_computing = False

@@ -89,9 +89,14 @@ async def readyz(services: Wired) -> Readiness:
 async def metrics(reader: MetricsReader, services: Wired) -> Response:
     """Answers with all metrics, or with those for gateways if `--gateway-metrics on` admits a scrape without a key."""
     generator = services.generator
-    engine = await _engine_numbers(services)
+
+    async def render_for_gateway() -> bytes:
+        return generator.metrics.render_for_gateway(await _engine_numbers(services))
+
     if reader is GATEWAY:
-        return Response(generator.metrics.render_for_gateway(engine), media_type=CONTENT_TYPE_LATEST)
+        answer = await services.gateway_answer.read(render_for_gateway)
+        return Response(answer, media_type=CONTENT_TYPE_LATEST)
+    engine = await _engine_numbers(services)
     generator.metrics.is_read_only = services.reserve.is_full
     shipper = services.usage_shipper
     generator.metrics.usage_journal_bytes = await asyncio.to_thread(shipper.measure_journal)

@@ -29,6 +29,7 @@ from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import background_id
 from slora_api.live.live_feed import LiveFeed
 from slora_api.metrics.adapter_references import AdapterReferences
+from slora_api.metrics.gateway_answer import GatewayAnswer
 from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.request_bounds import RequestBounds
@@ -89,6 +90,7 @@ class Services:
     batches: Batches
     live: LiveFeed
     references: AdapterReferences
+    gateway_answer: GatewayAnswer = field(default_factory=GatewayAnswer)
     writing: FairSlots = field(
         default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )

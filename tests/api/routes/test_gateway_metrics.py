@@ -32,10 +32,13 @@ _ALL = {
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     directory = tmp_path_factory.mktemp("gateway")
-    with running_platform(
-        directory, ScriptedEngine([deltas_of(b"hello.")]), gateway_metrics=True
-    ) as platform:
-        yield platform
+    with pytest.MonkeyPatch.context() as patch:
+        # The tests change the engine between scrapes.
+        patch.setattr("slora_api.metrics.gateway_answer._CACHED_S", 0.0)
+        with running_platform(
+            directory, ScriptedEngine([deltas_of(b"hello.")]), gateway_metrics=True
+        ) as platform:
+            yield platform
 
 
 def scrape(platform: Platform, key: str | None = None) -> httpx.Response:

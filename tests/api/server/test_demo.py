@@ -143,7 +143,10 @@ def test_an_empty_answer_in_a_terminal_is_explained(demo: Demo) -> None:
     assert raw.stdout == "\n"
     assert "the answer is empty; a model trained on chat messages may need a chat template" in raw.stderr
     chat = complete()
-    assert (chat.stdout, chat.stderr) == (TASKS["upper"].apply("good morning") + "\n", "answered by upper@1\n")
+    assert (chat.stdout, chat.stderr) == (
+        TASKS["upper"].apply("good morning") + "\n",
+        "answered by upper@1\n",
+    )
 
 
 def ask(demo: Demo, tenant: str, sentence: str) -> str:
