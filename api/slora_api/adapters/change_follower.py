@@ -122,7 +122,8 @@ class ChangeFollower:
             with suppress(EngineUnavailable):
                 await self._engine.purge_tenant(tenant)
         suspects = {version for change in changes.changes for version in change.orphaned}
-        suspects |= {one for one in self._engine.versions if changes.resync or one.tenant in reused}
+        if changes.resync or reused:
+            suspects |= {one for one in self._engine.versions if changes.resync or one.tenant in reused}
         if suspects:
             # A version may have been pushed again since the change.
             named = await asyncio.to_thread(self._registry.named, suspects)
