@@ -122,8 +122,10 @@ class ChangeFollower:
             with suppress(EngineUnavailable):
                 await self._engine.purge_tenant(tenant)
         suspects = {version for change in changes.changes for version in change.orphaned}
-        if changes.resync or reused:
-            suspects |= {one for one in self._engine.versions if changes.resync or one.tenant in reused}
+        if changes.resync:
+            suspects |= self._engine.versions
+        elif reused:
+            suspects |= {version for version in self._engine.versions if version.tenant in reused}
         if suspects:
             # A version may have been pushed again since the change.
             named = await asyncio.to_thread(self._registry.named, suspects)
