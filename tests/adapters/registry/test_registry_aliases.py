@@ -65,6 +65,17 @@ def test_an_alias_moves_only_from_its_expected_targets(registry: Registry) -> No
     assert registry.roll_back("t1", "a", "prod").targets == {1: 100}, "and has moved it once"
 
 
+def test_a_version_is_found_by_every_reference_that_serves_it(registry: Registry) -> None:
+    registry.move("t1", "a", "prod", {1: 90, 3: 10})
+    versions = [AdapterVersion("t1", digest) for digest in DIGESTS]
+    found = registry.find_references([*versions, AdapterVersion("t2", DIGESTS[0])])
+    assert {version: set(references) for version, references in found.items()} == {
+        versions[0]: {"a@1", "a@prod"},
+        versions[1]: {"a@2"},
+        versions[2]: {"a", "a@3", "a@latest", "a@prod"},
+    }
+
+
 def test_another_process_sees_a_move_and_a_rollback_at_once(
     registry: Registry, open_storage: OpenStorage
 ) -> None:

@@ -89,6 +89,11 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     confirm(page, "Create")
     expect(page.get_by_role("heading", name="short-lived")).to_be_focused()
     key = platform.key("short-lived")
+    platform.upload(key, "greeter").raise_for_status()
+    platform.says("hello")
+    with platform.client(key) as client:
+        client.post("/v1/completions", json={"model": "greeter", "prompt": "x"}).raise_for_status()
+    platform.services.usage_shipper.ship()
     page.get_by_role("button", name="Change the quota").click()
     page.get_by_label("Tokens this month").fill("5000")
     confirm(page, "Set the quota")
@@ -110,6 +115,11 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     expect(page.get_by_text("The tenant was purged.")).to_be_visible()
     with platform.client(ADMIN_KEY) as admin:
         assert admin.get("/admin/tenants/short-lived").status_code == 404
+    view.open("#/adapters")
+    used = page.get_by_role("region", name="Adapters used today").get_by_role("row")
+    row = used.filter(has_text="short-lived")
+    expect(row).to_contain_text("purged")
+    expect(row.get_by_role("link")).to_have_count(0)
 
 
 @pytest.mark.soak

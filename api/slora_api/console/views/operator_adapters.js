@@ -31,10 +31,15 @@ export function OperatorAdapters() {
     await pin(tenant.value.trim(), adapter.value.trim(), "PUT");
   }
 
+  // The usage of a purged tenant stays, and its page does not exist.
+  const existing = tenants.value && new Set(tenants.value.map((one) => one.name));
+  const showTenant = (one) => (existing && !existing.has(one.tenant)
+    ? html`${one.tenant} <span class="note">purged</span>`
+    : html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>`);
   // The alias latest is what the bare name serves.
   const referenceOf = (one) => (one.alias === "latest" ? one.name : `${one.name}@${one.alias}`);
   const pinColumns = [
-    { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>` },
+    { name: "Tenant", cell: showTenant },
     { name: "Adapter", cell: referenceOf },
     { name: "Versions", cell: (one) => html`<${Targets} versions=${one.versions} />` },
     { name: "Actions", cell: (one) => html`<button aria-disabled=${isBusy} aria-label=${`Unpin ${one.name} of ${one.tenant}`}
@@ -43,7 +48,7 @@ export function OperatorAdapters() {
   const adapters = (used.value ?? []).filter((one) => one.adapter_digest !== null)
     .sort((one, other) => other.num_model_requests - one.num_model_requests);
   const usedColumns = [
-    { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>` },
+    { name: "Tenant", cell: showTenant },
     { name: "Adapter", cell: (one) => one.model ?? html`<span class="note">deleted${" "}</span>
       <code title=${one.adapter_digest}>${one.adapter_digest.slice(0, 19)}</code>` },
     { name: "Requests", isNumber: true, cell: (one) => formatCount(one.num_model_requests) },
@@ -60,7 +65,7 @@ export function OperatorAdapters() {
     <div aria-live="polite">${done && html`<${Notice} kind="good">${done}</${Notice}>`}</div>
     <div class="panels">
       <${Panel} title="Adapters used today (UTC)" wide
-        actions=${html`<button onClick=${() => [pins, used].forEach((one) => one.reload())}>Refresh</button>`}>
+        actions=${html`<button onClick=${() => [pins, tenants, used].forEach((one) => one.reload())}>Refresh</button>`}>
         <${ErrorNotice} error=${used.error} />
         ${used.value && html`<${Table} caption="Adapters used today" columns=${usedColumns}
           rows=${adapters.slice(0, MOST_USED)} rowKey=${(one) => `${one.tenant} ${one.adapter_digest}`}
