@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 from slora_api.cli.output import print_json, print_records
-from slora_api.cli.remote import admin_client, check, explained, nothing_to_change
+from slora_api.cli.remote import admin_client, check, explained, nothing_to_change, walk
 
 __all__ = ["change", "create", "purge", "rename", "resume", "show", "suspend"]
 
@@ -88,4 +88,4 @@ def purge(arguments: argparse.Namespace) -> None:
 @explained
 def show(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        print_records(check(client.get("/admin/tenants"))["data"], _COLUMNS, as_json=arguments.json)
+        print_records(list(walk(client, "/admin/tenants")), _COLUMNS, as_json=arguments.json)

@@ -1,15 +1,15 @@
 """/admin: the operator's routes for tenants and pins."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, status
+from fastapi import APIRouter, Query, status
 from typing_extensions import TypedDict
 
 from slora.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
 from slora_api.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
-from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject
+from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject, list_json
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
@@ -20,6 +20,10 @@ from slora_api.tenants.tenant_store import ShareChanges, Tenant
 __all__ = ["router"]
 
 router = APIRouter(prefix="/admin", tags=["operator"])
+
+# A name of a tenant has at most 128 characters.
+_NamePart = Annotated[str, Query(max_length=128)]
+_Names = Annotated[list[str] | None, Query(max_length=100)]
 
 
 class TenantObject(TypedDict):
@@ -86,11 +90,17 @@ def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) 
 
 
 @router.get("/tenants")
-def list_tenants(_operator: Operator, services: Wired) -> ListObject[TenantObject]:
-    return {
-        "object": "list",
-        "data": [_tenant_json(tenant) for tenant in services.tenant_store.list_tenants()],
-    }
+def list_tenants(
+    _operator: Operator,
+    services: Wired,
+    contains: _NamePart | None = None,
+    name: _Names = None,
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
+) -> PageObject[TenantObject]:
+    """Lists tenants, sorted by name. contains: a part of the name. name: lists only this tenant; may be repeated."""
+    found = services.tenant_store.list_tenants(contains=contains, names=name, limit=limit + 1, after=after)
+    return list_json([_tenant_json(tenant) for tenant in found], "name", limit)
 
 
 @router.get("/tenants/{tenant}", responses=errors(NotFound))

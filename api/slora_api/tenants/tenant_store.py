@@ -243,8 +243,27 @@ class TenantStore:
         rows = self._database.read(_UNPURGED, {"names": list(names), "purging": TenantStatus.PURGING})
         return {name for (name,) in rows}
 
-    def list_tenants(self) -> Sequence[Tenant]:
-        return [_read_tenant(row) for row in self._database.read(_TENANTS)]
+    def list_tenants(
+        self,
+        *,
+        contains: str | None = None,
+        names: Collection[str] | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> Sequence[Tenant]:
+        """Lists tenants, sorted by name.
+
+        contains: a part of the name, in upper or lower case. names: list only these tenants. limit: None lists all.
+        after: the last name of the previous page.
+        """
+        wanted = _TENANTS
+        if contains is not None:
+            wanted = wanted.where(_t.name.contains(contains.lower(), autoescape=True))
+        if names is not None:
+            wanted = wanted.where(_t.name.in_(names))
+        if after is not None:
+            wanted = wanted.where(_t.name > after)
+        return [_read_tenant(row) for row in self._database.read(wanted.limit(limit))]
 
 
 def _read_tenant(row: Sequence[Any]) -> Tenant:

@@ -51,6 +51,32 @@ def test_a_tenant_has_the_default_share_until_it_is_given_another(admin: httpx.C
     assert again.json() in admin.get("/admin/tenants").json()["data"]
 
 
+def test_tenants_are_listed_in_pages_and_found_by_a_part_of_their_name(admin: httpx.Client) -> None:
+    for number in range(3):
+        admin.post("/admin/tenants", json={"name": f"paged_{number}"}).raise_for_status()
+    admin.post("/admin/tenants", json={"name": "pagedx9"}).raise_for_status()
+
+    def read_page(**params: str | int | list[str]) -> tuple[list[str], bool]:
+        page = admin.get("/admin/tenants", params=params).raise_for_status().json()
+        names = [tenant["name"] for tenant in page["data"]]
+        assert (page["first_id"], page["last_id"]) == ((names[0], names[-1]) if names else (None, None))
+        return names, page["has_more"]
+
+    # An underscore is no wildcard.
+    assert read_page(contains="AGED_", limit=2) == (["paged_0", "paged_1"], True)
+    assert read_page(contains="AGED_", limit=2, after="paged_1") == (["paged_2"], False)
+    assert read_page(name=["paged_2", "no-such-tenant", "paged_0"]) == (["paged_0", "paged_2"], False)
+    assert read_page(contains="%") == ([], False)
+    walked, more = read_page(limit=1)
+    while more:
+        page, more = read_page(limit=1, after=walked[-1])
+        walked += page
+    assert walked == read_page(limit=1000)[0]
+    for params in ({"limit": 0}, {"limit": 1001}, {"contains": "a" * 129}, {"name": ["a"] * 101}):
+        refused = admin.get("/admin/tenants", params=params)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(params)))
+
+
 def test_a_tenant_can_be_made_with_a_share(admin: httpx.Client) -> None:
     made = admin.post("/admin/tenants", json={"name": "made", "weight": 3, "max_pool_share": 0.25})
     assert share_of(made.json()) == DEFAULT | {"weight": 3.0, "max_pool_share": 0.25}

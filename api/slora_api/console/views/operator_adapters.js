@@ -9,11 +9,30 @@ import { ErrorNotice, Notice, Panel, Table, formatBytes, formatCount, formatNumb
 import { html, useState } from "../vendor/preact.js";
 
 const MOST_USED = 100;
+const SUGGESTED = 20;
+
+// Loads the adapters used today: those with the most requests, and the number of all. The usage of a purged tenant stays,
+// and its page does not exist, so `isPurged` marks its adapters.
+async function loadUsed(signal) {
+  const all = (await loadToday("admin/usage", "tenant,model", signal)).filter((one) => one.adapter_digest !== null);
+  const shown = all.sort((one, other) => other.num_model_requests - one.num_model_requests).slice(0, MOST_USED);
+  const names = new Set(shown.filter((one) => one.model === null).map((one) => one.tenant));
+  const query = new URLSearchParams([...names].map((name) => ["name", name]));
+  const existing = names.size === 0 ? [] : (await call(`admin/tenants?${query}`, { signal })).data;
+  for (const { name } of existing) names.delete(name);
+  return { shown: shown.map((one) => ({ ...one, isPurged: names.has(one.tenant) })), total: all.length };
+}
+
+const showTenant = (one) => (one.isPurged
+  ? html`${one.tenant} <span class="note">purged</span>`
+  : html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>`);
 
 export function OperatorAdapters() {
   const pins = useLoad(async (signal) => (await call("admin/pins", { signal })).data);
-  const tenants = useLoad(async (signal) => (await call("admin/tenants", { signal })).data);
-  const used = useLoad((signal) => loadToday("admin/usage", "tenant,model", signal));
+  const used = useLoad(loadUsed);
+  const [owner, setOwner] = useState("");
+  const suggested = useLoad(async (signal) => (await call(
+    `admin/tenants?${new URLSearchParams({ contains: owner.trim(), limit: SUGGESTED })}`, { signal })).data, [owner.trim()]);
   const [done, setDone] = useState(null);
   const { run, isBusy, error } = useAction();
 
@@ -31,11 +50,6 @@ export function OperatorAdapters() {
     await pin(tenant.value.trim(), adapter.value.trim(), "PUT");
   }
 
-  // The usage of a purged tenant stays, and its page does not exist.
-  const existing = tenants.value && new Set(tenants.value.map((one) => one.name));
-  const showTenant = (one) => (existing && !existing.has(one.tenant)
-    ? html`${one.tenant} <span class="note">purged</span>`
-    : html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>`);
   // The alias latest is what the bare name serves.
   const referenceOf = (one) => (one.alias === "latest" ? one.name : `${one.name}@${one.alias}`);
   const pinColumns = [
@@ -45,8 +59,6 @@ export function OperatorAdapters() {
     { name: "Actions", cell: (one) => html`<button aria-disabled=${isBusy} aria-label=${`Unpin ${one.name} of ${one.tenant}`}
       onClick=${() => pin(one.tenant, referenceOf(one), "DELETE")}>Unpin</button>` },
   ];
-  const adapters = (used.value ?? []).filter((one) => one.adapter_digest !== null)
-    .sort((one, other) => other.num_model_requests - one.num_model_requests);
   const usedColumns = [
     { name: "Tenant", cell: showTenant },
     { name: "Adapter", cell: (one) => one.model ?? html`<span class="note">deleted${" "}</span>
@@ -65,13 +77,13 @@ export function OperatorAdapters() {
     <div aria-live="polite">${done && html`<${Notice} kind="good">${done}</${Notice}>`}</div>
     <div class="panels">
       <${Panel} title="Adapters used today (UTC)" wide
-        actions=${html`<button onClick=${() => [pins, tenants, used].forEach((one) => one.reload())}>Refresh</button>`}>
+        actions=${html`<button onClick=${() => [pins, used].forEach((one) => one.reload())}>Refresh</button>`}>
         <${ErrorNotice} error=${used.error} />
         ${used.value && html`<${Table} caption="Adapters used today" columns=${usedColumns}
-          rows=${adapters.slice(0, MOST_USED)} rowKey=${(one) => `${one.tenant} ${one.adapter_digest}`}
+          rows=${used.value.shown} rowKey=${(one) => `${one.tenant} ${one.adapter_digest}`}
           empty="No adapter was used today." />`}
-        ${adapters.length > MOST_USED && html`<p class="note">The ${MOST_USED} with the most requests of
-          ${formatCount(adapters.length)}.</p>`}
+        ${used.value?.total > MOST_USED && html`<p class="note">The ${MOST_USED} with the most requests of
+          ${formatCount(used.value.total)}.</p>`}
         <p class="note">The page of a tenant lists all of its adapters. Sign in with a tenant's key to upload adapters,
           move aliases and roll back.</p>
       </${Panel}>
@@ -81,8 +93,9 @@ export function OperatorAdapters() {
         ${pins.value && html`<${Table} caption="Pinned adapters" columns=${pinColumns} rows=${pins.value}
           rowKey=${(one) => `${one.tenant} ${one.name} ${one.alias}`} empty="No adapter is pinned." />`}
         <form class="fields" onSubmit=${submit}>
-          <label>Tenant <input name="tenant" list="tenants" required autocomplete="off" spellcheck=${false} /></label>
-          <datalist id="tenants">${tenants.value?.map((one) => html`<option key=${one.name} value=${one.name}></option>`)}
+          <label>Tenant <input name="tenant" list="tenants" required maxlength="128" value=${owner}
+            onInput=${(event) => setOwner(event.target.value)} autocomplete="off" spellcheck=${false} /></label>
+          <datalist id="tenants">${suggested.value?.map((one) => html`<option key=${one.name} value=${one.name}></option>`)}
           </datalist>
           <label>Adapter <input name="adapter" placeholder="adapter or adapter@alias" required autocomplete="off" spellcheck=${false} /></label>
           <button aria-disabled=${isBusy}>Pin</button>

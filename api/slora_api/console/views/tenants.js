@@ -18,13 +18,14 @@ export function View() {
 }
 
 function Tenants() {
-  const list = useLoad(async (signal) => (await call("admin/tenants", { signal })).data);
   const usage = useLoad(async (signal) => addUp(await loadToday("admin/usage", "tenant", signal), (one) => one.tenant));
   const [wanted, setWanted] = useState("");
-  const [page, setPage] = useState(0);
+  // The names after which the pages before this one ended.
+  const [pages, setPages] = useState([null]);
   const [window, setWindow] = useState(null);
-  const found = (list.value ?? []).filter((one) => one.name.includes(wanted.trim().toLowerCase()));
-  const shown = found.slice(page * PAGE, (page + 1) * PAGE);
+  const after = pages.at(-1);
+  const query = new URLSearchParams({ limit: PAGE, ...wanted.trim() && { contains: wanted.trim() }, ...after && { after } });
+  const list = useLoad((signal) => call(`admin/tenants?${query}`, { signal }), [String(query)]);
   const columns = [
     { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.name)}>${one.name}</a>` },
     { name: "State", cell: (one) => html`<span class=${`tag ${one.status}`}>${one.status}</span>` },
@@ -39,19 +40,19 @@ function Tenants() {
   const reload = () => [list, usage].forEach((one) => one.reload());
   return html`
     <div class="panels">
-      <${Panel} title=${list.value ? `${formatCount(list.value.length)} tenants` : "Tenants"} wide actions=${html`
+      <${Panel} title="Tenants" wide actions=${html`
           <span class="row-actions">
-            <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" value=${wanted}
-              onInput=${(event) => { setWanted(event.target.value); setPage(0); }} />
+            <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" maxlength="128" value=${wanted}
+              onInput=${(event) => { setWanted(event.target.value); setPages([null]); }} />
             <button onClick=${reload}>Refresh</button>
             <button onClick=${() => setWindow(html`<${NewTenant} onClose=${() => setWindow(null)} />`)}>New tenant</button>
           </span>`}>
         <${ErrorNotice} error=${list.error ?? usage.error} />
         ${list.value && html`
-          <${Table} caption="Tenants" columns=${columns} rows=${shown} rowKey=${(one) => one.name}
+          <${Table} caption="Tenants" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
             empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} />
-          <${Pager} isFirst=${page === 0} hasMore=${found.length > (page + 1) * PAGE}
-            onBack=${() => setPage(page - 1)} onNext=${() => setPage(page + 1)} />`}
+          <${Pager} isFirst=${pages.length === 1} hasMore=${list.value.has_more}
+            onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, list.value.last_id])} />`}
       </${Panel}>
     </div>
     ${window}`;
