@@ -47,6 +47,19 @@ def single_adapter(version: AdapterVersion | None, weight: float = 1.0) -> tuple
     return () if version is None else compose_adapters([WeightedAdapter(version, weight)])
 
 
+class EmittedTokens(NamedTuple):
+    """The tokens of a request that another engine has reported before it was lost.
+
+    choices: the tokens of each choice; None for a choice that has ended.
+    num_tokens: number of tokens of all choices, including those that have ended.
+    num_cached: prompt tokens that the lost engine found in its prefix cache.
+    """
+
+    choices: tuple[tuple[int, ...] | None, ...]
+    num_tokens: int
+    num_cached: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt to continue, or to embed.
@@ -63,6 +76,8 @@ class EngineRequest:
     deadline_s: maximum seconds from arrival to the first token; None: no deadline. The request ends as soon as it can't
         meet the deadline. The first token of a beam search comes at the end of the search.
     pooling: how the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
+    emitted: the tokens after which the answers continue; None: the answers begin. The usage of the request includes
+        these tokens and the whole prompt, as if this engine had computed them. The tenant is not charged for them.
     """
 
     request_id: str
@@ -76,6 +91,14 @@ class EngineRequest:
     account: str = ""
     is_background: bool = False
     pooling: Pooling | None = None
+    emitted: EmittedTokens | None = None
+
+    @property
+    def open_choices(self) -> set[int]:
+        """The indices of the choices that the engine still has to compute."""
+        if self.emitted is None:
+            return set(range(self.sampling.num_choices))
+        return {index for index, tokens in enumerate(self.emitted.choices) if tokens is not None}
 
     @property
     def versions(self) -> tuple[AdapterVersion, ...]:

@@ -177,8 +177,16 @@ class Engine:
         self._tenants.set_share(request.tenant, request.share)
         tenant = self._tenants.find(request.tenant, is_background=request.is_background)
         sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, self._config.block_tokens)
-        self._scheduler.add(sequence, time.monotonic())
-        self._prompt_tokens += len(request.prompt_token_ids)
+        if request.emitted is None:
+            self._scheduler.add(sequence, time.monotonic())
+            self._prompt_tokens += len(request.prompt_token_ids)
+            return
+        try:
+            for choice in sequence.resume(request.emitted):
+                self._scheduler.add(choice, time.monotonic())
+        except RequestRefused:
+            self.abort(request.request_id)
+            raise
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one choice of it, and frees its pages. A no-op for an unknown or finished request."""

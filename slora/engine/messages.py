@@ -32,6 +32,7 @@ from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageMap, PageOwner
 from slora.pooling import Pooling
 from slora.request import (
+    EmittedTokens,
     EndedRequest,
     EngineRequest,
     FinishReason,
@@ -50,7 +51,7 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 Message = dict[str, Any]
 
@@ -75,6 +76,7 @@ def encode_add(request: EngineRequest) -> Message:
         | {"logit_bias": list(sampling.logit_bias.items())}
         | {"structured_output": output if output is None else astuple(output)},
         "pooling": None if request.pooling is None else astuple(request.pooling),
+        "emitted": request.emitted,
     }
 
 
@@ -89,7 +91,7 @@ def decode_add(message: Message) -> EngineRequest:
     sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
     output = sampling["structured_output"]
     sampling["structured_output"] = output if output is None else _decode_form(output)
-    pooling = message["pooling"]
+    pooling, emitted = message["pooling"], message["emitted"]
     return EngineRequest(
         request_id=message["id"],
         tenant=message["tenant"],
@@ -105,6 +107,13 @@ def decode_add(message: Message) -> EngineRequest:
         account=message["account"],
         is_background=message["is_background"],
         pooling=None if pooling is None else Pooling(*pooling),
+        emitted=None if emitted is None else _decode_emitted(*emitted),
+    )
+
+
+def _decode_emitted(choices: list[list[int] | None], num_tokens: int, num_cached: int) -> EmittedTokens:
+    return EmittedTokens(
+        tuple(None if tokens is None else tuple(tokens) for tokens in choices), num_tokens, num_cached
     )
 
 

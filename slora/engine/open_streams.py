@@ -38,7 +38,7 @@ class OpenStreams:
         """
         if request.request_id in self._streams:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
-        stream = _Stream(set(range(request.sampling.num_choices)))
+        stream = _Stream(request.open_choices)
         self._streams[request.request_id] = stream
         try:
             await send(request)

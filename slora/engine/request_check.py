@@ -20,6 +20,7 @@ from slora.request import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,
     NOT_SAMPLED,
+    EmittedTokens,
     EngineRequest,
     WeightedAdapter,
 )
@@ -45,6 +46,8 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
     check_sampling(request.sampling, info)
     check_token_ids(request.prompt_token_ids, info.vocab_size)
     num_tokens, sampling = len(request.prompt_token_ids), request.sampling
+    if request.emitted is not None:
+        _check_emitted(request, request.emitted, info)
     if request.pooling is not None:
         check_pooling(request.pooling, info)
         check_embedded_tokens(num_tokens, info.max_model_len)
@@ -60,6 +63,19 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
             "(max_model_len)",
             "min_tokens",
         )
+
+
+def _check_emitted(request: EngineRequest, emitted: EmittedTokens, info: EngineInfo) -> None:
+    if request.pooling is not None or request.sampling.use_beam_search:
+        raise RequestRefused("an embedding and a beam search cannot be resumed; send the request again", "emitted")
+    width = request.sampling.width
+    if len(emitted.choices) != width or not request.open_choices:
+        raise RequestRefused(
+            f"emitted has {len(emitted.choices)} choices, {len(request.open_choices)} of them unfinished; a resumed "
+            f"request needs all of its {width} choices and an unfinished one",
+            "emitted",
+        )
+    _check_vocabulary("emitted", chain.from_iterable(tokens or () for tokens in emitted.choices), info)
 
 
 def check_adapters(adapters: Sequence[WeightedAdapter], info: EngineInfo) -> None:

@@ -214,7 +214,8 @@ class Admission:
             self._paging.residency.acquire(self._adapters.load_for(sequence, version, plan))
         found = (self._adapters.find(version) for version in sequence.request.versions)
         sequence.set_residents(tuple(resident for resident in found if resident is not None))
-        if not sequence.num_preemptions:
+        # The whole prompt of a resumed sequence counts as charged.
+        if not (sequence.num_preemptions or sequence.num_charged):
             self._prefixes.count_hits(sequence)
         self._lifecycle.start_running(sequence, needs.num_reserved_tokens, plan)
         if not self._adapters.are_ready(sequence.residents):

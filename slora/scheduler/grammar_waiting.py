@@ -36,5 +36,5 @@ class GrammarWaiting:
                 if isinstance(result, Refused):
                     yield sequence, result.error
                 else:
-                    sequence.matcher = result.grammar.start(sequence.stop_ids)
+                    sequence.start_matcher(result.grammar.start(sequence.stop_ids))
                     yield sequence, None

@@ -31,7 +31,7 @@ from slora.pool.block_table import BlockTable
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
 from slora.pooling import PoolingKind
-from slora.request import EngineRequest, TokenLogprobs
+from slora.request import EmittedTokens, EngineRequest, TokenLogprobs
 from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.drafting.draft_state import DraftState
@@ -256,6 +256,27 @@ class Sequence:
             or sampling.structured_output is not None
             or sampling.has_penalties
         )
+
+    def resume(self, emitted: EmittedTokens) -> "list[Sequence]":
+        """Creates a sequence for each unfinished choice. It continues after the tokens that a lost engine has reported.
+
+        The state is the same as after a preemption. So positions, penalties and limits count all tokens of the answer.
+        """
+        self.num_cached = emitted.num_cached
+        self.usage.generated_tokens = emitted.num_tokens
+        choices = []
+        for index, token_ids in enumerate(emitted.choices):
+            if token_ids is not None:
+                choices.append(choice := self.fork(index))
+                for token_id in token_ids:
+                    choice.append(token_id)
+        return choices
+
+    def start_matcher(self, matcher: Matcher) -> None:
+        """Sets the matcher of the compiled grammar, and passes it the tokens of a resumed answer."""
+        self.matcher = matcher
+        for token_id in self.token_ids[self.num_prompt :]:
+            matcher.accept(token_id)
 
     def append(self, token_id: int) -> None:
         """Appends a generated token. The matcher does not accept stop tokens, because they end the sequence."""
