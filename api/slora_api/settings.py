@@ -55,6 +55,14 @@ class Settings:
         1, "number of processes that answer HTTP requests. More than one use several cores for tokenizing, JSON and "
         "streaming, and one that dies does not end the streams of the others", Whole(1, 64), metavar="N",
     )  # fmt: skip
+    replicas: int = setting(
+        1, "number of engine processes. Each has the whole model, its own page pool, and a share of the cores or a GPU "
+        "of its own", Whole(1, 64), metavar="N",
+    )  # fmt: skip
+    resume_seconds: float = setting(
+        120.0, "how long an answer in progress waits for an engine after its engine died, before it ends with an "
+        "error; 0 ends it at once", Seconds(0), metavar="SECONDS",
+    )  # fmt: skip
     data_dir: str = setting(
         "data", "directory for tenants, keys and adapters (created if missing)", metavar="DIR"
     )

@@ -141,6 +141,10 @@ class RemoteEngine:
         return self._versions
 
     @property
+    def connected(self) -> bool:
+        return self._writer is not None and self._info is not None
+
+    @property
     def ready(self) -> bool:
         return self._writer is not None and self._info is not None and self._loader_connected
 

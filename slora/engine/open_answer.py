@@ -1,9 +1,9 @@
 """What the API process knows of a request in progress: everything that it needs to continue it on another engine.
 
-    sent ---- the engine reports the usage ----> settled
-      |  ^
-      |  +-- sent again ---+
-      +---- engine lost ---+---- given up ----> settled (the usage is unknown)
+sent ---- the engine reports the usage ----> settled
+  |  ^
+  |  +-- sent again ---+
+  +---- engine lost ---+---- given up ----> settled (the usage is unknown)
 """
 
 import time
@@ -21,8 +21,9 @@ _PASSED_S = 1e-6
 class OpenAnswer:
     """A request and the tokens of its answer that have arrived.
 
-    is_sent: whether an engine may still report the usage. is_settled: whether the usage has been reported.
+    is_sent: whether an engine has it now and will report its usage. is_settled: whether the usage has been reported.
     is_closed: whether no more tokens are wanted.
+    refusal: why it must not be sent again.
     num_losses: number of engines that were lost while they computed it.
     choices: the tokens of each choice; None for a choice that has ended.
     num_scored: prompt log-probabilities that have arrived. num_to_skip: those that a new run will repeat.
@@ -32,6 +33,7 @@ class OpenAnswer:
     is_sent: bool = False
     is_settled: bool = False
     is_closed: bool = False
+    refusal: Exception | None = None
     num_losses: int = 0
     choices: list[list[int] | None] = field(default_factory=list)
     num_tokens: int = 0

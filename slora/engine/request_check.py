@@ -67,7 +67,9 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
 
 def _check_emitted(request: EngineRequest, emitted: EmittedTokens, info: EngineInfo) -> None:
     if request.pooling is not None or request.sampling.use_beam_search:
-        raise RequestRefused("an embedding and a beam search cannot be resumed; send the request again", "emitted")
+        raise RequestRefused(
+            "an embedding and a beam search cannot be resumed; send the request again", "emitted"
+        )
     width = request.sampling.width
     if len(emitted.choices) != width or not request.open_choices:
         raise RequestRefused(

@@ -96,6 +96,12 @@ class EngineStack:
 
     def ensure_running(self) -> None:
         """Starts the processes that do not run."""
+        self.start_loader()
+        if self.engine is None or not self.engine.running:
+            self.engine = self.start_engine()
+
+    def start_loader(self) -> None:
+        """Starts the loader if it does not run."""
         if self.loader is None or not self.loader.running:
             config = LoaderConfig(
                 self._loader_socket,
@@ -106,13 +112,13 @@ class EngineStack:
                 num_ranks=int(self._settings.get("tensor_parallel_size", 1)),
             )
             self.loader = self._start("slora_adapters.loader.loader_process", config.to_json())
-        if self.engine is None or not self.engine.running:
-            self.engine = self.start_engine()
 
-    def start_engine(self, module: str = "slora.engine.process", **settings: int | str) -> ChildProcess:
+    def start_engine(
+        self, module: str = "slora.engine.process", socket: Path | None = None, **settings: int | str
+    ) -> ChildProcess:
         engine = {"model": str(self._kit.directory), **self._settings, **settings}
         paths = {
-            "socket": str(self.socket),
+            "socket": str(socket or self.socket),
             "loader_socket": str(self._loader_socket),
             "usage_directory": str(self.usage_directory),
         }

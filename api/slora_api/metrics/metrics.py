@@ -11,7 +11,7 @@ read the metrics (see authentication.py), except the few that `--gateway-metrics
 
 import os
 from collections import Counter as Tally
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +78,7 @@ class Metrics:
     directory: the directory with the files of all API processes, after `share_metrics`; None if this process is the
         only one.
     restarts: how often each process of the server died and was restarted, by the process's name.
+    read_replicas: returns whether each engine serves, by its process's name.
     is_read_only: whether the disk of the data directory is full.
     usage_journal_bytes, usage_ledger_lag_s: see `UsageShipper`.
     requests: histograms of the stages of requests.
@@ -121,6 +122,7 @@ class Metrics:
         )  # fmt: skip
         self.batches: dict[str, int] = {}
         self.restarts: Tally[str] = Tally(engine=0, loader=0)
+        self.read_replicas: Callable[[], Mapping[str, bool]] = dict
         self.is_read_only = False
         self.usage_journal_bytes = 0
         self.usage_ledger_lag_s = 0.0
@@ -181,6 +183,14 @@ class Metrics:
         yield GaugeMetricFamily(
             "slora_ready", "1 while the engine and the loader are connected.", self._engine is not None
         )
+        replicas = GaugeMetricFamily(
+            "slora_replica_serving",
+            "1 while this engine process and the loader are connected.",
+            labels=["replica"],
+        )
+        for replica, is_serving in self.read_replicas().items():
+            replicas.add_metric([replica], is_serving)
+        yield replicas
         yield GaugeMetricFamily(
             "slora_read_only",
             "1 while the disk of the data directory is full and changes are refused.",

@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from slora.engine.client import RemoteEngine
+from slora.engine.replica_group import ReplicaGroup
 from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
 from slora.usage_journal.journal import UsageJournal
@@ -56,6 +56,7 @@ from slora_api.batches.files import FileLimits, Files
 from slora_api.data_dir import DataDir
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.generation.readiness import Readiness
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.host_board import HostBoard
@@ -122,7 +123,7 @@ async def open_services(
     model: BaseModelFiles,
     data: DataDir,
     pepper: Pepper,
-    client: RemoteEngine,
+    client: ReplicaGroup,
     board: HostBoard,
     metrics: Path | None = None,
 ) -> Services:
@@ -156,6 +157,7 @@ async def open_services(
     quarantine = Quarantine(data.quarantine if is_main else data.quarantine / str(board.process), reserve)
     inspector = Inspector(model.shape, model.limits, InspectionBounds(), num_serving)
     counted = Metrics(model.name, metrics)
+    counted.read_replicas = lambda: client.health
     ledger = UsageLedger(database)
     quota_store = QuotaStore(database, default_quota(settings), host_changes.is_behind)
     counters = open_counters(data, settings.quota_redis)
@@ -213,7 +215,14 @@ async def open_services(
         ),
         templates,
         grammars,
-        Generator(client, model.tokenizer, limiter, counted, recorder),
+        Generator(
+            client,
+            model.tokenizer,
+            limiter,
+            counted,
+            recorder,
+            Readiness(engines=frozenset(client.health)),
+        ),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name, settings.batch_price_percent),
         TenantLife(tenant_store, ledger, adapters, client),
@@ -266,10 +275,10 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 
 
 def background_work(
-    services: Services, client: RemoteEngine, on_hello: Callable[[], None] = lambda: None
+    services: Services, client: ReplicaGroup, on_hello: Callable[[], None] = lambda: None
 ) -> list[Coroutine[Any, Any, None]]:
     """Returns the background tasks of each API process. `serve.py` adds the tasks that the main process does for the
-    host. on_hello: see `RemoteEngine.run`.
+    host. on_hello: see `ReplicaGroup.run`.
     """
     return [
         client.run(on_hello),
@@ -303,7 +312,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         listener = stack.enter_context(socket.socket(fileno=config.listener))
         board = HostBoard(config.board, config.board_size, config.number)
         pepper = Pepper.from_file(data.pepper)
-        client = RemoteEngine(config.engine_socket)
+        client = ReplicaGroup(config.engine_sockets, settings.resume_seconds)
         services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
         # A worker never generates a key, because the main process has to print it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=False)

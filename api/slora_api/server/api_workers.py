@@ -33,7 +33,7 @@ class WorkerConfig:
     """The configuration that a worker receives in addition to its environment.
 
     number: 1 for the first worker. flags: see `read_settings`. started_at: Unix time of the server's start. metrics:
-    the folder of metrics files. engine_socket: the path at which the engine listens. listener, board: inherited
+    the folder of metrics files. engine_sockets: the paths at which the engines listen. listener, board: inherited
     descriptors.
     """
 
@@ -41,7 +41,7 @@ class WorkerConfig:
     flags: Mapping[str, str]
     started_at: int
     metrics: Path
-    engine_socket: Path
+    engine_sockets: tuple[Path, ...]
     listener: int
     board: int
     board_size: BoardSize
@@ -52,7 +52,7 @@ class WorkerConfig:
     @staticmethod
     def from_json(text: str) -> "WorkerConfig":
         raw = json.loads(text)
-        paths = {name: Path(raw[name]) for name in ("metrics", "engine_socket")}
+        paths = {"metrics": Path(raw["metrics"]), "engine_sockets": tuple(map(Path, raw["engine_sockets"]))}
         return WorkerConfig(**{**raw, **paths, "board_size": BoardSize(**raw["board_size"])})
 
 
@@ -79,7 +79,7 @@ class ApiWorkers:
                 given,
                 started_at,
                 metrics,
-                sockets.engine,
+                tuple(sockets.engines),
                 listener.fileno(),
                 board.descriptor,
                 board.size,

@@ -13,7 +13,7 @@ from slora_api.server.sockets import Sockets
 from slora_api.server.supervisor import Child
 from slora_api.settings import Settings
 
-__all__ = ["engine_and_loader", "store_url"]
+__all__ = ["engines_and_loader", "store_url"]
 
 
 def store_url(settings: Settings, data: DataDir) -> str:
@@ -24,11 +24,10 @@ def _split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def engine_and_loader(
+def engines_and_loader(
     settings: Settings, model: BaseModelFiles, data: DataDir, sockets: Sockets
 ) -> list[Child]:
     engine: dict[str, Any] = {
-        "socket": str(sockets.engine),
         "loader_socket": str(sockets.loader),
         "usage_directory": str(data.usage),
         "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
@@ -53,10 +52,33 @@ def engine_and_loader(
             pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
             waits_for_others=True,
         ),
-        Child(
-            "engine",
-            "slora.engine.process",
-            ["--log-format", settings.log_format, "--config", json.dumps(engine)],
-            pass_on(os.environ, ENGINE_VARIABLES),
+        *(
+            Child(
+                path.stem,
+                "slora.engine.process",
+                [
+                    "--log-format",
+                    settings.log_format,
+                    "--config",
+                    json.dumps({"socket": str(path), **engine}),
+                ],
+                share_machine(pass_on(os.environ, ENGINE_VARIABLES), number, settings.replicas),
+            )
+            for number, path in enumerate(sockets.engines)
         ),
     ]
+
+
+def share_machine(environment: dict[str, str], number: int, num_replicas: int) -> dict[str, str]:
+    """Returns the environment of one engine, with its share of the cores and its own GPU.
+
+    Values that the operator sets take precedence. On a machine without GPUs, the GPU's number has no effect.
+    """
+    if num_replicas == 1:
+        return environment
+    cores = sorted(os.sched_getaffinity(0))
+    num_threads = max(1, len(cores) // num_replicas)
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(one) for one in range(num_replicas)]
+    own = {"OMP_NUM_THREADS": str(num_threads), **environment}
+    return {**own, "CUDA_VISIBLE_DEVICES": devices[number] if number < len(devices) else ""}

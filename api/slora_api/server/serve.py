@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from slora.engine.client import RemoteEngine
+from slora.engine.replica_group import ReplicaGroup
 from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
 from slora_adapters.errors import DiskFull
@@ -39,7 +39,7 @@ from slora_api.server.api_process import (
 from slora_api.server.api_workers import ApiWorkers
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import engine_and_loader
+from slora_api.server.children import engines_and_loader
 from slora_api.server.demo import (
     DemoTenant,
     describe_demo,
@@ -117,9 +117,9 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
         listener = stack.enter_context(open_listener(settings.host, settings.port))
-        sockets = open_sockets(stack, data)
+        sockets = open_sockets(stack, data, settings.replicas)
         pepper = Pepper.from_file(data.pepper)
-        client = RemoteEngine(sockets.engine)
+        client = ReplicaGroup(sockets.engines, settings.resume_seconds)
         # The main process answers requests itself, or starts workers that answer them.
         num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
         board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
@@ -133,7 +133,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
         generator, restarts = services.generator, services.generator.metrics.restarts
         supervisor = Supervisor(
-            engine_and_loader(settings, model, data, sockets),
+            engines_and_loader(settings, model, data, sockets),
             settings.stall_seconds,
             generator.readiness.stalls,
             lambda name: restarts.update([name]),

@@ -8,7 +8,7 @@ from typing import Any
 from slora.engine_config import EngineConfig
 from slora_api.data_dir import open_data_dir
 from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import engine_and_loader
+from slora_api.server.children import engines_and_loader
 from slora_api.server.sockets import Sockets
 from slora_api.settings import Settings, read_settings
 from tests.api.conftest import Kit
@@ -16,7 +16,7 @@ from tests.api.conftest import Kit
 
 def engine_settings(settings: Settings, directory: Path) -> dict[str, Any]:
     with open_data_dir(directory) as data:
-        children = engine_and_loader(settings, BaseModelFiles(settings), data, Sockets(directory))
+        children = engines_and_loader(settings, BaseModelFiles(settings), data, Sockets(directory))
     (engine,) = (child for child in children if child.name == "engine")
     told: dict[str, Any] = json.loads(engine.arguments[-1])["engine"]
     return told

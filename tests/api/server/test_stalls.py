@@ -1,6 +1,5 @@
 """An engine or a loader that hangs, as on a device that no longer responds."""
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ def wait_for_successor(served: Served, module: str, hung: psutil.Process) -> Non
     served.wait_until_ready()
 
 
-def test_a_hung_engine_fails_readiness_and_requests_in_flight_and_is_restarted(
+def test_a_hung_engine_fails_readiness_and_requests_in_flight_continue_after_its_restart(
     mortal: Served, report: Callable[[str], None]
 ) -> None:
     """Born from a fault: requests hung for ever, and /readyz still returned 200."""
@@ -54,8 +53,8 @@ def test_a_hung_engine_fails_readiness_and_requests_in_flight_and_is_restarted(
             refused = client.post("/v1/completions", json=BODY | {"max_tokens": 1})
             assert refused.status_code == 503 and refused.headers["Retry-After"]
             assert "the engine makes no progress" in refused.json()["error"]["message"]
-            errors = [json.loads(line[6:])["error"] for line in lines if '"error"' in line]
-        assert [error["code"] for error in errors] == ["engine_unavailable"]
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
         wait_for_successor(mortal, module, engine)
         assert client.post("/v1/completions", json=BODY | {"max_tokens": 1}).status_code == 200
 

@@ -109,7 +109,11 @@ def test_a_request_that_cannot_be_resumed_is_refused(kits: Kits) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 50)
     request = EngineRequest("r", "t", [1, 2], (), SamplingParams(n=2))
-    for emitted in (EmittedTokens(((1,),), 1), EmittedTokens((None, None), 4), EmittedTokens(((1,), (10**6,)), 2)):
+    for emitted in (
+        EmittedTokens(((1,),), 1),
+        EmittedTokens((None, None), 4),
+        EmittedTokens(((1,), (10**6,)), 2),
+    ):
         with pytest.raises(RequestRefused, match="emitted"):
             engine.add(replace(request, emitted=emitted))
     assert engine.num_unfinished == 0

@@ -1,0 +1,78 @@
+"""A server with several engine processes (`--replicas`)."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+
+from slora.engine_config import EngineConfig
+from slora_api.data_dir import open_data_dir
+from slora_api.generation.readiness import Readiness
+from slora_api.server.base_model_files import BaseModelFiles
+from slora_api.server.children import engines_and_loader, share_machine
+from slora_api.server.sockets import Sockets
+from slora_api.settings import Settings
+from tests.api.conftest import Kit
+from tests.api.served import serving, wait_for
+
+BODY = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+
+
+def test_each_engine_has_a_socket_of_its_own(kit: Kit, tmp_path: Path) -> None:
+    settings = Settings(EngineConfig(kit.base), replicas=3)
+    with open_data_dir(tmp_path) as data:
+        children = engines_and_loader(settings, BaseModelFiles(settings), data, Sockets(tmp_path, 3))
+    assert [child.name for child in children] == ["loader", "engine-0", "engine-1", "engine-2"]
+    sockets = {json.loads(child.arguments[-1])["socket"] for child in children[1:]}
+    assert sockets == {str(tmp_path / f"engine-{number}.sock") for number in range(3)}
+
+
+def test_engines_share_the_cores_and_have_a_gpu_each() -> None:
+    assert share_machine({"A": "1"}, 0, 1) == {"A": "1"}
+    plain = [share_machine({}, number, 2) for number in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in plain] == ["0", "1"]
+    assert int(plain[0]["OMP_NUM_THREADS"]) >= 1
+    given = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "4,2"}
+    assert [share_machine(given, number, 3)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["4", "2", ""]
+    assert share_machine(given, 1, 3)["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_stalled_engine_beside_a_working_one_does_not_stop_the_server() -> None:
+    readiness = Readiness(
+        {"engine-0": "engine-0 makes no progress"}, engines=frozenset({"engine-0", "engine-1"})
+    )
+    assert readiness.stall is None
+    readiness.stalls["engine-1"] = "engine-1 makes no progress"
+    assert readiness.stall == "engine-0 makes no progress"
+    readiness.stalls = {"loader": "the loader makes no progress"}
+    assert readiness.stall == "the loader makes no progress"
+
+
+def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_engines(
+    kit: Kit, tmp_path: Path
+) -> None:
+    with serving(kit.base, tmp_path / "data", "--replicas", "2") as served:
+        served.wait_until_ready()
+        for number in range(2):
+            served.wait_for_metric(f'slora_replica_serving{{replica="engine-{number}"}}', 1)
+        with served.client(served.make_key("acme")) as client:
+            alone = client.post("/v1/completions", json=BODY).json()
+            with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+                lines = (line for line in stream.iter_lines() if line)
+                first = next(lines)
+                # The other engine continues the stream if it was on this one.
+                victim = served.child("slora.engine.process")
+                victim.send_signal(signal.SIGKILL)
+                assert not psutil.wait_procs([victim], timeout=60)[1]
+                assert client.get("/readyz").status_code == 200
+                *rest, end = [first, *lines]
+            assert end == "data: [DONE]"
+            texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
+            assert "".join(texts) == alone["choices"][0]["text"]
+            assert client.post("/v1/completions", json=BODY).status_code == 200
+        wait_for(lambda: sum(map(served.metric, _serving_names())) == 2 or None, served.alive)  # type: ignore[arg-type]
+
+
+def _serving_names() -> list[str]:
+    return [f'slora_replica_serving{{replica="engine-{number}"}}' for number in range(2)]
