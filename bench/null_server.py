@@ -24,8 +24,9 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from bench.null_engine import NULL_TOKEN
+from slora.engine import replica_group
 from slora.engine.client import RemoteEngine
-from slora.request import EngineRequest, FinishReason, RequestUsage, TokenDelta
+from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
 from slora_api.cli.main import main
 from slora_api.server import serve
 from slora_api.server.supervisor import Child
@@ -38,6 +39,7 @@ _CHUNK = {
     "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
     "usage": None,
 }
+_TIMING = RequestTiming(0.0, 0.0, False, 0.0, 0.0, 0.0, 0.0)
 
 
 class NullClient(RemoteEngine):
@@ -47,7 +49,7 @@ class NullClient(RemoteEngine):
         for left in reversed(range(request.sampling.max_tokens)):
             await asyncio.sleep(0)
             if not left:
-                self._on_usage(request.request_id, RequestUsage(), None)
+                self._on_usage(request.request_id, RequestUsage(), _TIMING)
             yield [TokenDelta((NULL_TOKEN,), None if left else FinishReason.LENGTH)]
 
     def acknowledge_usage(self, request_id: str) -> None:
@@ -55,16 +57,16 @@ class NullClient(RemoteEngine):
 
 
 def serve_with_null_engine(kind: str, arguments: list[str]) -> int:
-    make_children = serve.engine_and_loader
+    make_children = serve.engines_and_loader
 
     def replaced(*given: Any) -> list[Child]:
         loader, engine = make_children(*given)
         flags = ["--no-usage"] if kind != "real" else []
         return [loader, replace(engine, module="bench.null_engine", arguments=[*engine.arguments, *flags])]
 
-    serve.engine_and_loader = replaced
+    serve.engines_and_loader = replaced
     if kind == "without-ipc":
-        serve.RemoteEngine = NullClient  # type: ignore[misc]
+        replica_group.RemoteEngine = NullClient  # type: ignore[misc]
     return main(arguments)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,7 @@ _log = logging.getLogger(__name__)
 _RECONNECT_S = 0.05
 _MAX_FRAME_BUFFER = 1 << 20
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
+_LEFT = "the engine stopped while it processed this request; send the request again"
 
 
 # Receives the id, the usage and the timing of an ended request. Usage and timing are None if the engine died before it
@@ -129,6 +131,8 @@ class RemoteEngine:
         self._pending_replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
+        self._on_change: Callable[[], None] = lambda: None
+        self._is_leaving = False
         self._versions: set[AdapterVersion] = set()
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
         # The requests whose usage the engine has not reported yet. A dict keeps their order.
@@ -145,8 +149,13 @@ class RemoteEngine:
         return self._writer is not None and self._info is not None
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the engine drains. It gets no new requests, and another engine continues those in progress."""
+        return self._is_leaving
+
+    @property
     def ready(self) -> bool:
-        return self._writer is not None and self._info is not None and self._loader_connected
+        return self.connected and self._loader_connected and not self._is_leaving
 
     @property
     def info(self) -> EngineInfo:
@@ -154,12 +163,15 @@ class RemoteEngine:
             raise EngineUnavailable("the engine is starting")
         return self._info
 
-    async def run(self, on_hello: Callable[[], None] = lambda: None) -> None:
+    async def run(
+        self, on_hello: Callable[[], None] = lambda: None, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         """Connects, and reconnects after each loss, until cancelled.
 
         on_hello: called each time an engine sends its hello.
+        on_change: called each time `ready` or `connected` may have changed.
         """
-        self._on_hello = on_hello
+        self._on_hello, self._on_change = on_hello, on_change
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._socket, limit=_MAX_FRAME_BUFFER)
@@ -223,6 +235,20 @@ class RemoteEngine:
         self._versions.update(pin.version for pin in pins)
         await self._send(encode_pins(pins))
 
+    def release(self) -> None:
+        """Ends all requests in progress with EngineUnavailable, so that another engine can continue them.
+
+        The engine drops them without usage records, because the other engine reports the usage of the whole answers.
+        The usage listener is called with None. From now on, the engine gets no new requests.
+        """
+        self._is_leaving = True
+        released = list(self._unreported)
+        if self._writer is not None and released:
+            write_message(self._writer, {"op": "release", "ids": released})
+        for request_id in released:
+            self._report_usage(request_id, None)
+        self._streams.fail(EngineUnavailable(_LEFT))
+
     def _abort(self, request_id: str, index: int | None = None) -> None:
         # No await here: this function may run while its task is being cancelled.
         if self._writer is not None:
@@ -246,7 +272,9 @@ class RemoteEngine:
         except SloraError:
             self._report_usage(request.request_id, RequestUsage())
             raise
-        await _drain(writer)
+        # If the connection is lost, `_disconnect` reports the usage and fails the stream.
+        with suppress(EngineUnavailable):
+            await _drain(writer)
 
     def _send_recorded(self) -> None:
         recorded, self._recorded = self._recorded, []
@@ -289,8 +317,12 @@ class RemoteEngine:
             case "hello":
                 self._info = decode_info(message)
                 self._on_hello()
+                self._on_change()
             case "status":
                 self._loader_connected = message["loader"]
+                if message["draining"]:
+                    self.release()
+                self._on_change()
 
     def _resolve_reply(
         self, message: Message, found: EngineStats | LiveState | AdapterPlace | TenantPurge
@@ -302,7 +334,7 @@ class RemoteEngine:
     def _disconnect(self) -> None:
         """Cleans up after the connection to the engine is lost."""
         self._writer = None
-        self._loader_connected = False
+        self._loader_connected = self._is_leaving = False
         self._versions.clear()
         for request_id in list(self._unreported):
             self._report_usage(request_id, None)
@@ -310,6 +342,7 @@ class RemoteEngine:
         for answer in self._pending_replies.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable("the engine died"))
+        self._on_change()
 
 
 async def _drain(writer: asyncio.StreamWriter) -> None:

@@ -16,7 +16,7 @@ from slora.engine.live_state import AdapterWork, LiveState, Quantiles, TenantSta
 from slora.pool.page_map import PageMap, PageOwner
 from slora_adapters.loader.cached_versions import CacheCounts
 
-__all__ = ["explain_difference", "merge_live_states", "merge_purges", "merge_stats"]
+__all__ = ["explain_difference", "merge_infos", "merge_live_states", "merge_purges", "merge_stats"]
 
 # Facts that may differ between the engines of one server. Each engine takes its share of the memory that is free.
 _OWN_FACTS = ("num_pages", "device")
@@ -35,6 +35,11 @@ def explain_difference(expected: EngineInfo, found: EngineInfo) -> str | None:
 
 def _device_type(info: EngineInfo) -> str:
     return info.device.partition(":")[0]
+
+
+def merge_infos(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Returns the facts on which a request can rely in every engine."""
+    return replace(infos[0], num_pages=min(info.num_pages for info in infos))
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:

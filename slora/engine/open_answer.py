@@ -2,8 +2,8 @@
 
 sent ---- the engine reports the usage ----> settled
   |  ^
-  |  +-- sent again ---+
-  +---- engine lost ---+---- given up ----> settled (the usage is unknown)
+  |  +--------- sent again ----------+
+  +---- engine lost, or it drains ---+---- given up ----> settled (the usage is unknown)
 """
 
 import time
@@ -21,19 +21,22 @@ _PASSED_S = 1e-6
 class OpenAnswer:
     """A request and the tokens of its answer that have arrived.
 
-    is_sent: whether an engine has it now and will report its usage. is_settled: whether the usage has been reported.
+    owner: the name of the engine that has it and will report its usage; None if no engine has it.
+    is_settled: whether the usage has been reported.
     is_closed: whether no more tokens are wanted.
     refusal: why it must not be sent again.
-    num_losses: number of engines that were lost while they computed it.
+    num_runs: how often it was sent.
+    num_losses: number of engines that died while they computed it, since the last new token.
     choices: the tokens of each choice; None for a choice that has ended.
     num_scored: prompt log-probabilities that have arrived. num_to_skip: those that a new run will repeat.
     """
 
     request: EngineRequest
-    is_sent: bool = False
+    owner: str | None = None
     is_settled: bool = False
     is_closed: bool = False
     refusal: Exception | None = None
+    num_runs: int = 0
     num_losses: int = 0
     choices: list[list[int] | None] = field(default_factory=list)
     num_tokens: int = 0
@@ -49,14 +52,16 @@ class OpenAnswer:
     def is_complete(self) -> bool:
         return all(tokens is None for tokens in self.choices)
 
-    def begin_run(self) -> EngineRequest:
-        """Returns the request that computes the rest of the answer.
+    def begin_run(self, owner: str) -> EngineRequest:
+        """Returns the request that computes the rest of the answer. owner: the engine to which it is sent.
 
         Without tokens, the request is repeated as a whole. So are beam searches and embeddings. `take` then drops what
         has arrived before.
         """
         request, sampling = self.request, self.request.sampling
-        if self.num_losses == 0:
+        self.owner = owner
+        self.num_runs += 1
+        if self.num_runs == 1:
             return request
         self.num_to_skip = self.num_scored
         if self.num_tokens == 0 or sampling.use_beam_search or request.pooling is not None:
@@ -70,7 +75,7 @@ class OpenAnswer:
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Adds the deltas to the answer. Returns those that have not arrived before."""
-        if self.num_losses:
+        if self.num_runs > 1:
             deltas = [kept for delta in deltas if (kept := self._drop_repeated(delta)) is not None]
         for delta in deltas:
             self.num_scored += len(delta.prompt_logprobs)
@@ -79,6 +84,7 @@ class OpenAnswer:
             if tokens is not None:
                 tokens.extend(delta.token_ids)
                 self.num_tokens += len(delta.token_ids)
+                self.num_losses = 0
                 if delta.finish_reason is not None:
                     self.choices[delta.index] = None
         return deltas

@@ -79,6 +79,8 @@ _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
 # Maximum time that a stopping engine waits for its current step.
 _MAX_STOP_S = 10.0
+# Maximum time that a stopping engine waits for API processes that have not released its requests.
+_MAX_DRAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,9 @@ class EngineServer:
         self._loader_connected = loader_connected
         self._peers: dict[int, _Peer] = {}
         self._num_peers = 0
+        self._is_draining = False
+        # Set after each message of an API process, and when one has disconnected.
+        self._received = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one API process for as long as it is connected, then aborts its unfinished requests."""
@@ -181,6 +186,7 @@ class EngineServer:
         try:
             while (message := await read_message(reader)) is not None:
                 self._handle(peer, message)
+                self._received.set()
         except BrokenFrame as error:
             _log.error("API process %d: %s", peer.number, error)
         except ConnectionError as error:
@@ -188,8 +194,21 @@ class EngineServer:
         finally:
             del self._peers[peer.number]
             self._abandon(peer)
+            self._received.set()
             writing.cancel()
             writer.close()
+
+    async def drain(self) -> None:
+        """Asks the API processes to release all requests, so that other engines continue them. Returns when no request
+        is left, or after a few seconds.
+        """
+        self._is_draining = True
+        self.broadcast_status()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_DRAIN_S):
+                while not all(peer.relay.is_empty for peer in self._peers.values()):
+                    self._received.clear()
+                    await self._received.wait()
 
     def abandon_all(self) -> None:
         """Aborts all requests. The engine records all usage that no API process has acknowledged."""
@@ -248,7 +267,7 @@ class EngineServer:
             peer.send(self._status())
 
     def _status(self) -> Message:
-        return {"op": "status", "loader": self._loader_connected()}
+        return {"op": "status", "loader": self._loader_connected(), "draining": self._is_draining}
 
     def _handle(self, peer: _Peer, message: Message) -> None:
         match message["op"]:
@@ -256,6 +275,10 @@ class EngineServer:
                 self._add(peer, message)
             case "abort":
                 self._worker.post(Abort(f"{peer.number}:{message['id']}", message["index"]))
+            case "release":
+                for request_id in message["ids"]:
+                    peer.relay.release(request_id)
+                    self._worker.post(Abort(f"{peer.number}:{request_id}"))
             case "recorded":
                 for request_id in message["ids"]:
                     peer.relay.acknowledge(request_id)
@@ -346,13 +369,14 @@ class EngineProcess:
         self._server: EngineServer | None = None
         self._started: asyncio.Future[Engine] = self._loop.create_future()
         self._stopped = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
         # Set once the usage of the last requests is on the disk.
         self._has_recorded = threading.Event()
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._loader: LoaderClient | None = None
 
     def run(self) -> int:
-        """Serves until SIGTERM. Returns the exit code."""
+        """Serves until SIGTERM, then drains: other engines continue the requests in progress. Returns the exit code."""
         self._thread.start()
         try:
             self._loop.run_until_complete(self._serve())
@@ -386,7 +410,7 @@ class EngineProcess:
     async def _serve(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             # SIGINT is ignored: Ctrl-C in a terminal reaches this process too, but its parent decides when it ends.
-            self._loop.add_signal_handler(number, self._stopped.set if number == signal.SIGTERM else _ignore)
+            self._loop.add_signal_handler(number, self._begin_stop if number == signal.SIGTERM else _ignore)
         beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started
         # A thread that waits for a GPU spins, so its CPU time is no sign of progress.
@@ -408,6 +432,14 @@ class EngineProcess:
         await asyncio.to_thread(self._thread.join, _MAX_STOP_S)
         await asyncio.to_thread(journal.close)
         self._has_recorded.set()
+
+    def _begin_stop(self) -> None:
+        self._stopping = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        if self._server is not None:
+            await self._server.drain()
+        self._stopped.set()
 
     def _run_engine(self) -> None:
         """The body of the engine's thread. An escaped exception ends the process, and its parent starts a new one."""

@@ -1,17 +1,19 @@
 """Several engines that serve the same model, as one `EngineClient`. A stream survives the loss of its engine.
 
-The router chooses the engine of each request. When an engine is lost, the group sends its requests to another engine,
-together with the tokens that have arrived. If there is no other engine, they wait until one has restarted. The client
+The router chooses the engine of each request. When an engine is lost or drains, the group sends its requests to another
+engine, together with the tokens that have arrived. If there is no other engine, they wait until one serves. The client
 sees a pause. The usage of a request is reported once.
 
 A request that may have killed its engines is given up after `MAX_LOSSES` of them, so that it cannot end all engines.
+
+Engines may join and leave while the group runs: see `add` and `remove`.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence, Set
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +22,13 @@ from slora.adapter_place import AdapterPlace
 from slora.engine.client import RemoteEngine, UsageListener
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.live_state import LiveState
-from slora.engine.merged_states import explain_difference, merge_live_states, merge_purges, merge_stats
+from slora.engine.merged_states import (
+    explain_difference,
+    merge_infos,
+    merge_live_states,
+    merge_purges,
+    merge_stats,
+)
 from slora.engine.open_answer import OpenAnswer
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable, RequestFailed, RequestRefused
@@ -36,9 +44,8 @@ _log = logging.getLogger(__name__)
 
 _Reply = TypeVar("_Reply")
 
-# A request is sent again after the loss of its first two engines.
+# A request is given up after this many engines died without a new token of it.
 MAX_LOSSES = 3
-_POLL_S = 0.05
 # Estimates for the router: the length of an answer without max_tokens, and the time of a token.
 _ANSWER_TOKENS = 256
 _TOKEN_S = 1e-3
@@ -48,52 +55,67 @@ _PURGED = "the operator has purged the tenant of this request"
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """One engine. mismatch: why it cannot serve beside the others. open_tokens: estimated tokens of its requests."""
+    """One engine.
+
+    mismatch: why it cannot serve beside the others; None if it can.
+    open_tokens: estimated tokens of its requests.
+    connection: the task that keeps the client connected.
+    """
 
     name: str
     client: RemoteEngine
     mismatch: str | None = None
     open_tokens: int = 0
+    connection: asyncio.Task[None] | None = None
 
     @property
     def is_serving(self) -> bool:
         return self.client.ready and self.mismatch is None
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes requests, perhaps without a loader. A request then waits for its adapters."""
+        return self.client.connected and not self.client.is_leaving and self.mismatch is None
+
 
 class ReplicaGroup:
-    """An EngineClient over one or more engines. The coroutine `run` must run for as long as the group is used.
+    """An EngineClient over any number of engines. The coroutine `run` must run for as long as the group is used.
 
+    sockets: one for each engine, named after the engine.
     resume_s: how long an interrupted request waits for an engine.
+    is_stalled: whether the engine of this name makes no progress. It then gets no requests while another engine serves.
     """
 
     def __init__(self, sockets: Sequence[Path], resume_s: float) -> None:
-        self._replicas = [_Replica(path.stem, RemoteEngine(path)) for path in sockets]
-        self._by_name = {replica.name: replica for replica in self._replicas}
+        self.is_stalled: Callable[[str], bool] = lambda name: False
+        self._by_name: dict[str, _Replica] = {}
         self._resume_s = resume_s
         self._router = Router()
         self._answers: dict[str, OpenAnswer] = {}
-        self._owners: dict[str, _Replica] = {}
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
+        self._on_hello: Callable[[], None] = lambda: None
         self._info: EngineInfo | None = None
-        self._has_serving = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        # Set each time an engine may have begun or ceased to serve.
+        self._changed = asyncio.Event()
         # Number of times that a request was continued on another engine.
         self.num_resumed = 0
-        for replica in self._replicas:
-            replica.client.listen_for_usage(self._receive_usage)
+        for path in sockets:
+            self.add(path.stem, path)
 
     @property
     def ready(self) -> bool:
-        return any(replica.is_serving for replica in self._replicas)
+        return any(replica.is_serving for replica in self._by_name.values())
 
     @property
     def health(self) -> dict[str, bool]:
         """Whether each replica serves, by name."""
-        return {replica.name: replica.is_serving for replica in self._replicas}
+        return {replica.name: replica.is_serving for replica in self._by_name.values()}
 
     @property
     def versions(self) -> Set[AdapterVersion]:
         """See `RemoteEngine.versions`."""
-        return {version for replica in self._replicas for version in replica.client.versions}
+        return {version for replica in self._by_name.values() for version in replica.client.versions}
 
     @property
     def info(self) -> EngineInfo:
@@ -103,13 +125,42 @@ class ReplicaGroup:
 
     async def run(self, on_hello: Callable[[], None] = lambda: None) -> None:
         """Keeps the connections to the engines, until cancelled. on_hello: called when an engine has connected."""
+        self._on_hello = on_hello
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for replica in self._by_name.values():
+                    self._connect(replica)
+                await asyncio.Event().wait()  # Engines may still join after all others have left.
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            self._tasks = None
 
-        def greet(replica: _Replica) -> None:
+    def add(self, name: str, socket: Path) -> None:
+        """Adds an engine, which gets requests as soon as it has connected. name: no other engine may have it."""
+        assert name not in self._by_name, f"there already is an engine {name}"
+        replica = self._by_name[name] = _Replica(name, RemoteEngine(socket))
+        replica.client.listen_for_usage(partial(self._receive_usage, replica))
+        if self._tasks is not None:
+            self._connect(replica)
+
+    def remove(self, name: str) -> None:
+        """Removes an engine. Other engines continue its requests at once, and it gets no new ones.
+
+        The engine process goes on, for the groups of other processes.
+        """
+        replica = self._by_name.pop(name)
+        replica.client.release()
+        if replica.connection is not None:
+            replica.connection.cancel()
+
+    def _connect(self, replica: _Replica) -> None:
+        def greet() -> None:
             self._check_info(replica)
-            on_hello()
+            self._on_hello()
 
-        connections = [replica.client.run(partial(greet, replica)) for replica in self._replicas]
-        await asyncio.gather(*connections, self._watch())
+        assert self._tasks is not None
+        replica.connection = self._tasks.create_task(replica.client.run(greet, self._changed.set))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         running = self._answers.get(request.request_id)
@@ -117,15 +168,13 @@ class ReplicaGroup:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
         answer = self._answers[request.request_id] = OpenAnswer(request)
         try:
-            while True:
+            while not answer.is_complete:
                 try:
                     async with aclosing(self._compute(answer)) as deltas:
                         async for arrived in deltas:
                             yield arrived
                     return
                 except EngineUnavailable as error:
-                    if answer.is_complete:
-                        return
                     await self._prepare_retry(answer, error)
         finally:
             self._close(answer)
@@ -134,31 +183,32 @@ class ReplicaGroup:
         answer = self._answers.get(request_id)
         if answer is not None:
             answer.end_choice(index)
-        if (owner := self._owners.get(request_id)) is not None:
-            owner.client.end_choice(request_id, index)
+            if (owner := self._by_name.get(answer.owner or "")) is not None:
+                owner.client.end_choice(request_id, index)
 
     def owner_of(self, request_id: str) -> str | None:
         """The name of the replica that computes a request now; None if none does."""
-        owner = self._owners.get(request_id)
-        return None if owner is None else owner.name
+        answer = self._answers.get(request_id)
+        return None if answer is None else answer.owner
 
     def listen_for_usage(self, listener: UsageListener) -> None:
         self._on_usage = listener
 
     def acknowledge_usage(self, request_id: str) -> None:
         # An engine ignores requests that it does not know.
-        for replica in self._replicas:
+        for replica in self._by_name.values():
             replica.client.acknowledge_usage(request_id)
 
     async def stats(self) -> EngineStats:
-        return merge_stats(await self._ask_all(lambda engine: engine.stats()))
+        return merge_stats(await self._ask_all(lambda engine: engine.stats(), skip_stalled=True))
 
     async def observe(self, tenants: Collection[str]) -> LiveState:
-        return merge_live_states(await self._ask_all(lambda engine: engine.observe(tenants)))
+        states = await self._ask_all(lambda engine: engine.observe(tenants), skip_stalled=True)
+        return merge_live_states(states)
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
-        for replica in self._replicas:
-            await replica.client.remove_adapter(version)
+        with suppress(EngineUnavailable):  # An engine that starts later does not have it.
+            await self._ask_all(lambda engine: engine.remove_adapter(version))
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:
         """Purges the tenant in all connected engines. An engine that starts later has no data of the tenant."""
@@ -175,10 +225,19 @@ class ReplicaGroup:
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         await self._ask_all(lambda engine: engine.set_pins(pins))
 
-    async def _ask_all(self, ask: Callable[[RemoteEngine], Awaitable[_Reply]]) -> list[_Reply]:
-        """Returns the replies of all connected engines. Raises EngineUnavailable if none of them replies."""
-        connected = [replica.client for replica in self._replicas if replica.client.connected]
-        found = await asyncio.gather(*map(ask, connected), return_exceptions=True)
+    async def _ask_all(
+        self, ask: Callable[[RemoteEngine], Awaitable[_Reply]], *, skip_stalled: bool = False
+    ) -> list[_Reply]:
+        """Returns the replies of all connected engines. Raises EngineUnavailable if none of them replies.
+
+        skip_stalled: whether to leave out engines that make no progress. They reply late or never.
+        """
+        asked = [
+            replica.client
+            for replica in self._by_name.values()
+            if replica.client.connected and not (skip_stalled and self.is_stalled(replica.name))
+        ]
+        found = await asyncio.gather(*map(ask, asked), return_exceptions=True)
         replies: list[_Reply] = []
         for one in found:
             if not isinstance(one, BaseException):
@@ -194,10 +253,8 @@ class ReplicaGroup:
         request = answer.request
         num_tokens = len(request.prompt_token_ids) + (request.sampling.max_tokens or _ANSWER_TOKENS)
         replica = self._choose(RoutedWork(request.tenant, request.versions, None, num_tokens))
-        run = answer.begin_run()
-        self._owners[request.request_id] = replica
+        run = answer.begin_run(replica.name)
         replica.open_tokens += num_tokens
-        answer.is_sent = True
         try:
             async with aclosing(replica.client.generate(run)) as deltas:
                 async for arrived in deltas:
@@ -205,35 +262,26 @@ class ReplicaGroup:
                         yield kept
         finally:
             replica.open_tokens -= num_tokens
-            self._owners.pop(request.request_id, None)
 
     def _choose(self, work: RoutedWork) -> _Replica:
-        if len(self._replicas) == 1:
-            replica = self._replicas[0]
-            if replica.mismatch is None:
-                return replica
+        usable = [replica for replica in self._by_name.values() if replica.is_usable]
+        best = [one for one in usable if one.is_serving and not self.is_stalled(one.name)] or usable
+        if len(best) < 2:
+            if not best:
+                raise EngineUnavailable(_NONE_SERVES)
+            return best[0]
         states = [
             ReplicaState(
-                replica.name,
-                replica.client.versions,
-                frozenset(),
-                0,
-                0,
-                _TOKEN_S * replica.open_tokens,
-                replica.is_serving,
+                replica.name, replica.client.versions, frozenset(), 0, 0, _TOKEN_S * replica.open_tokens
             )
-            for replica in self._replicas
+            for replica in best
         ]
-        names = self._router.choose(work, states)
-        if not names:
-            raise EngineUnavailable(_NONE_SERVES)
-        return self._by_name[names[0]]
+        return self._by_name[self._router.choose(work, states)[0]]
 
     async def _prepare_retry(self, answer: OpenAnswer, error: EngineUnavailable) -> None:
-        """Returns when the request can be sent again. Raises `error` if no engine has had the request."""
-        while answer.is_sent:  # The connection is broken, but its end has not been read yet.
-            await asyncio.sleep(_POLL_S)
-        if answer.num_losses == 0 or self._resume_s == 0:
+        """Returns when the request can be sent again. Raises `error` if it must not be."""
+        # An answer still has an owner if this process ends. The engines then record the usage.
+        if answer.num_runs == 0 or answer.owner is not None or self._resume_s == 0:
             raise error
         if answer.num_losses >= MAX_LOSSES:
             raise EngineUnavailable(
@@ -248,8 +296,8 @@ class ReplicaGroup:
         try:
             async with asyncio.timeout(self._resume_s):
                 while not self.ready:
-                    self._has_serving.clear()
-                    await self._has_serving.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise EngineUnavailable(
                 "the engine died while it processed this request, and no engine could continue it within "
@@ -259,46 +307,46 @@ class ReplicaGroup:
             raise answer.refusal
         self.num_resumed += 1
 
-    async def _watch(self) -> None:
-        """Wakes the requests that wait for an engine."""
-        while True:
-            if self.ready:
-                self._has_serving.set()
-            await asyncio.sleep(_POLL_S)
-
     def _check_info(self, replica: _Replica) -> None:
         """Takes the facts of an engine that has connected, or refuses the engine if it differs from the others."""
         found = replica.client.info
-        if self._info is None or len(self._replicas) == 1:
-            self._info = found
-            return
-        difference = explain_difference(self._info, found)
-        if difference is not None:
-            _log.error("%s gets no requests: %s; restart the server", replica.name, difference)
-        replica.mismatch = difference
-        self._info = replace(self._info, num_pages=min(self._info.num_pages, found.num_pages))
+        others = [
+            one.client.info
+            for one in self._by_name.values()
+            if one is not replica and one.client.connected and one.mismatch is None
+        ]
+        replica.mismatch = explain_difference(others[0], found) if others else None
+        if replica.mismatch is None:
+            self._info = merge_infos([*others, found])
+        else:
+            _log.error(
+                "%s gets no requests: %s; restart it with the settings of the others",
+                replica.name,
+                replica.mismatch,
+            )
 
     def _receive_usage(
-        self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None
+        self, replica: _Replica, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None
     ) -> None:
-        """Receives the usage of one run. usage: None if the engine was lost. timing: None also if the engine never had
-        the request, or refused it.
+        """Receives the usage of one run. usage: None if the engine was lost or has released the request. timing: None
+        also if the engine never had the request, or refused it.
         """
         answer = self._answers.get(request_id)
-        if answer is None or answer.is_settled:  # The usage of an earlier run has been reported.
-            self.acknowledge_usage(request_id)
-            return
-        answer.is_sent = False
-        answer.num_losses += usage is None
-        if timing is not None or answer.is_closed:
-            self._settle(answer, usage if timing is not None else None, timing)
+        if answer is not None and answer.owner == replica.name:
+            answer.owner = None
+            if not answer.is_settled:
+                answer.num_losses += usage is None and not replica.client.is_leaving
+                if timing is not None or answer.is_closed or answer.is_complete:
+                    self._settle(answer, usage if timing is not None else None, timing)
+                return
+        replica.client.acknowledge_usage(request_id)  # The usage of another run is reported instead.
 
     def _close(self, answer: OpenAnswer) -> None:
         """Called when no more tokens are wanted. An engine that still has the request reports its usage later."""
         answer.is_closed = True
         if answer.is_settled:
             self._drop(answer)
-        elif not answer.is_sent:
+        elif answer.owner is None:
             self._settle(answer, None, None)
 
     def _settle(self, answer: OpenAnswer, usage: RequestUsage | None, timing: RequestTiming | None) -> None:

@@ -5,7 +5,7 @@ to its journal and acknowledges it. If the process dies first, the engine writes
 usage is recorded at least once, whichever process dies, and the ledger counts each request id once.
 
     add ---> unfinished ---- end ----> unacknowledged ---- acknowledge ----> (recorded by the API process)
-                 |                          |
+   release <-----+                          |
               abandon                    abandon
                  v                          v
              abandoned ----- end ----> (recorded by the engine)
@@ -36,6 +36,11 @@ class UsageRelay:
         self._is_abandoned = False
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the API process knows the usage of all requests, and has recorded it."""
+        return not (self._unfinished or self._unacknowledged)
+
+    @property
     def unfinished(self) -> list[str]:
         """The ids of the requests whose usage is not known yet."""
         return list(self._unfinished)
@@ -64,6 +69,10 @@ class UsageRelay:
         if len(self._unacknowledged) > _MAX_UNACKNOWLEDGED:
             oldest = list(islice(self._unacknowledged, _MAX_UNACKNOWLEDGED // 2))
             self._record([self._unacknowledged.pop(request_id) for request_id in oldest])
+
+    def release(self, request_id: str) -> None:
+        """Forgets an unfinished request, which another engine continues. That engine reports the usage of all of it."""
+        self._unfinished.pop(request_id, None)
 
     def acknowledge(self, request_id: str) -> None:
         """Forgets a request whose usage the API process has recorded."""

@@ -158,6 +158,8 @@ async def open_services(
     inspector = Inspector(model.shape, model.limits, InspectionBounds(), num_serving)
     counted = Metrics(model.name, metrics)
     counted.read_replicas = lambda: client.health
+    readiness = Readiness(engines=frozenset(client.health))
+    client.is_stalled = lambda name: name in readiness.stalls
     ledger = UsageLedger(database)
     quota_store = QuotaStore(database, default_quota(settings), host_changes.is_behind)
     counters = open_counters(data, settings.quota_redis)
@@ -221,7 +223,7 @@ async def open_services(
             limiter,
             counted,
             recorder,
-            Readiness(engines=frozenset(client.health)),
+            readiness,
         ),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
         UsageReport(ledger, registry.find_names, model.name, settings.batch_price_percent),

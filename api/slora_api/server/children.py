@@ -62,23 +62,30 @@ def engines_and_loader(
                     "--config",
                     json.dumps({"socket": str(path), **engine}),
                 ],
-                share_machine(pass_on(os.environ, ENGINE_VARIABLES), number, settings.replicas),
+                share_machine(
+                    pass_on(os.environ, ENGINE_VARIABLES),
+                    number,
+                    settings.replicas,
+                    settings.engine.tensor_parallel_size,
+                ),
             )
             for number, path in enumerate(sockets.engines)
         ),
     ]
 
 
-def share_machine(environment: dict[str, str], number: int, num_replicas: int) -> dict[str, str]:
-    """Returns the environment of one engine, with its share of the cores and its own GPU.
+def share_machine(
+    environment: dict[str, str], number: int, num_replicas: int, num_gpus: int = 1
+) -> dict[str, str]:
+    """Returns the environment of one engine, with its share of the cores and GPUs of its own.
 
-    Values that the operator sets take precedence. On a machine without GPUs, the GPU's number has no effect.
+    num_gpus: of each engine. An operator's OMP_NUM_THREADS takes precedence. Without GPUs, their numbers have no effect.
     """
     if num_replicas == 1:
         return environment
     cores = sorted(os.sched_getaffinity(0))
     num_threads = max(1, len(cores) // num_replicas)
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    devices = visible.split(",") if visible else [str(one) for one in range(num_replicas)]
+    devices = visible.split(",") if visible else list(map(str, range(num_replicas * num_gpus)))
     own = {"OMP_NUM_THREADS": str(num_threads), **environment}
-    return {**own, "CUDA_VISIBLE_DEVICES": devices[number] if number < len(devices) else ""}
+    return {**own, "CUDA_VISIBLE_DEVICES": ",".join(devices[number * num_gpus :][:num_gpus])}

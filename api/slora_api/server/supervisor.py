@@ -147,7 +147,11 @@ class Supervisor:
                 )
             if time.monotonic() - started_at > _HEALTHY_S:
                 pause_s = _MIN_BACKOFF_S
-            logger.error("the %s died with %s; restarting it in %.1f s", child.name, death, pause_s)
+            if death.exit_code == 0:  # An operator has sent SIGTERM to this child.
+                logger.info("the %s has stopped; starting it again", child.name)
+                pause_s = _MIN_BACKOFF_S
+            else:
+                logger.error("the %s died with %s; restarting it in %.1f s", child.name, death, pause_s)
             self._on_restart(child.name)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)

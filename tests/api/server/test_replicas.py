@@ -35,6 +35,8 @@ def test_engines_share_the_cores_and_have_a_gpu_each() -> None:
     assert int(plain[0]["OMP_NUM_THREADS"]) >= 1
     given = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "4,2"}
     assert [share_machine(given, number, 3)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["4", "2", ""]
+    pairs = [share_machine({}, number, 2, num_gpus=2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    assert pairs == ["0,1", "2,3"]
     assert share_machine(given, 1, 3)["OMP_NUM_THREADS"] == "7"
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from slora.engine.replica_group import MAX_LOSSES, ReplicaGroup
+from slora.engine.replica_group import ReplicaGroup
 from slora.errors import EngineUnavailable
 from slora.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.sampling_params import SamplingParams
 from slora.structured_output import OutputKind, StructuredOutput
+from slora.usage_journal.segment import closed_segments
 from tests.api.served import EOS, write_tokenizer
 from tests.support.driving import Answer
 from tests.support.engine_stack import WAIT_S, ChildProcess, EngineStack, wait_until
@@ -53,6 +54,12 @@ class Replicas:
         process = self._processes.pop(name)
         process.send(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
+
+    async def drain(self, name: str) -> None:
+        """Stops an engine as an operator would, and waits until it has ended."""
+        process = self._processes.pop(name)
+        process.send(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait) == 0
 
     def stop(self) -> None:
         for name in list(self._processes):
@@ -99,11 +106,13 @@ class Log:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.usage: dict[str, RequestUsage | None] = {}
+        self._group = group
         group.listen_for_usage(self._note)
 
     def _note(self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
         assert request_id not in self.usage, "a request is billed twice"
         self.usage[request_id] = usage
+        self._group.acknowledge_usage(request_id)
 
 
 def ask(stack: EngineStack, case: str, name: str) -> EngineRequest:
@@ -159,23 +168,29 @@ def test_streams_of_killed_engines_equal_undisturbed_streams(stack: EngineStack,
     asyncio.run(main())
 
 
-def test_a_request_that_loses_too_many_engines_is_given_up(stack: EngineStack) -> None:
+def test_an_engine_that_is_told_to_stop_hands_its_streams_over(stack: EngineStack) -> None:
+    """Neither engine records the usage itself: the group reports it once, for the whole answers."""
+
     async def main() -> None:
-        async with running_group(stack, 1) as (group, replicas):
+        async with running_group(stack, 2) as (group, replicas):
             log = Log(group)
-            long = replace(CASES["greedy"], max_tokens=3000, logprobs=None)
-            stream = group.generate(replace(ask(stack, "greedy", "poison"), sampling=long))
-            await anext(stream)
-            for number in range(1, MAX_LOSSES):
-                replicas.kill("engine-0")
-                replicas.start()
-                while group.num_resumed < number:
-                    await anext(stream)
-            replicas.kill("engine-0")
-            with pytest.raises(EngineUnavailable, match=f"{MAX_LOSSES} engines died"):
-                async for _ in stream:
-                    pass
-            assert log.usage == {"poison": None}
+            expected = {case: await collect(group, ask(stack, case, f"{case} before")) for case in CASES}
+            started = {case: asyncio.Event() for case in CASES}
+            streams = {
+                case: asyncio.create_task(collect(group, ask(stack, case, f"{case} moved"), started[case]))
+                for case in CASES
+            }
+            await started["choices"].wait()
+            await replicas.drain(group.owner_of("choices moved") or replicas.sockets[0].stem)
+            for case, stream in streams.items():
+                for index, choice in (await stream).items():
+                    assert choice.token_ids == expected[case][index].token_ids, case
+                usage, usage_before = log.usage[f"{case} moved"], log.usage[f"{case} before"]
+                assert usage is not None and usage_before is not None
+                assert usage.generated_tokens == usage_before.generated_tokens, case
+            assert group.num_resumed > 0
+        records = [record for segment in closed_segments(stack.usage_directory) for record in segment.records]
+        assert not [record for record in records if record.request_id.endswith("moved")]
 
     asyncio.run(main())
 
