@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -62,30 +63,38 @@ def engines_and_loader(
                     "--config",
                     json.dumps({"socket": str(path), **engine}),
                 ],
-                share_machine(
+                choose_gpus(
                     pass_on(os.environ, ENGINE_VARIABLES),
                     number,
                     settings.replicas,
                     settings.engine.tensor_parallel_size,
                 ),
+                cores=choose_cores(sorted(os.sched_getaffinity(0)), number, settings.replicas),
             )
             for number, path in enumerate(sockets.engines)
         ),
     ]
 
 
-def share_machine(
+def choose_gpus(
     environment: dict[str, str], number: int, num_replicas: int, num_gpus: int = 1
 ) -> dict[str, str]:
-    """Returns the environment of one engine, with its share of the cores and GPUs of its own.
+    """Returns the environment of one engine, with GPUs of its own. num_gpus: of each engine.
 
-    num_gpus: of each engine. An operator's OMP_NUM_THREADS takes precedence. Without GPUs, their numbers have no effect.
+    An operator's CUDA_VISIBLE_DEVICES is divided among the engines. On a machine without GPUs, this has no effect.
     """
     if num_replicas == 1:
         return environment
-    cores = sorted(os.sched_getaffinity(0))
-    num_threads = max(1, len(cores) // num_replicas)
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     devices = visible.split(",") if visible else list(map(str, range(num_replicas * num_gpus)))
-    own = {"OMP_NUM_THREADS": str(num_threads), **environment}
-    return {**own, "CUDA_VISIBLE_DEVICES": ",".join(devices[number * num_gpus :][:num_gpus])}
+    return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(devices[number * num_gpus :][:num_gpus])}
+
+
+def choose_cores(cores: Sequence[int], number: int, num_replicas: int) -> Sequence[int]:
+    """Returns the cores of one engine; empty if it is not bound to cores. Torch starts one thread for each.
+
+    Worked example: 7 cores and 3 engines. Engine 0 gets 2 cores, engine 1 gets 2 and engine 2 gets 3.
+    """
+    if num_replicas == 1 or len(cores) < num_replicas:
+        return ()
+    return cores[number * len(cores) // num_replicas : (number + 1) * len(cores) // num_replicas]

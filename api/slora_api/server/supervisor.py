@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -55,7 +55,7 @@ class ChildRefused(SloraError):
 class Child:
     """One child process: its name in logs, the module to run, its arguments, and its whole environment.
 
-    waits_for_others: see `Watchdog`. descriptors: open files that it inherits.
+    waits_for_others: see `Watchdog`. descriptors: open files that it inherits. cores: those it may use; empty: all.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Child:
     environment: Mapping[str, str] = field(default_factory=dict)
     waits_for_others: bool = False
     descriptors: tuple[int, ...] = ()
+    cores: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +215,16 @@ async def _start(child: Child, page: HeartbeatPage) -> Process:
     # The child has its own process group: Ctrl-C in a terminal must reach only this process, which then lets requests
     # finish. It does not have its own session: Linux divides the cores equally among sessions, regardless of niceness
     # (autogroup). With its own session, a loader used a third of two cores that the engine needed.
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", child.module, *child.arguments, "--heartbeat", str(page.descriptor),
         stdin=PIPE, stdout=sys.stderr.fileno(), process_group=0, env=dict(child.environment),
         pass_fds=(page.descriptor, *child.descriptors),
     )  # fmt: skip
+    if child.cores:
+        # The child has not imported torch yet. All threads that it starts later inherit the binding.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, child.cores)
+    return process
 
 
 def _terminate(process: Process) -> None:

@@ -1,6 +1,7 @@
 """A server with several engine processes (`--replicas`)."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from slora.engine_config import EngineConfig
 from slora_api.data_dir import open_data_dir
 from slora_api.generation.readiness import Readiness
 from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import engines_and_loader, share_machine
+from slora_api.server.children import choose_cores, choose_gpus, engines_and_loader
 from slora_api.server.sockets import Sockets
 from slora_api.settings import Settings
 from tests.api.conftest import Kit
 from tests.api.served import serving, wait_for
+from tests.support.child_processes import find_children
 
 BODY = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
 
@@ -28,16 +30,18 @@ def test_each_engine_has_a_socket_of_its_own(kit: Kit, tmp_path: Path) -> None:
     assert sockets == {str(tmp_path / f"engine-{number}.sock") for number in range(3)}
 
 
-def test_engines_share_the_cores_and_have_a_gpu_each() -> None:
-    assert share_machine({"A": "1"}, 0, 1) == {"A": "1"}
-    plain = [share_machine({}, number, 2) for number in range(2)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in plain] == ["0", "1"]
-    assert int(plain[0]["OMP_NUM_THREADS"]) >= 1
-    given = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "4,2"}
-    assert [share_machine(given, number, 3)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["4", "2", ""]
-    pairs = [share_machine({}, number, 2, num_gpus=2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+def test_each_engine_has_gpus_of_its_own() -> None:
+    assert choose_gpus({"A": "1"}, 0, 1) == {"A": "1"}
+    assert [choose_gpus({}, number, 2)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["0", "1"]
+    given = {"CUDA_VISIBLE_DEVICES": "4,2"}
+    assert [choose_gpus(given, number, 3)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["4", "2", ""]
+    pairs = [choose_gpus({}, number, 2, num_gpus=2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
     assert pairs == ["0,1", "2,3"]
-    assert share_machine(given, 1, 3)["OMP_NUM_THREADS"] == "7"
+
+
+def test_the_engines_divide_the_cores() -> None:
+    assert [list(choose_cores(range(7), number, 3)) for number in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert not choose_cores(range(8), 0, 1) and not choose_cores(range(1), 0, 2)
 
 
 def test_a_stalled_engine_beside_a_working_one_does_not_stop_the_server() -> None:
@@ -58,6 +62,10 @@ def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_eng
         served.wait_until_ready()
         for number in range(2):
             served.wait_for_metric(f'slora_replica_serving{{replica="engine-{number}"}}', 1)
+        if len(cores := os.sched_getaffinity(0)) > 1:
+            engines = find_children("slora.engine.process", served.process.pid, recursive=True)
+            shares = [frozenset(engine.cpu_affinity()) for engine in engines]
+            assert frozenset().union(*shares) == cores and not shares[0] & shares[1]
         with served.client(served.make_key("acme")) as client:
             alone = client.post("/v1/completions", json=BODY).json()
             with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
