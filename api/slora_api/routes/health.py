@@ -31,7 +31,10 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """The answer of a ready server. read_only: true if the disk of the data directory is full, otherwise absent."""
+    """The answer of a ready server. read_only: true if the disk of the data directory is full, otherwise absent.
+
+    detail: what is wrong, although the server is ready.
+    """
 
     status: Literal["ready"]
     read_only: NotRequired[bool]
@@ -82,7 +85,8 @@ async def readyz(services: Wired) -> Readiness:
         raise Starting(f"Not ready: {missing}.")
     if services.reserve.is_full:
         return {"status": "ready", "read_only": True, "detail": "The disk of the data directory is full."}
-    return {"status": "ready"}
+    lost = [name for name, serves in services.generator.metrics.read_replicas().items() if not serves]
+    return {"status": "ready", "detail": f"Not serving: {', '.join(lost)}."} if lost else {"status": "ready"}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -75,7 +75,8 @@ def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_eng
                 victim = served.child("slora.engine.process")
                 victim.send_signal(signal.SIGKILL)
                 assert not psutil.wait_procs([victim], timeout=60)[1]
-                assert client.get("/readyz").status_code == 200
+                ready = client.get("/readyz")
+                assert ready.status_code == 200 and "Not serving: engine-" in ready.text
                 *rest, end = [first, *lines]
             assert end == "data: [DONE]"
             texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
