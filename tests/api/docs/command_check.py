@@ -120,6 +120,7 @@ _CHECKS: dict[str, Callable[[Sequence[str]], str | None]] = {
             "nvidia-smi",
             "nvidia-cuda-mps-control",
             "redis-cli",
+            "pkill",
             "psql",
             "vllm",
         ),
