@@ -10,6 +10,7 @@ import numpy as np
 
 from slora.routing.rendezvous import hash_key, hash_names, rank_names
 from slora.routing.replica_state import ReplicaState, RoutedWork
+from slora.simulation.fleet.model_adapters import ModelAdapters
 from slora.simulation.fleet.replica_model import ReplicaModel
 from slora.simulation.lengths import FloatArray, IntArray
 
@@ -90,12 +91,12 @@ class ScoredAffinity(_Reported):
         waiting = np.array([state.num_waiting for state in states], float)
         spread = waiting.max() - waiting.min()
         queue = (waiting.max() - waiting) / spread if spread else np.ones(len(states))
-        room = np.array([0.8 if len(model.active) < self._max_adapters else 0.0 for model in models])
+        room = np.array([0.8 if len(model.adapters.active) < self._max_adapters else 0.0 for model in models])
         self._scores = queue + 1 - np.array([model.pool_use for model in models]) + room
         self._scores[[i for i, state in enumerate(states) if not state.is_serving]] = -np.inf
         active: dict[int, list[int]] = defaultdict(list)
         for index, model in enumerate(models):
-            for adapter in model.active:
+            for adapter in model.adapters.active:
                 active[adapter].append(index)
         self._active = active
 
@@ -125,11 +126,11 @@ class Multiplexing(_Reported):
     def publish(self, states: tuple[ReplicaState, ...], models: Sequence[ReplicaModel]) -> None:
         super().publish(states, models)
         self._requests = np.array([state.num_waiting + state.num_running for state in states])
-        counts = np.array([len(model.uses) for model in models])
+        counts = np.array([len(model.adapters.uses) for model in models])
         self._fewest = self.serving[counts[self.serving] <= np.percentile(counts[self.serving], 10)]
         holders: dict[int, list[int]] = defaultdict(list)
         for index in self.serving.tolist():
-            for adapter in models[index].uses:
+            for adapter in models[index].adapters.uses:
                 holders[adapter].append(index)
         self._holders = holders
 
@@ -142,10 +143,10 @@ class Multiplexing(_Reported):
         return self.place(index, work)
 
 
-def choose_chameleon_victim(idle: Sequence[int], model: ReplicaModel) -> int:
+def choose_chameleon_victim(idle: Sequence[int], adapters: ModelAdapters) -> int:
     """Chameleon's score: 0.45 frequency, 0.10 recency, 0.45 size; the least goes."""
-    uses = [model.uses[adapter] for adapter in idle]
-    pages = [model.pages_of(adapter) for adapter in idle]
+    uses = [adapters.uses[adapter] for adapter in idle]
+    pages = [adapters.count_pages(adapter) for adapter in idle]
     most_uses, most_pages, count = max(uses), max(pages), len(idle)
     scores = [
         0.45 * uses[i] / most_uses + 0.10 * (i + 1) / count + 0.45 * pages[i] / most_pages

@@ -1,419 +1,485 @@
-"""A fast model of one replica: an engine at the granularity of requests.
+"""A fast model of one replica: the decisions of the production scheduler, without tokens, pages and plans.
 
-The model has the costs of the scheduler's simulation. Steps without a prefill are computed in one go until the next
-request starts or ends. Simplifications: requests are admitted in order of arrival, and prefixes are not cached.
+While requests wait, compute their prompts or load adapters, the model goes step by step, and decides as the scheduler
+does: fair among tenants, with its budgets for prompts and loads. All other steps are computed in one go until the next
+request ends or arrives. It has the costs of the scheduler's simulation. Prefixes are not cached.
 """
 
 import heapq
 import math
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from slora.pool.tenant_account import TenantAccount
+from slora.scheduler.budgets.load_budget import LoadBudget
+from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
+from slora.simulation.fleet.model_adapters import AdapterSettings, ModelAdapters
+from slora.simulation.fleet.model_queue import ModelQueue
+from slora.simulation.fleet.model_request import FleetLog, ModelRequest
 from slora.simulation.machine import Machine
-from slora.simulation.virtual_source import FetchCosts
 
-# Loads may always lengthen a step by this share; see `LoadBudget`.
-MIN_LOAD_SHARE = 0.1
+# As in `slora.scheduler.charges` and `slora.scheduler.preemption`.
+_OUTPUT_PRICE = 2.0
+_LOOK_AHEAD = 8
 
-
-class ModelRequest(NamedTuple):
-    """A request in a replica model.
-
-    ready_s: the time from which it can be admitted. prompt_tokens: its context at admission.
-    prefill_tokens: the tokens of the context that have to be computed; 0 after a swap.
-    """
-
-    ready_s: float
-    number: int
-    adapter: int
-    prompt_tokens: int
-    output_tokens: int
-    prefill_tokens: int
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """An admitted request: the tokens to compute, and the pages of its adapter to load before."""
-
-    request: ModelRequest
-    tokens: int
-    load_pages: int
-
-
-class _Row(NamedTuple):
-    """A decoding request. The context at step number `s` is offset + s tokens."""
-
-    end_step: int
-    order: int
-    offset: int
-    request: ModelRequest
-
-
-@dataclass(slots=True)
-class FleetLog:
-    """The times of all requests by number; NaN until they are known."""
-
-    first_token_s: "array[float]"
-    end_s: "array[float]"
-
-    @classmethod
-    def empty(cls, count: int) -> "FleetLog":
-        return cls(array("d", [math.nan]) * count, array("d", [math.nan]) * count)
+# A decoding request: (step at which it ends, number, offset, request). Its context at step s is offset + s tokens.
+_Row = tuple[int, int, int, ModelRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """Settings that all replicas of a fleet share.
 
-    ranks: adapter i has rank ranks[i % len(ranks)].
-    num_slots: maximum number of adapters in the pool.
-    short_prefill_steps: the prefill beside decoding requests takes at most this many times the fixed cost of a step.
-    choose_victim: chooses the idle adapter to evict, from those in order of their last use; None: the first.
+    num_tenants: adapter i belongs to tenant i % num_tenants.
+    swap_share: the number of host pages for swapping, as a fraction of the pool's pages.
     """
 
     machine: Machine
-    ranks: tuple[int, ...]
-    fetch: FetchCosts = field(default_factory=FetchCosts)
-    num_slots: int = 256
+    adapters: AdapterSettings
+    num_tenants: int = 1000
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    short_prefill_steps: float = 2.0
-    choose_victim: Callable[[Sequence[int], "ReplicaModel"], int] | None = None
+    swap_share: float = 0.25
 
 
 class ReplicaModel:
     """One replica. The caller calls `advance` to a time before it submits a request of that time.
 
     now: the end of the last step. It may be later than the time to which the replica was advanced.
-    uses: for each resident adapter, how often it was requested since it was loaded.
+    unfinished_tokens: prompt and answer tokens of unfinished requests, computed ones included.
     """
 
     def __init__(self, settings: ReplicaSettings, log: FleetLog) -> None:
         machine = settings.machine
         self.settings = settings
+        self.adapters = ModelAdapters(settings.adapters, machine)
+        self.num_hits = self.num_preemptions = 0
         self._log = log
-        self._bytes = [machine.adapter_layout(rank).num_bytes for rank in settings.ranks]
-        self._pages = [machine.pages_of(num_bytes) for num_bytes in self._bytes]
-        self._short_tokens = int(settings.short_prefill_steps * machine.costs.step_s / machine.costs.token_s)
-        self._page_load_s = machine.full_page_bytes * machine.costs.load_byte_s
-        self._start()
+        self._load_budget = LoadBudget(machine.costs, machine.full_page_bytes, machine.num_pages, None)
+        self._short_tokens = round(machine.costs.tokens(short_prefill_s(machine.costs)))
+        self._page_load_s = machine.costs.load_s(machine.full_page_bytes)
+        self._clear()
 
-    def _start(self) -> None:
-        """Sets the state of a replica that has just started."""
+    def _clear(self) -> None:
         self.now = 0.0
-        self.uses: dict[int, int] = {}
-        self.unfinished_tokens = self.num_loads = self.num_hits = self.num_preemptions = 0
-        self.residency_changed = True
-        self._waiting: deque[ModelRequest] = deque()
-        self._blocked: dict[int, list[ModelRequest]] = {}
-        self._delivered: set[int] = set()  # Fetched, and not yet in the pool.
-        self._fetches: list[tuple[float, int]] = []
-        self._lanes = [0.0] * self.settings.fetch.num_lanes
-        self._users: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._idle_pages = self._adapter_pages = 0
-        self._prefilling: deque[_Prefill] = deque()
-        self._prefill_context = 0
-        self._rows: list[_Row] = []
-        self._context = self._step = self._order = 0
-        self._extra_s = 0.0  # Copies that the next step waits for.
+        self.unfinished_tokens = 0
+        self._arriving: deque[ModelRequest] = deque()
+        self._queue = ModelQueue()
+        self._tenants: dict[int, TenantAccount] = {}
+        self._prefilling: list[ModelRequest] = []  # Sorted by number.
+        self._rows: list[_Row] = []  # A heap.
+        self._row_counts: Counter[TenantAccount] = Counter()
+        # For each remainder of step / block_tokens: the rows that need a new page in these steps.
+        self._crossings = [0] * self.settings.machine.block_tokens
+        self._context = self._step = self._kv_pages = 0
+        self._swap_pages = int(self.settings.swap_share * self.settings.machine.num_pages)
+        self._copied_pages = self._loaded_pages = self._prefill_tokens = 0  # Of the next step.
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._blocked.values()))
+        return len(self._arriving) + len(self._queue) + self.adapters.num_waiting
 
     @property
     def num_running(self) -> int:
         return len(self._rows) + len(self._prefilling)
 
     @property
-    def resident(self) -> Sequence[int]:
-        return list(self.uses)
-
-    @property
-    def active(self) -> Sequence[int]:
-        """The adapters of running requests."""
-        return list(self._users)
-
-    @property
     def pool_use(self) -> float:
         """The share of pages that running requests hold."""
-        held = self._count_kv_pages() + self._adapter_pages - self._idle_pages
+        held = self._kv_pages + self.adapters.num_pages - self.adapters.num_idle_pages
         return held / self.settings.machine.num_pages
 
-    def pages_of(self, adapter: int) -> int:
-        return self._pages[adapter % len(self._pages)]
+    @property
+    def _num_free(self) -> int:
+        """Free pages, less those that decoding requests need in the next step. May be negative."""
+        held = self._kv_pages + self.adapters.num_pages + self._crossings[self._step % len(self._crossings)]
+        return self.settings.machine.num_pages - held
 
-    def submit(self, now: float, index: int, adapter: int, prompt_tokens: int, output_tokens: int) -> None:
+    def submit(self, now: float, number: int, adapter: int, prompt_tokens: int, output_tokens: int) -> None:
         self.unfinished_tokens += prompt_tokens + output_tokens
-        request = ModelRequest(now, index, adapter, prompt_tokens, output_tokens, prompt_tokens)
-        if adapter in self.uses:
-            self.uses[adapter] += 1
-            self.num_hits += 1
-            if adapter in self._idle:
-                self._idle.move_to_end(adapter)
-            self._waiting.append(request)
-        elif adapter in self._delivered:
-            self._waiting.append(request)
-        elif adapter in self._blocked:
-            self._blocked[adapter].append(request)
-        else:
-            self._blocked[adapter] = [request]
-            self._fetch(now, adapter)
+        name = adapter % self.settings.num_tenants
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = TenantAccount(f"tenant-{name}")
+        self._arriving.append(ModelRequest(number, now, tenant, adapter, prompt_tokens, output_tokens))
 
     def advance(self, until_s: float) -> None:
-        """Runs all steps that begin and end before `until_s`, and those with prefills that begin before it."""
+        """Runs all steps that begin before `until_s`."""
+        adapters = self.adapters
         while True:
-            if self._fetches and self._fetches[0][0] <= self.now:
-                self._deliver()
-            if self._waiting and self._waiting[0].ready_s <= self.now:
-                self._admit()
-            if self._prefilling or self._extra_s:
+            while self._arriving and self._arriving[0].ready_s <= self.now:
+                self._take_in(self._arriving.popleft())
+            if adapters.next_fetched_s <= self.now:
+                for request in adapters.collect(self.now):
+                    self._queue.push(request)
+            if len(self._queue) or self._prefilling or adapters.loading or self._copied_pages:
                 if self.now >= until_s:
                     return
-                self._run_prefill_step()
+                if self._run_step():
+                    continue
             elif self._rows:
-                if not self._run_decode_steps(until_s):
+                if self.now >= until_s:
                     return
-            else:
-                event_s = min(
-                    self._waiting[0].ready_s if self._waiting else math.inf,
-                    self._fetches[0][0] if self._fetches else math.inf,
-                )
-                if event_s == math.inf or event_s > until_s:
-                    return
-                assert event_s > self.now, "a request can't be admitted to an empty replica (deadlock)"
-                self.now = event_s
+                self._run_decode_steps(until_s)
+                continue
+            event_s = min(self._arriving[0].ready_s if self._arriving else math.inf, adapters.next_fetched_s)
+            if event_s == math.inf or event_s > until_s:
+                return
+            self.now = max(self.now, event_s)
 
-    def fail(self) -> list[ModelRequest]:
-        """Returns all unfinished requests, with the tokens that they have got as a part of their prompts."""
-        lost = [*self._waiting, *(request for blocked in self._blocked.values() for request in blocked)]
-        lost += [prefill.request for prefill in self._prefilling]
-        for row in self._rows:
-            left = max(1, row.end_step - self._step)
-            got = row.request.output_tokens - left
-            lost.append(
-                row.request._replace(
-                    prompt_tokens=row.request.prompt_tokens + got,
-                    prefill_tokens=row.request.prompt_tokens + got,
-                    output_tokens=left,
-                )
-            )
-        self._start()
+    def fail(self) -> Sequence[ModelRequest]:
+        """Returns all unfinished requests. The replica is empty afterwards; its counters continue."""
+        self._sync_rows()
+        lost = [*self._arriving, *self._queue, *self.adapters.waiting, *self._prefilling]
+        lost += [row[3] for row in self._rows]
+        self.adapters.clear()
+        self._clear()
         return lost
 
-    def _fetch(self, now: float, adapter: int) -> None:
-        costs = self.settings.fetch
-        num_bytes = self._bytes[adapter % len(self._bytes)]
-        done = max(now, heapq.heappop(self._lanes)) + costs.latency_s + num_bytes / costs.bytes_per_s
-        heapq.heappush(self._lanes, done)
-        heapq.heappush(self._fetches, (done, adapter))
-        self.num_loads += 1
+    def _take_in(self, request: ModelRequest) -> None:
+        uses = self.adapters.uses
+        if request.adapter in uses:
+            uses[request.adapter] += 1
+            self.num_hits += 1
+        self._enqueue(request)
 
-    def _deliver(self) -> None:
-        done, adapter = heapq.heappop(self._fetches)
-        self._delivered.add(adapter)
-        self._waiting.extend(request._replace(ready_s=done) for request in self._blocked.pop(adapter))
-
-    def _count_kv_pages(self) -> float:
-        """Each request wastes half of its last page on average."""
-        tokens = self._context + self._prefill_context
-        return tokens / self.settings.machine.block_tokens + 0.5 * self.num_running
-
-    def _admit(self) -> None:
-        settings, block = self.settings, self.settings.machine.block_tokens
-        while self._waiting and self._waiting[0].ready_s <= self.now:
-            request = self._waiting[0]
-            if self.num_running >= settings.max_num_seqs:
-                return
-            is_resident = request.adapter in self.uses
-            pages = 0 if is_resident else self.pages_of(request.adapter)
-            needed = request.prompt_tokens / block + 1 + pages
-            needed += (self.num_running // block + 1) if self.num_running else 0
-            if not self._make_room(needed, request.adapter):
-                return
-            self._waiting.popleft()
-            if not is_resident:
-                self._delivered.discard(request.adapter)
-                self.uses[request.adapter] = 1
-                self.residency_changed = True
-                self._adapter_pages += pages
-                self._idle_pages += pages
-                self._idle[request.adapter] = None
-            if request.adapter in self._idle:
-                del self._idle[request.adapter]
-                self._idle_pages -= self.pages_of(request.adapter)
-            self._users[request.adapter] = self._users.get(request.adapter, 0) + 1
-            if request.prefill_tokens:
-                self._prefilling.append(_Prefill(request, request.prefill_tokens, pages))
-                self._prefill_context += request.prompt_tokens
-            else:
-                pages = -(-request.prompt_tokens // block)
-                self._extra_s += pages * settings.machine.costs.page_copy_s
-                self._start_row(request)
-
-    def _make_room(self, needed: float, wanted: int) -> bool:
-        """Evicts idle adapters until `needed` pages are free. Returns False if there are too few."""
-        total = self.settings.machine.num_pages - self._count_kv_pages()
-        idle_pages = self._idle_pages - (self.pages_of(wanted) if wanted in self._idle else 0)
-        if total - self._adapter_pages + idle_pages < needed:
-            return False
-        while total - self._adapter_pages < needed or len(self.uses) >= self.settings.num_slots:
-            if not self._evict(wanted):
-                return total - self._adapter_pages >= needed
-        return True
-
-    def _evict(self, wanted: int) -> bool:
-        candidates = (adapter for adapter in self._idle if adapter != wanted)
-        choose = self.settings.choose_victim
-        if choose is None:
-            victim = next(candidates, None)
+    def _enqueue(self, request: ModelRequest) -> None:
+        if self.adapters.is_missing(request.adapter):
+            self.adapters.wait(request, self.now)
         else:
-            idle = list(candidates)
-            victim = choose(idle, self) if idle else None
-        if victim is None:
+            self._queue.push(request)
+
+    # -- one step as the scheduler plans it -------------------------------------------------------------------------
+
+    def _run_step(self) -> bool:
+        """Plans and runs one step. Returns False if there is nothing to compute or to copy."""
+        adapters = self.adapters
+        if adapters.loading or len(self._queue):
+            num_loading = sum(request.adapter in adapters.loading for request in self._prefilling)
+            self._load_budget.begin_step(self.num_running - num_loading, num_loading)
+            self._load_slices()
+        while self._num_free < 0 and self._free_pages():
+            pass
+        budget = self._begin_budget()
+        for request in self._prefilling.copy():
+            # A request before this one may have preempted it.
+            if request.adapter in adapters.loading or request not in self._prefilling:
+                continue
+            num_tokens = min(request.num_tokens - request.num_computed, budget.fit(request.tenant))
+            if num_tokens > 0 and self._allocate(request, num_tokens):
+                budget.spend(request.tenant, num_tokens)
+                self._compute(request, num_tokens)
+        if len(self._queue):
+            self._admit(budget)
+            self._load_upcoming()
+        if not (self._rows or self._prefill_tokens or self._loaded_pages or self._copied_pages):
             return False
-        del self._idle[victim], self.uses[victim]
-        self.residency_changed = True
-        self._idle_pages -= self.pages_of(victim)
-        self._adapter_pages -= self.pages_of(victim)
-        # Requests that waited for a page now wait for their adapter again.
-        if any(request.adapter == victim for request in self._waiting):
-            self._block_again(victim)
+        self._finish_step()
         return True
 
-    def _block_again(self, adapter: int) -> None:
-        again = [request for request in self._waiting if request.adapter == adapter]
-        self._waiting = deque(request for request in self._waiting if request.adapter != adapter)
-        self._blocked[adapter] = again
-        self._fetch(self.now, adapter)
-
-    def _start_row(self, request: ModelRequest) -> None:
-        """Adds a row whose context is the prompt and, after a prefill, one token."""
-        has_token = 1 if request.prefill_tokens else 0
-        self._order += 1
-        offset = request.prompt_tokens + has_token - self._step
-        end = self._step + request.output_tokens - has_token
-        heapq.heappush(self._rows, _Row(end, self._order, offset, request))
-        self._context += request.prompt_tokens + has_token
-
-    def _run_prefill_step(self) -> None:
-        costs, num_rows = self.settings.machine.costs, len(self._rows)
-        seconds = (
-            costs.step_s + num_rows * costs.decode_s + self._context * costs.context_token_s + self._extra_s
+    def _finish_step(self) -> None:
+        costs = self.settings.machine.costs
+        self.now += (
+            self._decode_step_s
+            + self._prefill_tokens * costs.token_s
+            + self._loaded_pages * self._page_load_s
+            + self._copied_pages * costs.page_copy_s
         )
-        self._extra_s = 0.0
-        budget = self._short_tokens if num_rows else self.settings.max_num_batched_tokens
-        load_pages = self._count_load_pages()
-        started: list[ModelRequest] = []
-        waiting: deque[_Prefill] = deque()
-        for prefill in self._prefilling:
-            if prefill.load_pages:
-                pages = min(prefill.load_pages, load_pages)
-                load_pages -= pages
-                prefill.load_pages -= pages
-                seconds += pages * self._page_load_s
-                waiting.append(prefill)
+        prefilled = self._prefill_tokens > 0
+        self._copied_pages = self._loaded_pages = self._prefill_tokens = 0
+        self._count_steps(1)
+        if prefilled:
+            self._start_rows()
+        self._end_rows()
+
+    @property
+    def _decode_step_s(self) -> float:
+        costs = self.settings.machine.costs
+        return costs.step_s + len(self._rows) * costs.decode_s + self._context * costs.context_token_s
+
+    def _begin_budget(self) -> PrefillBudget:
+        loading = self.adapters.loading
+        prefilling = {request.tenant for request in self._prefilling if request.adapter not in loading}
+        following = self._queue.peek(prefilling)
+        if following is not None and self.num_running < self.settings.max_num_seqs:
+            prefilling.add(following.tenant)
+        num_tokens = self.settings.max_num_batched_tokens - len(self._rows)
+        return PrefillBudget(num_tokens, self._short_tokens, set(self._row_counts), prefilling)
+
+    def _admit(self, budget: PrefillBudget) -> None:
+        adapters, queue = self.adapters, self._queue
+        skipped: set[TenantAccount] = set()
+        while budget.num_tokens > 0:
+            request = queue.peek(skipped)
+            if request is None or budget.left(request.tenant) <= 0:
+                return
+            tenant = request.tenant
+            fitting = budget.fit(tenant)
+            if fitting <= 0:
+                skipped.add(tenant)
                 continue
-            tokens = min(budget, prefill.tokens)
-            budget -= tokens
-            prefill.tokens -= tokens
-            seconds += tokens * costs.token_s
-            if prefill.tokens:
-                waiting.append(prefill)
-            else:
-                started.append(prefill.request)
-        self._prefilling = waiting
-        self.now += seconds
-        self._step += 1
-        self._context += num_rows
-        for request in started:
-            self._prefill_context -= request.prompt_tokens
+            if self.num_running >= self.settings.max_num_seqs:
+                return
+            if adapters.is_missing(request.adapter):
+                queue.remove_first(tenant)
+                adapters.wait(request, self.now)
+                continue
+            num_tokens = min(request.num_tokens - request.num_computed, fitting)
+            num_reserved = request.num_tokens if request.is_starving else request.num_computed + num_tokens
+            num_pages = self._count_pages(num_reserved)
+            if not self._reserve(request, num_pages):
+                return
+            queue.remove_first(tenant)
+            budget.spend(tenant, self._start(request, num_tokens, num_pages))
+
+    def _reserve(self, request: ModelRequest, num_pages: int) -> bool:
+        """Makes room for KV pages and the adapter, and acquires the adapter if it is in the pool."""
+        adapters, adapter = self.adapters, request.adapter
+        is_resident = adapter in adapters.uses
+        needed = num_pages if is_resident else num_pages + adapters.count_pages(adapter)
+        spare = self.num_running // self.settings.machine.block_tokens + 1 if self.num_running else 0
+        if needed + spare > self._num_free + adapters.num_idle_pages:
+            return False
+        if is_resident:
+            adapters.acquire(adapter)
+        if (is_resident or adapters.make_slot()) and self._evict(needed):
+            return True
+        if is_resident:
+            adapters.release(adapter)
+        return False
+
+    def _start(self, request: ModelRequest, num_tokens: int, num_pages: int) -> int:
+        """Adds a request to the batch. Returns how many tokens it computes in this step."""
+        adapters = self.adapters
+        if adapters.is_fetched(request.adapter):
+            self._start_load(request)
+            adapters.acquire(request.adapter)
+            self._load_slices()
+        self._kv_pages += num_pages
+        request.num_pages = num_pages
+        if request.num_host_pages:
+            self._copied_pages += request.num_host_pages
+            self._swap_pages += request.num_host_pages
+            request.num_host_pages = 0
+        if request.adapter in adapters.loading:
+            insort(self._prefilling, request)
+            return 0
+        self._load_budget.add_sequence(is_background=False)
+        if request.num_generated and num_tokens == request.num_tokens - request.num_computed == 1:
+            self._start_row(request)
+        else:
+            insort(self._prefilling, request)
+            self._compute(request, num_tokens)
+        return num_tokens
+
+    def _compute(self, request: ModelRequest, num_tokens: int) -> None:
+        request.charge_prompt(num_tokens)
+        request.num_computed += num_tokens
+        self._prefill_tokens += num_tokens
+
+    def _start_load(self, request: ModelRequest) -> None:
+        costs = self.settings.machine.costs
+        num_bytes = self.adapters.count_bytes(request.adapter)
+        request.tenant.charge(costs.tokens(costs.load_s(num_bytes)))
+        self.adapters.start_load(request.adapter)
+
+    def _load_slices(self) -> None:
+        budget = self._load_budget
+        for adapter, left in list(self.adapters.loading.items()):
+            count = min(max(0, budget.num_pages), left)
+            if not count:
+                return
+            budget.spend(count)
+            self._loaded_pages += count
+            self.adapters.advance_load(adapter, count)
+
+    def _load_upcoming(self) -> None:
+        """Loads adapters of the next requests into pages that no running request needs soon."""
+        free_pages = self._num_free - self.num_running
+        if self._load_budget.num_pages <= 0 or free_pages <= 0 or not len(self._queue):
+            return
+        for request in self._queue.upcoming(_LOOK_AHEAD):
+            num_pages = self.adapters.count_pages(request.adapter)
+            if not self.adapters.is_fetched(request.adapter) or num_pages > free_pages:
+                continue
+            if self._load_budget.num_pages <= 0 or not self.adapters.has_free_slot:
+                return
+            self._start_load(request)
+            self._load_slices()
+            free_pages -= num_pages
+
+    # -- pages ------------------------------------------------------------------------------------------------------
+
+    def _count_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.settings.machine.block_tokens)
+
+    def _allocate(self, request: ModelRequest, num_tokens: int) -> bool:
+        """Allocates the pages of the next tokens of a prompt. Returns False if the request itself was preempted."""
+        missing = self._count_pages(request.num_computed + num_tokens) - request.num_pages
+        if missing <= 0:
+            return True
+        while missing > self._num_free and self._free_pages():
+            if request not in self._prefilling:
+                return False
+        self._kv_pages += missing
+        request.num_pages += missing
+        return True
+
+    def _evict(self, num_pages: int) -> bool:
+        """Makes `num_pages` free by eviction only. Adapters of the next requests are evicted last."""
+        if num_pages <= self._num_free:
+            return True
+        if num_pages > self._num_free + self.adapters.num_idle_pages:
+            return False
+        kept = {request.adapter for request in self._queue.upcoming(_LOOK_AHEAD)}
+        while num_pages > self._num_free:
+            if not (self.adapters.evict(kept) or self.adapters.evict(())):
+                return False
+        return True
+
+    def _free_pages(self) -> bool:
+        """Evicts an idle adapter or preempts a request. Returns False if there is neither.
+
+        A single request may get more pages than the pool has. Production refuses such requests.
+        """
+        if self._evict(self._num_free + 1):
+            return True
+        if self.num_running == 1:
+            return False
+        self._sync_rows()
+        running = [*self._prefilling, *(row[3] for row in self._rows)]
+        self._preempt(self._queue.choose_victim(running, self._count_tenant_pages(running)))
+        return True
+
+    def _count_tenant_pages(self, running: list[ModelRequest]) -> dict[TenantAccount, int]:
+        """Returns the pages that running requests hold, with their adapters."""
+        num_pages: dict[TenantAccount, int] = {}
+        adapters = {}
+        for request in running:
+            adapters[request.adapter] = request.tenant
+            held = num_pages.get(request.tenant, 0)
+            num_pages[request.tenant] = held + max(request.num_pages, self._count_pages(request.num_computed))
+        for adapter, tenant in adapters.items():
+            num_pages[tenant] += self.adapters.count_pages(adapter)
+        return num_pages
+
+    def _preempt(self, request: ModelRequest) -> None:
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+            self._kv_pages -= request.num_pages
+            request.num_pages = 0
+            self.adapters.release(request.adapter)
+        else:
+            row = next(row for row in self._rows if row[3] is request)
+            self._rows.remove(row)
+            heapq.heapify(self._rows)
+            self._remove_row(row)
+        self.num_preemptions += 1
+        request.record_preemption()
+        costs = self.settings.machine.costs
+        request.num_computed = min(request.num_computed, request.num_tokens - 1)
+        pages = self._count_pages(request.num_computed)
+        if 0 < pages <= self._swap_pages and costs.swap_s(pages) < costs.prefill_s(request.num_computed):
+            self._swap_pages -= pages
+            self._copied_pages += pages
+            request.num_host_pages = pages
+        else:
+            request.num_computed = 0
+        self._enqueue(request)
+
+    # -- decoding requests ------------------------------------------------------------------------------------------
+
+    def _start_rows(self) -> None:
+        """Samples the first token of the requests whose context has been computed."""
+        done = [request for request in self._prefilling if request.num_computed == request.num_tokens]
+        for request in done:
+            self._prefilling.remove(request)
+            request.num_generated += 1
+            request.tenant.charge(_OUTPUT_PRICE)
             if math.isnan(self._log.first_token_s[request.number]):
                 self._log.first_token_s[request.number] = self.now
             self._start_row(request)
-        self._end_rows()
 
-    def _count_load_pages(self) -> int:
-        """Returns how many adapter pages a step may load: the rule of `LoadBudget`."""
-        num_rows, costs = len(self._rows), self.settings.machine.costs
-        if not num_rows or not self._page_load_s:
-            return self.settings.machine.num_pages
-        num_waiting = sum(1 for prefill in self._prefilling if prefill.load_pages)
-        share = max(MIN_LOAD_SHARE, (num_waiting - 1) / num_rows)
-        return max(1, int(share * (costs.step_s + num_rows * costs.decode_s) / self._page_load_s))
+    def _start_row(self, request: ModelRequest) -> None:
+        """Adds a row that decodes from the step `_step` on. Its last token is not computed yet."""
+        offset = request.num_tokens - self._step
+        end = self._step + request.output_tokens - request.num_generated
+        heapq.heappush(self._rows, (end, request.number, offset, request))
+        self._context += request.num_tokens
+        self._row_counts[request.tenant] += 1
+        self._crossings[(1 - offset) % len(self._crossings)] += 1
+        self._kv_pages += self._count_pages(request.num_computed) - request.num_pages
+        request.num_pages = 0
 
-    def _run_decode_steps(self, until_s: float) -> bool:
-        """Runs steps until a row ends, a request or fetch is due, or the pool is full. Returns False if `until_s` came
-        first.
-        """
-        costs, num_rows = self.settings.machine.costs, len(self._rows)
-        step_s = costs.step_s + num_rows * costs.decode_s + self._context * costs.context_token_s
-        growth_s = num_rows * costs.context_token_s / 2
-        steps = self._rows[0].end_step - self._step
-        machine = self.settings.machine
-        free_pages = machine.num_pages - self._count_kv_pages() - self._adapter_pages
-        if free_pages < 0 and not self._evict(-1):
-            return self._preempt()
-        room = (free_pages + self._idle_pages) * machine.block_tokens / num_rows
-        steps = min(steps, max(1, int(room)))
-        event_s = self._fetches[0][0] if self._fetches else math.inf
-        if self._waiting and self._waiting[0].ready_s > self.now:
-            event_s = min(event_s, self._waiting[0].ready_s)
-        if event_s < math.inf:
-            steps = min(steps, 1 + _count_steps(event_s - self.now, step_s, growth_s))
-        if until_s < math.inf:
-            whole = _count_steps(until_s - self.now, step_s, growth_s)
-            if whole < steps:
-                self._skip_steps(whole, step_s, growth_s)
-                return False
-        self._skip_steps(steps, step_s, growth_s)
-        self._end_rows()
-        return True
+    def _remove_row(self, row: _Row) -> None:
+        _, _, offset, request = row
+        self._context -= offset + self._step
+        self._row_counts[request.tenant] -= 1
+        if not self._row_counts[request.tenant]:
+            del self._row_counts[request.tenant]
+        self._crossings[(1 - offset) % len(self._crossings)] -= 1
+        self._kv_pages -= self._count_pages(offset + self._step - 1)
+        self.adapters.release(request.adapter)
 
-    def _skip_steps(self, steps: int, step_s: float, growth_s: float) -> None:
-        self.now += steps * step_s + growth_s * steps * (steps - 1)
-        self._step += steps
-        self._context += steps * len(self._rows)
+    def _sync_rows(self) -> None:
+        """Writes the progress of the rows into their requests."""
+        for end, _, offset, request in self._rows:
+            request.num_generated = request.output_tokens - (end - self._step)
+            request.num_computed = offset + self._step - 1
 
     def _end_rows(self) -> None:
-        while self._rows and self._rows[0].end_step <= self._step:
+        while self._rows and self._rows[0][0] <= self._step:
             row = heapq.heappop(self._rows)
-            self._log.end_s[row.request.number] = self.now
-            self.unfinished_tokens -= row.request.prompt_tokens + row.request.output_tokens
-            self._leave(row)
+            request = row[3]
+            self._log.end_s[request.number] = self.now
+            self.unfinished_tokens -= request.prompt_tokens + request.output_tokens
+            self._remove_row(row)
 
-    def _leave(self, row: _Row) -> None:
-        self._context -= row.offset + self._step
-        adapter = row.request.adapter
-        self._users[adapter] -= 1
-        if not self._users[adapter]:
-            del self._users[adapter]
-            self._idle[adapter] = None
-            self._idle_pages += self.pages_of(adapter)
+    def _run_decode_steps(self, until_s: float) -> None:
+        """Runs steps until a row ends, an adapter is fetched, the pool is full, or the clock reaches `until_s`."""
+        step_s = self._decode_step_s
+        growth_s = len(self._rows) * self.settings.machine.costs.context_token_s / 2
+        steps = self._rows[0][0] - self._step
+        event_s = min(until_s, self.adapters.next_fetched_s)
+        if event_s < math.inf:
+            steps = min(steps, 1 + _count_steps(event_s - self.now, step_s, growth_s))
+        steps = self._limit_to_pages(steps)
+        if not steps:
+            if self._free_pages():
+                return
+            steps = 1
+        self.now += steps * step_s + growth_s * steps * (steps - 1)
+        self._count_steps(steps)
+        self._end_rows()
 
-    def _preempt(self) -> bool:
-        """Swaps the newest row out."""
-        row = max(self._rows, key=lambda row: row.order)
-        if len(self._rows) == 1:
-            # Even a single request gets more pages than the pool has. Production refuses such requests.
-            self._skip_steps(1, self.settings.machine.costs.step_s, 0.0)
-            self._end_rows()
-            return True
-        self._rows.remove(row)
-        heapq.heapify(self._rows)
-        self._leave(row)
-        context, left = row.offset + self._step, row.end_step - self._step
-        request = row.request
-        self.unfinished_tokens += context + left - request.prompt_tokens - request.output_tokens
-        pages = -(-context // self.settings.machine.block_tokens)
-        self._extra_s += pages * self.settings.machine.costs.page_copy_s
-        self._waiting.appendleft(ModelRequest(self.now, request.number, request.adapter, context, left, 0))
-        self.num_preemptions += 1
-        return True
+    def _limit_to_pages(self, steps: int) -> int:
+        """Returns how many of the next steps the free pages suffice for."""
+        num_rows, block = len(self._rows), len(self._crossings)
+        free = self._num_free + self._crossings[self._step % block]
+        if (steps // block + 1) * num_rows <= free:
+            return steps
+        whole = max(0, free) // num_rows
+        free -= whole * num_rows
+        for more in range(block):
+            free -= self._crossings[(self._step + more) % block]
+            if free < 0:
+                return min(steps, whole * block + more)
+        return min(steps, (whole + 1) * block)
+
+    def _count_steps(self, steps: int) -> None:
+        """Counts steps in which each row has computed one token."""
+        block = len(self._crossings)
+        whole, rest = divmod(steps, block)
+        pages = whole * len(self._rows)
+        for step in range(self._step, self._step + rest):
+            pages += self._crossings[step % block]
+        self._kv_pages += pages
+        self._context += steps * len(self._rows)
+        self._step += steps
+        for tenant, count in self._row_counts.items():
+            tenant.service += _OUTPUT_PRICE * count * steps
 
 
 def _count_steps(seconds: float, step_s: float, growth_s: float) -> int:

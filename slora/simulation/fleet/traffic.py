@@ -29,12 +29,12 @@ class Traffic:
 class Demand:
     """How much is requested, of what and when.
 
-    rate: mean requests per second. swing: the relative amplitude of a sine of one period per `duration_s`, which is
-        the lowest at the start.
+    rate: mean requests per second, without those of `viral`. swing: the relative amplitude of a sine of one period per
+        `duration_s`, which is the lowest at the start.
     alpha: the adapter of popularity rank k (from 1) is requested in proportion to k ** -alpha.
     shift_s: after each such time, a tenth of the adapters swap their popularity with others; None: never.
-    viral: (from_s, until_s, share): the share of requests in this time that go to the adapter which was the least
-        popular before.
+    viral: (from_s, until_s, share): in this time, more requests come, and all of them go to the adapter which was the
+        least popular before. They are this share of all requests.
     """
 
     num_adapters: int
@@ -75,9 +75,13 @@ def _draw_arrivals(demand: Demand, random: np.random.Generator) -> FloatArray:
     """Draws a Poisson process whose rate follows the time of day."""
     grid = np.linspace(0.0, demand.duration_s, 1001)
     rates = 1 - demand.swing * np.cos(2 * np.pi * grid / demand.duration_s)
+    if demand.viral is not None:
+        from_s, until_s, share = demand.viral
+        rates[(grid >= from_s) & (grid < until_s)] /= 1 - share
     expected = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2)]) / 1000
-    count = random.poisson(demand.rate * demand.duration_s)
-    return np.interp(np.sort(random.random(count)), expected / expected[-1], grid)
+    count = random.poisson(demand.rate * demand.duration_s * expected[-1])
+    arrivals: FloatArray = np.interp(np.sort(random.random(count)), expected / expected[-1], grid)
+    return arrivals
 
 
 def _name_adapters(

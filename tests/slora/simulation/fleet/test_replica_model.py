@@ -5,33 +5,32 @@ import pytest
 
 from bench.machines import A10G_7B
 from slora.routing.router import Router
-from slora.simulation.fleet.fleet import Fleet, Loss, RouterPolicy
-from slora.simulation.fleet.replica_model import FleetLog, ReplicaModel, ReplicaSettings
+from slora.simulation.fleet.model_request import FleetLog
+from slora.simulation.fleet.replica_model import ReplicaModel
 from slora.simulation.fleet.traffic import Demand, make_traffic, read_trace_arrays
 from slora.simulation.routed_engines import RoutedEngines
 from slora.simulation.simulation import Policies, Setup
 from slora.simulation.traces import S2, zipf_trace
-from slora.simulation.virtual_source import FetchCosts
-
-FETCH = FetchCosts(latency_s=0.02, bytes_per_s=200e6)
-SETTINGS = ReplicaSettings(A10G_7B, S2.ranks, fetch=FETCH)
-TOKEN_S = 1.5e-3
+from tests.slora.simulation.fleet.fleets import FETCH, SETTINGS, TOKEN_S, make_fleet
 
 
-@pytest.mark.parametrize("rate", [0.8, pytest.param(0.9, marks=pytest.mark.soak)])
-def test_model_and_scheduler_agree_below_saturation(rate: float) -> None:
-    trace = zipf_trace(50, 2 * rate, 100.0, alpha=1.0, num_tenants=20)
+# From half load to overload, in which the scheduler preempts requests and is fair among tenants. `bench.fleet` compares
+# long traces.
+@pytest.mark.parametrize("rate", [0.6, 1.6, pytest.param(1.2, marks=pytest.mark.soak)])
+def test_model_and_scheduler_agree(rate: float) -> None:
+    trace = zipf_trace(40, rate, 100.0, alpha=1.0, num_tenants=20)
     policies = Policies(prefix_cache="off")
     setup = Setup(A10G_7B, S2.ranks, num_tenants=20, fetch=FETCH, max_tokens=2048, policies=policies)
-    exact = RoutedEngines(setup, 2, Router(token_s=TOKEN_S), TOKEN_S).run(trace)
-    traffic = read_trace_arrays(trace)
-    policy = RouterPolicy(Router(token_s=TOKEN_S))
-    fleet = Fleet(SETTINGS, 2, policy, traffic, token_s=TOKEN_S, report_s=0.0)
-    model = fleet.run()
-    assert model.attainment == pytest.approx(exact.attainment, abs=0.02)
-    # `bench.fleet` has the errors on long traces; this short one has few cold loads to average over.
-    assert model.ttft_mean_s == pytest.approx(exact.ttft_mean_s, rel=0.2)
-    assert model.latency_mean_s == pytest.approx(exact.latency_mean_s, rel=0.05)
+    engines = RoutedEngines(setup, 1, Router(token_s=TOKEN_S), TOKEN_S)
+    exact = engines.run(trace)
+    model = make_fleet(1, read_trace_arrays(trace), report_s=0.0).run()
+    (engine,) = engines.engines.values()
+    assert model.attainment == pytest.approx(exact.attainment, abs=0.01)
+    assert model.ttft_mean_s == pytest.approx(exact.ttft_mean_s, rel=0.02)
+    assert model.latency_mean_s == pytest.approx(exact.latency_mean_s, rel=0.02)
+    assert model.loads == pytest.approx(engines.num_loads, abs=2)
+    assert model.preemptions == pytest.approx(engine.scheduler.num_preemptions, rel=0.05)
+    assert (model.preemptions > 100) == (rate > 1.2)
 
 
 def test_decode_steps_take_what_the_costs_say_to_the_last_bit_of_context() -> None:
@@ -40,8 +39,8 @@ def test_decode_steps_take_what_the_costs_say_to_the_last_bit_of_context() -> No
     model.submit(0.0, 0, 3, 100, 50)
     model.advance(float("inf"))
     fetch_s = FETCH.latency_s + A10G_7B.adapter_layout(8).num_bytes / FETCH.bytes_per_s
-    load_s = model.pages_of(3) * A10G_7B.full_page_bytes * costs.load_byte_s
-    first_s = fetch_s + load_s + costs.step_s + costs.step_s + 100 * costs.token_s
+    load_s = model.adapters.count_pages(3) * A10G_7B.full_page_bytes * costs.load_byte_s
+    first_s = fetch_s + load_s + costs.step_s + 100 * costs.token_s
     assert log.first_token_s[0] == pytest.approx(first_s)
     decode_s = sum(costs.step_s + costs.decode_s + costs.context_token_s * (101 + i) for i in range(49))
     assert log.end_s[0] == pytest.approx(first_s + decode_s)
@@ -64,14 +63,3 @@ def test_advancing_in_small_pieces_changes_nothing() -> None:
         assert not model.unfinished_tokens and not model.num_running and not model.num_waiting
         logs.append(log)
     np.testing.assert_allclose(logs[0].end_s, logs[1].end_s)
-
-
-def test_requests_of_lost_replicas_continue_on_the_others() -> None:
-    traffic = make_traffic(Demand(200, 6.0, 60.0, swing=0.3, shift_s=10.0, viral=(20.0, 30.0, 0.2)))
-    fleet = Fleet(
-        SETTINGS, 10, RouterPolicy(Router(token_s=TOKEN_S)), traffic, token_s=TOKEN_S, loss=Loss(30.0, 0, 2)
-    )
-    results = fleet.run()
-    assert results.attainment > 0.9
-    assert not any(model.num_running or model.num_waiting for model in fleet.models)
-    assert fleet.models[0].num_loads == 0 < fleet.models[2].num_loads
