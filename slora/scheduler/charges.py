@@ -9,7 +9,7 @@ from slora.cost_model import Costs
 from slora.scheduler.sequence import Sequence
 
 _PROMPT_PRICE = 1.0
-_OUTPUT_PRICE = 2.0
+OUTPUT_PRICE = 2.0
 
 
 def charge_prompt(sequence: Sequence, num_tokens: int) -> None:
@@ -24,7 +24,7 @@ def charge_prompt(sequence: Sequence, num_tokens: int) -> None:
 def charge_output(sequence: Sequence) -> None:
     """Charges one sampled token."""
     sequence.usage.generated_tokens += 1
-    sequence.tenant.charge(_OUTPUT_PRICE)
+    sequence.tenant.charge(OUTPUT_PRICE)
 
 
 def charge_rejected(sequence: Sequence, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
 
 # The number of next sequences in the queue whose idle adapters are evicted only after other items.
-_LOOK_AHEAD = 8
+LOOK_AHEAD = 8
 
 
 class Preemption:
@@ -35,7 +35,7 @@ class Preemption:
     def upcoming(self) -> list[Sequence]:
         """The next interactive sequences of the queue. The list is made once per step, at the first access."""
         if self._next is None:
-            self._next = [one for one in self._queue.upcoming(_LOOK_AHEAD) if not one.is_background]
+            self._next = [one for one in self._queue.upcoming(LOOK_AHEAD) if not one.is_background]
         return self._next
 
     def make_room(self, num_pages: int, sequence: Sequence, *, evict_pinned: bool = False) -> bool:

@@ -40,7 +40,7 @@ from slora.scheduler.usage_counter import UsageCounter
 
 _arrivals = itertools.count()
 # A sequence that was preempted this often without a new token in between is starving.
-_MAX_REPEAT_PREEMPTIONS = 3
+MAX_REPEAT_PREEMPTIONS = 3
 
 
 class SwappedBlocks(NamedTuple):
@@ -229,13 +229,13 @@ class Sequence:
 
     @property
     def is_starving(self) -> bool:
-        """Whether the sequence was preempted `_MAX_REPEAT_PREEMPTIONS` times without a new token in between.
+        """Whether the sequence was preempted `MAX_REPEAT_PREEMPTIONS` times without a new token in between.
 
         Two sequences could otherwise preempt each other forever. A starving sequence is admitted only with all pages
         that it needs up to its next token, and it is preempted last. Among several starving sequences, the first to
         arrive is never preempted. So at least one sequence makes progress.
         """
-        return self.num_repeat_preemptions >= _MAX_REPEAT_PREEMPTIONS
+        return self.num_repeat_preemptions >= MAX_REPEAT_PREEMPTIONS
 
     @property
     def is_background(self) -> bool:

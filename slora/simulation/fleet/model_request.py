@@ -5,9 +5,7 @@ from array import array
 from dataclasses import dataclass
 
 from slora.pool.tenant_account import TenantAccount
-
-# As in `Sequence.is_starving`.
-_MAX_REPEAT_PREEMPTIONS = 3
+from slora.scheduler.sequence import MAX_REPEAT_PREEMPTIONS
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +44,7 @@ class ModelRequest:
 
     @property
     def is_starving(self) -> bool:
-        return self.num_repeats >= _MAX_REPEAT_PREEMPTIONS
+        return self.num_repeats >= MAX_REPEAT_PREEMPTIONS
 
     def record_preemption(self) -> None:
         self.num_preemptions += 1

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
+from slora.scheduler.charges import OUTPUT_PRICE
+from slora.scheduler.preemption import LOOK_AHEAD
 from slora.simulation.fleet.model_adapters import AdapterSettings, ModelAdapters
 from slora.simulation.fleet.model_queue import ModelQueue
 from slora.simulation.fleet.model_request import FleetLog, ModelRequest
 from slora.simulation.machine import Machine
-
-# As in `slora.scheduler.charges` and `slora.scheduler.preemption`.
-_OUTPUT_PRICE = 2.0
-_LOOK_AHEAD = 8
 
 # A decoding request: (step at which it ends, number, offset, request). Its context at step s is offset + s tokens.
 _Row = tuple[int, int, int, ModelRequest]
@@ -300,7 +298,7 @@ class ReplicaModel:
         free_pages = self._num_free - self.num_running
         if self._load_budget.num_pages <= 0 or free_pages <= 0 or not len(self._queue):
             return
-        for request in self._queue.upcoming(_LOOK_AHEAD):
+        for request in self._queue.upcoming(LOOK_AHEAD):
             num_pages = self.adapters.count_pages(request.adapter)
             if not self.adapters.is_fetched(request.adapter) or num_pages > free_pages:
                 continue
@@ -333,7 +331,7 @@ class ReplicaModel:
             return True
         if num_pages > self._num_free + self.adapters.num_idle_pages:
             return False
-        kept = {request.adapter for request in self._queue.upcoming(_LOOK_AHEAD)}
+        kept = {request.adapter for request in self._queue.upcoming(LOOK_AHEAD)}
         while num_pages > self._num_free:
             if not (self.adapters.evict(kept) or self.adapters.evict(())):
                 return False
@@ -397,7 +395,7 @@ class ReplicaModel:
         for request in done:
             self._prefilling.remove(request)
             request.num_generated += 1
-            request.tenant.charge(_OUTPUT_PRICE)
+            request.tenant.charge(OUTPUT_PRICE)
             if math.isnan(self._log.first_token_s[request.number]):
                 self._log.first_token_s[request.number] = self.now
             self._start_row(request)
@@ -479,7 +477,7 @@ class ReplicaModel:
         self._context += steps * len(self._rows)
         self._step += steps
         for tenant, count in self._row_counts.items():
-            tenant.service += _OUTPUT_PRICE * count * steps
+            tenant.service += OUTPUT_PRICE * count * steps
 
 
 def _count_steps(seconds: float, step_s: float, growth_s: float) -> int:
