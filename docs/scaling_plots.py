@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench" / "results" / "fleet-2026-11-23.json"
+RESULTS = ROOT / "bench" / "results" / "fleet-2026-11-24.json"
 IMAGES = ROOT / "docs" / "images"
 
 
