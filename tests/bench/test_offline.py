@@ -1,12 +1,12 @@
 """Small runs of what the offline bench measures with."""
 
 import json
-import os
 import re
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 import torch
@@ -212,12 +212,29 @@ def test_a_missing_peer_is_reported_with_a_reason(tmp_path: Path, monkeypatch: p
     assert [path.name for path in Path(launch.environment["PYTHONPATH"]).iterdir()] == ["bench"]
 
 
+# Writes to 64 MiB, and says before and after that it is ready.
+_WRITER = """
+import sys
+print("begun", flush=True)
+sys.stdin.readline()
+block = bytearray(64 << 20)
+block[::4096] = b"x" * len(range(0, len(block), 4096))
+print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_a_process_takes_the_memory_that_it_has_written_to() -> None:
-    before, _ = read_pss_bytes(os.getpid())
-    block = bytearray(64 << 20)
-    block[:: os.sysconf("SC_PAGE_SIZE")] = b"x" * len(range(0, len(block), os.sysconf("SC_PAGE_SIZE")))
-    after, shared = read_pss_bytes(os.getpid())
-    assert after - before > 60 << 20 and shared < after
+    """A process of its own, because the kernel may reclaim other pages of a large one meanwhile."""
+    with Popen([sys.executable, "-c", _WRITER], stdin=PIPE, stdout=PIPE, text=True) as writer:
+        assert writer.stdin is not None and writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        before, _ = read_pss_bytes(writer.pid)
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "written\n"
+        after, shared = read_pss_bytes(writer.pid)
+        assert after - before > 60 << 20 and shared < after
 
 
 def test_bars_apply_to_their_own_rows() -> None:
