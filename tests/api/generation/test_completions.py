@@ -532,6 +532,14 @@ def test_an_error_in_the_middle_is_an_event_and_the_last_thing_sent(
     assert "[DONE]" not in answer.text
 
 
+@pytest.mark.parametrize("url", ["/v1/adapters?after=%00", "/v1/adapters/%00", "/v1/nothing?x=a%00b"])
+def test_a_nul_character_in_a_url_is_refused(platform: Platform, key: str, url: str) -> None:
+    """PostgreSQL refuses it in text. SQLite found all names that begin with what stands before it."""
+    with platform.client(key) as client:
+        answer = client.get(url)
+    assert answer.status_code == 400 and "NUL character (%00)" in answer.json()["error"]["message"]
+
+
 def test_an_unforeseen_error_is_a_500_in_the_same_form_and_the_server_lives_on(
     platform: Platform, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
