@@ -149,6 +149,7 @@ class Engine:
             scheduling=config.scheduling,
             shape=model.shape(self._runner.dtype_name),
             can_embed=self._runner.can_embed,
+            num_ranks=config.tensor_parallel_size,
         )
 
     @property

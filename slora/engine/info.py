@@ -3,7 +3,7 @@
 The API reads both, so this module does not import torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from slora.cost_model import CostModel
@@ -13,14 +13,17 @@ from slora.pool.page_counts import PageCounts
 from slora.request import RequestUsage
 from slora.scheduler.served_counts import ServedCounts
 from slora_adapters.loader.cached_versions import CacheCounts
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes.
 
+    full_page_bytes: size of a page on each tensor-parallel rank. shape: the sizes of the whole model.
     can_embed: whether the model's hidden states can be read, which embeddings need.
+    num_ranks: number of tensor-parallel ranks.
     """
 
     model_name: str
@@ -40,6 +43,24 @@ class EngineInfo:
     scheduling: str
     shape: ModelShape
     can_embed: bool = True
+    num_ranks: int = 1
+
+    def count_rank_bytes(self, packed_bytes: int, target_modules: Collection[str]) -> int:
+        """Returns the bytes that an adapter takes in the page pool of each tensor-parallel rank.
+
+        packed_bytes: the bytes that it takes without tensor parallelism. target_modules: the names of its modules.
+
+        The result is exact if the adapter has the same rank in all of its modules. Otherwise it is an estimate, because
+        some modules shrink more than others when they are divided.
+        """
+        if self.num_ranks == 1:
+            return packed_bytes
+        partition = Partition(self.shape, self.num_ranks)
+        ranks = [int(module.path.rpartition(".")[2] in target_modules) for module in self.shape.modules]
+        whole, part = (
+            lay_out_adapter(shape, ranks).num_bytes for shape in (self.shape, partition.rank_shape)
+        )
+        return -(-packed_bytes * part // whole) if whole else packed_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 class LoadPaces:
     """Seconds per byte of a packed adapter.
 
-    pool: the copy from the host cache to the pool.
-    host: the fetch to the host cache, by tier. A tier has an entry once an adapter was fetched from it.
+    pool: the copy from the host cache to the pool. With tensor parallelism, only the bytes of one rank count.
+    host: the fetch to the host cache, by tier. A tier has an entry once an adapter was fetched from it. The bytes of
+        all ranks count.
     """
 
     pool: float
     host: Mapping[str, float]
 
-    def load_ms(self, num_bytes: int, tiers: Iterable[str]) -> dict[str, float | None]:
-        """Milliseconds to load an adapter of `num_bytes` bytes into the pool: from the host cache, and from each tier.
+    def load_ms(self, num_bytes: int, tiers: Iterable[str], num_ranks: int = 1) -> dict[str, float | None]:
+        """Milliseconds to load an adapter into the pool: from the host cache, and from each tier.
+
+        num_bytes: the bytes of each tensor-parallel rank.
 
         None for a tier from which no adapter was fetched yet. Concurrent loads and decode steps make a load slower than
         this.
@@ -26,7 +29,9 @@ class LoadPaces:
         """
         pool_s = self.pool * num_bytes
         from_tiers = {
-            tier: None if (byte_s := self.host.get(tier)) is None else _ms(byte_s * num_bytes + pool_s)
+            tier: None
+            if (byte_s := self.host.get(tier)) is None
+            else _ms(byte_s * num_bytes * num_ranks + pool_s)
             for tier in tiers
         }
         return {"host": _ms(pool_s), **from_tiers}

@@ -198,7 +198,7 @@ class AdapterLoading:
             self.count_pages(packed),
             num_bytes,
             packed.layout.targets,
-            self._host.pace.fetch_s(num_bytes),
+            self._host.pace.fetch_s(packed.num_bytes),
         )
         self._loading[resident] = _Load(packed)
         self.loads[cause] += 1

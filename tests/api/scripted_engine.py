@@ -103,6 +103,7 @@ class ScriptedEngine:
     max_model_len: int = 64
     max_num_seqs: int = 8
     scheduling: str = "fair"
+    num_ranks: int = 1
     canary: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = lambda request: trial_of(request)
     embeddings: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = embed
     requests: list[EngineRequest] = field(default_factory=list)
@@ -141,6 +142,7 @@ class ScriptedEngine:
             self.max_num_seqs,
             self.scheduling,
             SHAPE,
+            num_ranks=self.num_ranks,
         )
 
     def reset(self, *answers: Sequence[TokenDelta | Exception]) -> None:

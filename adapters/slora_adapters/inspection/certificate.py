@@ -43,7 +43,7 @@ class Certificate:
 
     modules: summaries by module name, in the model's order.
     base_modules: number of adaptable modules of the base model.
-    pool_bytes: size of the adapter in the page pool.
+    pool_bytes: size of the adapter in the page pool of an engine without tensor parallelism.
     base_name: name of the base model in the config, without folders; None if the config has none.
     """
 

@@ -20,7 +20,8 @@ class AdapterDetails:
     """Facts about the weights of a version.
 
     num_bytes: size of the tensors.
-    packed_bytes: size in the page pool; None if the release that published the version did not store it.
+    packed_bytes: size in the page pool of an engine without tensor parallelism; None if the release that published the
+        version did not store it.
     blob_bytes: size of the files in the store; if None, num_bytes is used instead.
     """
 
@@ -37,7 +38,10 @@ class AdapterDetails:
 
     @property
     def pool_bytes(self) -> int:
-        """The bytes that the weights use in the page pool; num_bytes if the packed size is unknown."""
+        """The bytes that the weights use in the page pool of an engine without tensor parallelism.
+
+        This is num_bytes if the packed size is unknown. `EngineInfo.count_rank_bytes` computes the bytes of each rank.
+        """
         return self.num_bytes if self.packed_bytes is None else self.packed_bytes
 
 

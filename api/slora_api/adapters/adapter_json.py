@@ -69,7 +69,8 @@ class AliasObject(TypedDict):
 class CertificateObject(TypedDict):
     """The results of the checks of an upload.
 
-    modules: the adapted modules, by module name. pool_bytes: size in the page pool.
+    modules: the adapted modules, by module name.
+    pool_bytes: size in the page pool; with tensor parallelism, in the pool of each rank.
     logprob_change: greatest change of a log-probability that the canary found; null if the version already existed,
     because the canary did not run again.
     predicted_load_ms: the predicted load time from each tier; null for a tier from which no adapter was loaded yet.

@@ -24,7 +24,7 @@ from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
 from slora.tenant_share import TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.registry.registry import Registry, Rollout
+from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
 from slora_api.tenants.tenant_status import TenantStatus
@@ -187,7 +187,11 @@ def _check_sum(
 
 def _count_pages(rollouts: Iterable[Rollout], info: EngineInfo) -> dict[AdapterVersion, int]:
     records = (record for rollout in rollouts for record in rollout.records.values())
-    return {record.version: -(-record.details.pool_bytes // info.full_page_bytes) for record in records}
+    return {record.version: _count_record_pages(record.details, info) for record in records}
+
+
+def _count_record_pages(details: AdapterDetails, info: EngineInfo) -> int:
+    return -(-info.count_rank_bytes(details.pool_bytes, details.target_modules) // info.full_page_bytes)
 
 
 def _no_adapter(tenant: str, name: str) -> NotFound:

@@ -121,7 +121,7 @@ class Publisher:
             "modules_adapted": certificate.adapted,
             "modules_total": certificate.base_modules,
             "modules": dict(certificate.modules),
-            "pool_bytes": certificate.pool_bytes,
+            "pool_bytes": self._count_pool_bytes(adapter),
             "base": base,
             "logprob_change": effect,
             "predicted_load_ms": await self._predict_load_ms(adapter),
@@ -210,7 +210,12 @@ class Publisher:
             paces = (await self._client.stats()).load_paces
         except EngineUnavailable:
             return None
-        return paces.load_ms(adapter.certificate.pool_bytes, self._adapters.store.tiers)
+        return paces.load_ms(
+            self._count_pool_bytes(adapter), self._adapters.store.tiers, self._client.info.num_ranks
+        )
+
+    def _count_pool_bytes(self, adapter: CheckedAdapter) -> int:
+        return self._client.info.count_rank_bytes(adapter.certificate.pool_bytes, adapter.target_modules)
 
     async def _write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self._writers:

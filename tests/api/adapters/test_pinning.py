@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,8 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
 from slora_api.errors import PinsFull
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
+from slora_kernels.layout import lay_out_adapter, llama_shape
+from slora_kernels.partition import Partition
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, bearer, open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -187,6 +190,38 @@ def test_pinned_names_with_the_same_weights_are_counted_once(platform: Platform)
         upload(platform, key, name, 20)
     with platform.client(ADMIN_KEY) as admin:
         assert [admin.put(pin_path("acme", name)).status_code for name in ("one", "two")] == [200, 200]
+
+
+def test_pins_count_the_pages_of_one_tensor_parallel_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows of q_proj have 2048 columns, and those of o_proj are read from 2048 columns: 8 KiB each in float32.
+    shape = llama_shape(1, 2048, 16, 16, 128, 4096, vocab_size=50, element_bytes=4)
+    info = replace(ScriptedEngine().info, shape=shape, full_page_bytes=2048)
+    ranks = [16 * (module.path.endswith(("q_proj", "o_proj"))) for module in shape.modules]
+    packed_bytes = lay_out_adapter(shape, ranks).num_bytes
+    database = Database(tmp_path / "slora.db")
+    tenant_store = open_tenant_store(database, tmp_path)
+    tenant_store.create_tenant("acme", ShareChanges(max_pool_share=0.4))
+    registry = Registry(RegistryStorage(database))
+    registry.put(
+        "voice", AdapterVersion("acme", "1" * 64), AdapterDetails(16, ("q_proj", "o_proj"), 1, packed_bytes)
+    )
+    for num_ranks, num_pages in ((1, 256), (4, 160)):
+        monkeypatch.setattr(
+            ScriptedEngine, "info", replace(info, num_ranks=num_ranks, num_pages=500 - num_ranks)
+        )
+        of_rank = lay_out_adapter(Partition(shape, num_ranks).rank_shape, ranks).num_bytes
+        assert info.count_rank_bytes(packed_bytes, ("q_proj",)) == packed_bytes
+        assert ScriptedEngine().info.count_rank_bytes(packed_bytes, ("q_proj", "o_proj")) == of_rank
+        assert of_rank == num_pages * 2048
+        pinning = Pinning(registry, tenant_store, ScriptedEngine())
+        if num_ranks == 1:
+            with pytest.raises(PinsFull, match="would take 256 pages; they may take 199"):
+                asyncio.run(pinning.pin("acme", "voice"))
+        else:
+            assert asyncio.run(pinning.pin("acme", "voice")).pinned
+    database.close()
 
 
 # -- messages to the engine --------------------------------------------------------------------------------------
