@@ -178,6 +178,7 @@ class Supervisor:
                 # it is ready.
                 can_finish = page.read().is_serving and not is_stalled
                 await _stop(process, _STOP_S if can_finish else 0)
+                _kill_group(process.pid)
         finally:
             page.close()
 
@@ -243,6 +244,15 @@ async def _stop(process: Process, grace_s: float) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+def _kill_group(pid: int) -> None:
+    """Kills the processes that an ended child has left in its process group.
+
+    A tensor-parallel rank that hangs does not notice the end of its engine, and would keep the memory of its GPU.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _name_signal(number: int) -> str:

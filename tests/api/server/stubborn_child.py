@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -53,8 +54,11 @@ def main() -> None:
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
     if arguments.behaviour == "computes":
         threading.Thread(target=compute_a_little, daemon=True).start()
-    if arguments.behaviour in ("idle", "hangs", "computes"):
-        asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour != "idle"))
+    if arguments.behaviour == "parent":
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        arguments.told.with_name("child").write_text(str(child.pid))
+    if arguments.behaviour in ("idle", "parent", "hangs", "computes"):
+        asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour not in ("idle", "parent")))
     heartbeat.explain(f"told to end with {arguments.behaviour}")
     sys.exit(int(arguments.behaviour))
 

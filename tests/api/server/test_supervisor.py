@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slora_api.server import supervisor, watchdog
@@ -114,6 +115,21 @@ def test_a_child_that_still_starts_is_ended_at_once(tmp_path: Path, monkeypatch:
     async def main() -> None:
         async with asyncio.timeout(WAIT_S), watched.running():
             await watched.wait_until_ready()
+
+    asyncio.run(main())
+
+
+def test_the_processes_that_a_child_leaves_behind_are_killed(tmp_path: Path) -> None:
+    """Otherwise a stopped tensor-parallel rank would outlive its engine, and keep the memory of its GPU."""
+    watched = SupervisedChild("parent", tmp_path)
+
+    async def main() -> None:
+        async with watched.running():
+            pid = await watched.wait_until_ready()
+            left = psutil.Process(int((tmp_path / "child").read_text()))
+            left.suspend()
+            os.kill(pid, signal.SIGKILL)
+            await wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE)
 
     asyncio.run(main())
 
