@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["DeviceFacts"]
+__all__ = ["DeviceFacts", "explain_few_gpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +25,14 @@ class DeviceFacts:
     num_threads: int
     total_bytes: int | None = None
     free_bytes: int | None = None
+
+
+def explain_few_gpus(num_ranks: int, num_gpus: int) -> str | None:
+    """Returns why a machine with `num_gpus` GPUs can't run so many tensor-parallel ranks, or None if it can."""
+    if num_ranks <= num_gpus:
+        return None
+    seen = f"{num_gpus} GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return (
+        f"tensor_parallel_size is {num_ranks}, but torch sees {seen}, and each rank needs a GPU of its own; set "
+        f"tensor_parallel_size to at most {num_gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
+    )

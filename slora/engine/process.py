@@ -63,11 +63,13 @@ from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
 from slora.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
 from slora.runner.process_group import start_group
+from slora.runner.rank_group import RankGroup
 from slora.runner.served_model import resolve_device
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
+from slora_adapters.peft.packing import ByteArray
 from slora_adapters.wire import BrokenFrame, encode, read_message
 
 _log = logging.getLogger("slora.engine")
@@ -446,8 +448,8 @@ class EngineProcess:
         try:
             config = self._config
             model = read_model_spec(config.engine.model, config.engine.model_impl)
-            self._loader = _connect_loader(config, self._wake)
             group = start_group(config.engine, model, self._end_after_loss, self._log_format)
+            self._loader = _connect_loader(config, self._wake, group)
             engine = Engine(config.engine, model, self._loader, notify=self._wake, group=group)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._started.set_exception, error)
@@ -490,11 +492,15 @@ class EngineProcess:
                 server.broadcast_status()
 
 
-def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
+def _connect_loader(config: ProcessConfig, notify: Callable[[], None], group: RankGroup) -> LoaderClient:
     """Makes the client of the loader. Raises ConfigError if the machine does not have the configured device."""
-    if resolve_device(config.engine.device, config.engine.kernels).type == "cuda":
-        return LoaderClient(config.loader_socket, notify=notify, on_arena=PageLockedMemory)
-    return LoaderClient(config.loader_socket, notify=notify)
+    on_gpu = resolve_device(config.engine.device, config.engine.kernels).type == "cuda"
+
+    def prepare_arena(arena: ByteArray, descriptor: int) -> PageLockedMemory | None:
+        group.share_arena(arena, descriptor)
+        return PageLockedMemory(arena) if on_gpu else None
+
+    return LoaderClient(config.loader_socket, notify=notify, on_arena=prepare_arena)
 
 
 def _ignore() -> None:

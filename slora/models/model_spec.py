@@ -10,6 +10,7 @@ from typing import Any
 from slora.errors import ConfigError
 from slora.models.model_config import ModelConfig
 from slora_kernels.layout import ModelShape
+from slora_kernels.partition import Partition
 
 __all__ = ["ELEMENT_BYTES", "REFUSED_EXIT_CODE", "ModelSpec"]
 
@@ -80,6 +81,18 @@ class ModelSpec:
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide the layout of pages and adapters when the model runs in `dtype`."""
         return replace(self.sizes, element_bytes=ELEMENT_BYTES[dtype])
+
+    def partition(self, dtype: str, num_ranks: int) -> Partition:
+        """Divides the model among tensor-parallel ranks. Raises ConfigError if that is not possible."""
+        if num_ranks > 1 and self.decoder is None:
+            raise ConfigError(
+                f"tensor_parallel_size is {num_ranks}, but transformers' classes compute this model ({self.family}), "
+                "and models computed by them can't be divided; set tensor_parallel_size to 1"
+            )
+        try:
+            return Partition(self.shape(dtype), num_ranks)
+        except ValueError as error:
+            raise ConfigError(f"tensor_parallel_size is {num_ranks}: {error}") from error
 
     def resolve_dtype(self, requested: str) -> str:
         """Resolves `auto` to the checkpoint's own dtype. Raises ConfigError for a dtype that can't be served."""

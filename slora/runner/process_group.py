@@ -1,31 +1,37 @@
 """A tensor-parallel group of processes on this host. Rank 0 is the process that starts it.
 
 Commands go over one socket pair for each rank, because they are in host memory: a collective of NCCL would copy them to
-the GPU and back. A rank that ends closes its socket and its connections to the other ranks. The group can't continue
-without it.
+the GPU and back. The ranks map the loader's arena, so adapters do not pass through the sockets.
+
+A rank that ends closes its socket and its connections to the other ranks. The group can't continue without it.
 """
 
 import atexit
 import logging
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Thread
 
 import torch
 
 from slora.device.collectives import TorchCollectives
+from slora.device.device_facts import explain_few_gpus
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, DeviceFailed
 from slora.models.model_spec import ModelSpec
-from slora.runner.rank import Command
+from slora.runner.command_channel import CommandChannel
+from slora.runner.rank import Command, FinishLoads
 from slora.runner.rank_group import NO_GROUP, RankGroup
 from slora.runner.rank_process import RankSettings
-from slora.runner.served_model import find_device, find_partition
+from slora.runner.served_model import find_device
+from slora_adapters.peft.packing import ByteArray
 
 __all__ = ["start_group"]
 
@@ -56,13 +62,19 @@ def start_group(
     size = config.tensor_parallel_size
     if size == 1:
         return NO_GROUP
-    find_partition(spec, spec.resolve_dtype(config.dtype), size)
+    spec.partition(spec.resolve_dtype(config.dtype), size)
     device = find_device(config, 0)
-    if device.type == "cuda" and torch.cuda.device_count() < size:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but torch sees only {torch.cuda.device_count()} GPUs; give at most that"
-        )
+    if device.type == "cuda" and (reason := explain_few_gpus(size, torch.cuda.device_count())):
+        raise ConfigError(reason)
     return _ProcessGroup(config, spec, device, on_lost, ["--log-format", log_format] if log_format else [])
+
+
+@contextmanager
+def _noticing_loss(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise DeviceFailed(f"rank {rank} of the tensor-parallel group has ended") from error
 
 
 class _ProcessGroup:
@@ -79,7 +91,9 @@ class _ProcessGroup:
         self._arguments = arguments
         self._is_closed = False
         self._are_ready = False
-        self._sockets: list[Connection] = []
+        self._channels: list[CommandChannel] = []
+        # Arenas that the other ranks do not know yet, each with a memfd of our own.
+        self._new_arenas: SimpleQueue[tuple[ByteArray, int]] = SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         # On a CPU, the ranks share the cores.
         num_threads = max(1, torch.get_num_threads() // size)
@@ -99,11 +113,24 @@ class _ProcessGroup:
     def send(self, make: Callable[[int], Command]) -> None:
         if not self._are_ready:
             self._await_ranks()
-        for rank, connection in enumerate(self._sockets, start=1):
-            try:
-                connection.send(make(rank))
-            except OSError as error:
-                raise DeviceFailed(f"rank {rank} of the tensor-parallel group has ended") from error
+        while not self._new_arenas.empty():
+            arena, descriptor = self._new_arenas.get()
+            for rank, channel in enumerate(self._channels, start=1):
+                with _noticing_loss(rank):
+                    channel.pass_arena(arena, descriptor)
+            os.close(descriptor)
+        for rank, channel in enumerate(self._channels, start=1):
+            with _noticing_loss(rank):
+                channel.send(make(rank))
+
+    def share_arena(self, arena: ByteArray, descriptor: int) -> None:
+        self._new_arenas.put((arena, os.dup(descriptor)))
+
+    def finish_loads(self) -> None:
+        self.send(lambda rank: FinishLoads())
+        for rank, channel in enumerate(self._channels, start=1):
+            with _noticing_loss(rank):
+                channel.receive()
 
     def close(self) -> None:
         if not self._is_closed:
@@ -113,8 +140,10 @@ class _ProcessGroup:
     def _end_ranks(self) -> None:
         self._is_closed = True
         atexit.unregister(self.close)
-        for connection in self._sockets:
-            connection.close()
+        for channel in self._channels:
+            channel.close()
+        while not self._new_arenas.empty():
+            os.close(self._new_arenas.get()[1])
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -132,11 +161,11 @@ class _ProcessGroup:
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
             )
-        connection = Connection(ours.detach())
+        channel = CommandChannel(ours.detach())
         self._processes.append(process)
-        self._sockets.append(connection)
+        self._channels.append(channel)
         Thread(target=self._watch, args=(settings.rank, process), name="rank-watch", daemon=True).start()
-        connection.send(settings)
+        channel.send(settings)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
@@ -144,13 +173,9 @@ class _ProcessGroup:
             self._on_lost(f"rank {rank} of the tensor-parallel group ended with exit code {code}")
 
     def _await_ranks(self) -> None:
-        for rank, connection in enumerate(self._sockets, start=1):
-            try:
-                refusal = connection.recv()
-            except (OSError, EOFError) as error:
-                raise DeviceFailed(
-                    f"rank {rank} of the tensor-parallel group ended while it started"
-                ) from error
+        for rank, channel in enumerate(self._channels, start=1):
+            with _noticing_loss(rank):
+                refusal = channel.receive()
             if refusal is not None:
                 raise ConfigError(f"rank {rank}: {refusal}")
         self._are_ready = True

@@ -1,8 +1,8 @@
 """One of the ranks of a tensor-parallel group that are not the leader: it obeys the commands of rank 0.
 
 Rank 0 schedules and samples. The other ranks hold the same pages with their own parts of the KV and of the adapters,
-and compute their parts of the model. They make the same calls to the collectives in the same order as rank 0, and
-return nothing. A failed command ends the rank, and with it the group.
+and compute their parts of the model. They make the same calls to the collectives in the same order as rank 0. A failed
+command ends the rank, and with it the group.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,17 @@ from slora.runner.served_model import ServedModel
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.batch import LoraTiles
 
-__all__ = ["Allocate", "Command", "Compute", "ComputeLogits", "Rank", "ScoreRows", "Transfer", "Zero"]
+__all__ = [
+    "Allocate",
+    "Command",
+    "Compute",
+    "ComputeLogits",
+    "FinishLoads",
+    "Rank",
+    "ScoreRows",
+    "Transfer",
+    "Zero",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,12 @@ class Zero:
     host_pages: list[int]
 
 
-Command = Allocate | Transfer | Compute | ScoreRows | ComputeLogits | Zero
+@dataclass(frozen=True, slots=True)
+class FinishLoads:
+    """Waits until the host's copies of the loaded adapters are no longer read. The rank then answers."""
+
+
+Command = Allocate | Transfer | Compute | ScoreRows | ComputeLogits | Zero | FinishLoads
 
 
 class Rank:
@@ -113,6 +128,8 @@ class Rank:
                 self._compute_logits(self._memory, 0, num_sampled, batch.head_lora)
             case Zero(pages, host_pages):
                 self._memory.zero(pages, host_pages)
+            case FinishLoads():
+                self._memory.wait()
 
     def _transfer(self, command: Transfer, memory: DeviceMemory) -> None:
         memory.swap_out(command.swaps_out)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from slora.device.collectives import ALONE, Collectives
 from slora.runner.rank import Command
+from slora_adapters.peft.packing import ByteArray
 
 __all__ = ["NO_GROUP", "RankGroup"]
 
@@ -21,6 +22,15 @@ class RankGroup(Protocol):
         Raises DeviceFailed if a rank has ended.
         """
 
+    def share_arena(self, arena: ByteArray, descriptor: int) -> None:
+        """Lets the other ranks map the loader's arena before the next command. May be called from any thread.
+
+        descriptor: the memfd of the arena. The caller may close it afterwards.
+        """
+
+    def finish_loads(self) -> None:
+        """Waits until no other rank reads the host's copies of adapters. Raises DeviceFailed if a rank has ended."""
+
     def close(self) -> None:
         """Ends the other ranks."""
 
@@ -29,6 +39,10 @@ class _NoGroup:
     collectives = ALONE
 
     def send(self, make: Callable[[int], Command]) -> None: ...
+
+    def share_arena(self, arena: ByteArray, descriptor: int) -> None: ...
+
+    def finish_loads(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -1,8 +1,10 @@
 """The process of one rank that is not the leader. `process_group.py` starts it.
 
-It gets its settings and its commands over a socket, pickled by the leader, its parent process. It sends one message:
-None when it is ready, or the reason why it refuses the settings. It ends when its standard input or the socket closes,
-so it never outlives the leader, even while it waits for other ranks.
+It gets its settings and its commands over a socket from the leader, its parent process. Its first message is None when
+it is ready, or the reason why it refuses the settings. It answers None to each `FinishLoads`.
+
+It ends when its standard input or the socket closes, so it never outlives the leader, even while it waits for other
+ranks.
 """
 
 import argparse
@@ -10,19 +12,21 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from slora.device.collectives import TorchCollectives
+from slora.device.page_locked_memory import PageLockedMemory
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.models.model_spec import ModelSpec
-from slora.runner.rank import Rank
+from slora.runner.command_channel import CommandChannel
+from slora.runner.rank import FinishLoads, Rank
 from slora.runner.served_model import find_device
 from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
 from slora_adapters.parent_watch import end_with_stdin
+from slora_adapters.peft.packing import ByteArray
 
 __all__ = ["RankSettings"]
 
@@ -41,8 +45,10 @@ class RankSettings:
     num_threads: int
 
 
-def _serve(leader: Connection) -> None:
-    settings: RankSettings = leader.recv()
+def _serve(descriptor: int) -> None:
+    """Obeys the leader, whose socket is `descriptor`. Raises EOFError when the leader closes it."""
+    leader = CommandChannel(descriptor, on_arena=_page_lock_for_gpu)
+    settings: RankSettings = leader.receive()
     config, spec, number = settings.config, settings.spec, settings.rank
     torch.set_num_threads(settings.num_threads)
     device = find_device(config, number)
@@ -52,11 +58,18 @@ def _serve(leader: Connection) -> None:
     except ConfigError as error:
         # The leader reports the error. If this process ended now, the leader would report a lost rank instead.
         leader.send(str(error))
-        leader.recv()
+        leader.receive()
         return
     leader.send(None)
     while True:
-        rank.obey(leader.recv())
+        command = leader.receive()
+        rank.obey(command)
+        if isinstance(command, FinishLoads):
+            leader.send(None)
+
+
+def _page_lock_for_gpu(arena: ByteArray) -> PageLockedMemory | None:
+    return PageLockedMemory(arena) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def main() -> int:
@@ -70,7 +83,7 @@ def main() -> int:
         set_up_logging(arguments.log_format, "engine rank")
     end_with_stdin()
     try:
-        _serve(Connection(arguments.socket))
+        _serve(arguments.socket)
     except EOFError:
         return 0
     except Exception:

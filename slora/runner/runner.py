@@ -90,7 +90,9 @@ class Runner:
         )
         self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
-        self.num_swap_pages = count_swap_pages(config, num_pages, self.full_page_bytes, free_ram_bytes())
+        # Each rank has as many host pages.
+        free_bytes = free_ram_bytes() // group.collectives.size
+        self.num_swap_pages = count_swap_pages(config, num_pages, self.full_page_bytes, free_bytes)
         self.memory = self._memory(num_pages, self.num_swap_pages)
         self.max_model_len = find_max_model_len(
             config, num_pages, self.full_page_bytes, model.max_positions, model.window
@@ -137,6 +139,9 @@ class Runner:
         finally:
             if plan.loads:
                 self.memory.wait()
+                # After a failed computation the other ranks may wait for this one, so they would not answer.
+                if not self._is_computing:
+                    self._group.finish_loads()
 
     def zero(self, pages: list[int], host_pages: list[int]) -> None:
         """Overwrites free pages of the pool and of the host with zeros, on all ranks."""

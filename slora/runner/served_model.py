@@ -20,9 +20,8 @@ from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
-from slora_kernels.partition import Partition
 
-__all__ = ["ServedModel", "find_device", "find_partition", "load_kernels", "resolve_device"]
+__all__ = ["ServedModel", "find_device", "load_kernels", "resolve_device"]
 
 
 class ServedModel:
@@ -43,7 +42,7 @@ class ServedModel:
             check_float8_kv(self.device)
         _check_positions(config, spec)
         self.long_rows = wanted_len = config.max_model_len or spec.max_positions
-        self.shape = find_partition(spec, self.dtype_name, collectives.size).rank_shape
+        self.shape = spec.partition(self.dtype_name, collectives.size).rank_shape
         if collectives.size > 1:
             load = partial(load_model, collectives=collectives)
         self.model: Model = load(config, spec, dtype, self.device, wanted_len)
@@ -65,19 +64,6 @@ class ServedModel:
             self.device,
             num_host_pages,
         )
-
-
-def find_partition(spec: ModelSpec, dtype_name: str, num_ranks: int) -> Partition:
-    """Raises ConfigError if the model can't be divided among so many ranks."""
-    if num_ranks > 1 and spec.decoder is None:
-        raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but transformers' classes compute this model ({spec.family}), and "
-            "models computed by them can't be divided; set tensor_parallel_size to 1"
-        )
-    try:
-        return Partition(spec.shape(dtype_name), num_ranks)
-    except ValueError as error:
-        raise ConfigError(f"tensor_parallel_size is {num_ranks}: {error}") from error
 
 
 def find_device(config: EngineConfig, rank: int) -> torch.device:

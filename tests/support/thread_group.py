@@ -3,7 +3,7 @@
 import queue
 from collections import Counter
 from collections.abc import Callable
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from slora.engine_config import EngineConfig
 from slora.errors import DeviceFailed
 from slora.models.model_spec import ModelSpec
 from slora.runner.rank import Command, Rank
+from slora_adapters.peft.packing import ByteArray
 
 # A rank that waits so long for the others has lost one of them.
 _MAX_WAIT_S = 120.0
@@ -48,7 +49,9 @@ class ThreadGroup:
         self._parts: list[Tensor | None] = [None] * size
         self._barrier = Barrier(size)
         self.collectives = ThreadCollectives(0, self._parts, self._barrier)
-        self._inboxes: list[queue.SimpleQueue[Command | None]] = [queue.SimpleQueue() for _ in range(1, size)]
+        self._inboxes: list[queue.SimpleQueue[Command | Event | None]] = [
+            queue.SimpleQueue() for _ in range(1, size)
+        ]
         self.errors: list[Exception] = []
         self._threads = [
             Thread(target=self._run, args=(config, spec, rank), name=f"rank-{rank}", daemon=True)
@@ -62,6 +65,16 @@ class ThreadGroup:
             raise DeviceFailed(f"a rank failed: {self.errors[0]}")
         for rank, inbox in enumerate(self._inboxes, start=1):
             inbox.put(make(rank))
+
+    def share_arena(self, arena: ByteArray, descriptor: int) -> None:
+        """Does nothing, because the ranks are in the same process."""
+
+    def finish_loads(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(finished := Event())
+            while not finished.wait(0.01):
+                if self.errors:
+                    raise DeviceFailed(f"a rank failed: {self.errors[0]}")
 
     def abort(self) -> None:
         """Ends the collectives of ranks that wait in vain for the leader."""
@@ -77,7 +90,10 @@ class ThreadGroup:
         try:
             rank = Rank(config, spec, ThreadCollectives(number, self._parts, self._barrier))
             while (command := self._inboxes[number - 1].get()) is not None:
-                rank.obey(command)
+                if isinstance(command, Event):
+                    command.set()
+                else:
+                    rank.obey(command)
         except Exception as error:
             self.errors.append(error)
             self._barrier.abort()

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -42,6 +42,8 @@ RECONNECT_S = 0.05
 HANDSHAKE_S = 5.0
 # A request fails after this time if no loader is connected.
 GIVE_UP_S = 30.0
+# See `LoaderClient`.
+OnArena = Callable[[ByteArray, int], object]
 # A request fails if this many loaders died while it was in flight, because it may have caused the crashes.
 MAX_DEATHS = 3
 
@@ -68,15 +70,16 @@ class _Connection:
 
     socket: socket.socket
     arena: ByteArray
-    kept: object = None
+    kept: object
 
 
 class LoaderClient:
     """Implements `source.AdapterSource` by requests to a loader process.
 
     notify: called from this client's thread when `poll` would return a result.
-    on_arena: called from the same thread with each arena, before any copy in the arena is delivered. Its return value
-      is kept until the connection has ended and no copy in the arena is held.
+    on_arena: called from the same thread with each arena and its memfd, before any copy in the arena is delivered. The
+      memfd is closed afterwards. The return value is kept until the connection has ended and no copy in the arena is
+      held.
     give_up_s: how long a request waits while no loader is connected.
     """
 
@@ -85,7 +88,7 @@ class LoaderClient:
         path: Path | str,
         *,
         notify: Callable[[], None] = lambda: None,
-        on_arena: Callable[[ByteArray], object] = lambda arena: None,
+        on_arena: OnArena = lambda arena, descriptor: None,
         give_up_s: float = GIVE_UP_S,
     ) -> None:
         self._path = str(path)
@@ -201,9 +204,8 @@ class LoaderClient:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                     sock.settimeout(HANDSHAKE_S)
                     sock.connect(self._path)
-                    connection = _handshake(sock)
-                    sock.settimeout(None)
-                    self._serve(replace(connection, kept=self._on_arena(connection.arena)))
+                    # No local variable holds the connection, because it would keep the arena of an ended loader.
+                    self._serve(_handshake(sock, self._on_arena))
             except (OSError, BrokenFrame) as error:  # a timeout is also an OSError
                 logger.debug("cannot connect to the loader at %s: %s", self._path, error)
             except LoaderMismatch as error:
@@ -272,7 +274,7 @@ class LoaderClient:
             self._notify()
 
 
-def _handshake(sock: socket.socket) -> _Connection:
+def _handshake(sock: socket.socket, on_arena: OnArena) -> _Connection:
     """Receives the arena and the `hello` of a loader. Raises OSError or BrokenFrame if the loader disconnects, and
     LoaderMismatch if it is from another release.
     """
@@ -283,7 +285,9 @@ def _handshake(sock: socket.socket) -> _Connection:
         message = receive(sock)
         if message is None:
             raise BrokenFrame("the loader closed the connection before its first message")
-        return _Connection(sock, map_arena(descriptors[0], decode_hello(message).arena_bytes))
+        sock.settimeout(None)
+        arena = map_arena(descriptors[0], decode_hello(message).arena_bytes)
+        return _Connection(sock, arena, on_arena(arena, descriptors[0]))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

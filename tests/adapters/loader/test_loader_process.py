@@ -284,7 +284,7 @@ def test_the_object_made_from_an_arena_lives_as_long_as_a_copy_in_it(bench: Load
 
     made: list[RecordedArena] = []
 
-    def on_arena(arena: ByteArray) -> RecordedArena:
+    def on_arena(arena: ByteArray, _: int) -> RecordedArena:
         made.append(RecordedArena(arena))
         return made[-1]
 
@@ -392,7 +392,7 @@ def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
 def test_a_client_closed_while_it_connects_disconnects(bench: LoaderHarness) -> None:
     connecting, closing = Event(), Event()
 
-    def wait_for_the_end(arena: object) -> None:
+    def wait_for_the_end(arena: object, descriptor: int) -> None:
         connecting.set()
         assert closing.wait(WAIT_S)
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ import pytest
 from torch import Tensor
 
 from slora import LLM, SamplingParams
+from slora.device.device_memory import DeviceMemory
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, DeviceFailed
 from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, single_adapter
-from slora.runner.served_model import find_partition
+from slora.runner.rank import Rank, Transfer
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.scheduler.sequence import Sequence
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
+from tests.slora.weights.test_quantization import STORED, write_stored
 from tests.support.driving import COSTS, Answer, drive, read_once
 from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
 from tests.support.model_kit import ModelKit, make_kit
@@ -125,6 +128,29 @@ def test_adapters_add_no_collectives(kits: Kits) -> None:
     assert counts == [{"sum": 1 + 2 * num_layers, "gather": 1}] * 2
 
 
+def test_a_host_copy_is_released_after_all_ranks_have_read_it(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kits("llama")
+    read: list[AdapterVersion] = []
+    released: dict[AdapterVersion, bool] = {}
+    transfer = Rank._transfer
+
+    def transfer_late(self: Rank, command: Transfer, memory: DeviceMemory) -> None:
+        time.sleep(0.01)
+        transfer(self, command, memory)
+        read.extend(part.version for part in command.loads)
+
+    monkeypatch.setattr(Rank, "_transfer", transfer_late)
+    monkeypatch.setattr(
+        DirectorySource, "release", lambda _, version: released.update({version: version in read})
+    )
+    prompts, kinds = mix(kit)
+    with divided_engine(kit, 2) as (engine, _, versions):
+        drive(engine, [make_requests(versions, prompts, kinds, max_tokens=1)])
+    assert released == dict.fromkeys(versions.values(), True)
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_all_ranks_swap_and_load_the_same_pages(kits: Kits, preemption: str) -> None:
     kit = kits("llama")
@@ -162,17 +188,37 @@ def test_forks_prompt_scores_and_a_vocabulary_that_does_not_divide_equal_those_o
                 assert abs(score.logprob - same.logprob) < 1e-4
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: str) -> None:
-    kit = kits("qwen2")
+def check_against_one_rank(kit: ModelKit, size: int, **settings: str) -> None:
+    """Asserts that all adapters' answers on `size` ranks have the tokens and log-probabilities of one rank."""
     prompts, kinds = mix(kit)
     answers = []
-    for size in (1, 2):
-        with divided_engine(kit, size, quantization=quantization) as (engine, _, versions):
+    for num_ranks in (1, size):
+        with divided_engine(kit, num_ranks, **settings) as (engine, _, versions):
             answers.append(drive(engine, [make_requests(versions, prompts, kinds)]))
     for key, one in answers[0].items():
         assert one.token_ids == answers[1][key].token_ids
         assert one.logprobs == pytest.approx(answers[1][key].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: str) -> None:
+    check_against_one_rank(kits("qwen2"), 2, quantization=quantization)
+
+
+# In the quick run, one checkpoint for each way to store scales, and the packed one.
+QUICK_CHECKPOINTS = ("compressed_int8_packed", "autofp8", "fbgemm_fp8", "deepseek_fp8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK_CHECKPOINTS else pytest.mark.soak) for name in STORED],
+)
+def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
+    kits: Kits, tmp_path: Path, name: str
+) -> None:
+    kit = kits("llama")
+    stored, _ = write_stored(kit, tmp_path, name)
+    check_against_one_rank(replace(kit, directory=stored), 4)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +229,7 @@ def test_a_size_that_does_not_divide_the_model_is_refused(kits: Kits, size: int,
     kit = kits("llama")
     spec = read_model_spec(kit.directory)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
-        find_partition(spec, "float32", size)
+        spec.partition("float32", size)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError
+from slora.models.model_spec_reader import read_model_spec
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -158,15 +159,16 @@ def pack(path: str, numbers: Tensor) -> dict[str, Tensor]:
     return {f"{path}_packed": words.to(torch.int32), f"{path}_shape": torch.tensor([rows, columns])}
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
-    kit: ModelKit, tmp_path: Path, name: str
-) -> None:
-    """The last layer's MLP stays unquantized. Checkpoints do this for layers that suffer most from rounding."""
+def write_stored(kit: ModelKit, root: Path, name: str) -> tuple[Path, Path]:
+    """Writes the kit's model as the checkpoint `name` of STORED, and with its dequantized weights. Returns both paths.
+
+    The last layer's MLP stays unquantized. Checkpoints do this for layers that suffer most from rounding.
+    """
     form, sharing, scale_name, config = STORED[name]
+    last = read_model_spec(kit.directory).sizes.num_layers - 1
 
     def is_kept(path: str) -> bool:
-        return "layers.1.mlp" in path
+        return f"layers.{last}.mlp" in path
 
     def quantize(path: str, weight: Tensor) -> dict[str, Tensor]:
         if is_kept(path):
@@ -181,10 +183,19 @@ def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
     def dequantize(path: str, weight: Tensor) -> dict[str, Tensor]:
         return {path: weight if is_kept(path) else store(weight, form, sharing)[2]}
 
-    rewrite(kit.directory, tmp_path / "exact", dequantize)
-    rewrite(kit.directory, tmp_path / "stored", quantize)
-    set_config(tmp_path / "stored", config)
-    verdict = judge(kit, tmp_path / "exact", answer(kit, tmp_path / "stored", kernels=KERNELS))
+    stored, exact = root / "stored", root / "exact"
+    rewrite(kit.directory, exact, dequantize)
+    rewrite(kit.directory, stored, quantize)
+    set_config(stored, config)
+    return stored, exact
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
+    kit: ModelKit, tmp_path: Path, name: str
+) -> None:
+    stored, exact = write_stored(kit, tmp_path, name)
+    verdict = judge(kit, exact, answer(kit, stored, kernels=KERNELS))
     assert verdict.equal, verdict
 
 
