@@ -1,7 +1,7 @@
 """The devices that `slora plan` knows, with figures from data sheets, and the slices that a GPU can be divided into.
 
 Memory is the size that the driver reports for the whole GPU. FLOP/s count dense 16-bit matrix products. Bandwidth to
-the host is the bandwidth of the PCIe link in one direction.
+the host is the bandwidth of the PCIe link in one direction. Bandwidth between GPUs is that of NVLink.
 
 MIG divides a GPU into slices, each with its own compute, memory and bandwidth (NVIDIA's MIG user guide). For example,
 profile `2g.20gb` has 2 sevenths of the compute, and 2 eighths of the memory and its bandwidth. MPS lets processes
@@ -48,6 +48,7 @@ class Device:
     """A GPU, or one of `count` equal slices of it.
 
     bandwidth: of the device's memory, in bytes per second. host_bandwidth: of the link to the host.
+    link_bandwidth: of the link to other GPUs in one direction; None if they are connected through the host.
     flops: floating-point operations per second.
     has_fp8: whether it computes with 8-bit floats (compute capability 8.9 or later).
     """
@@ -60,6 +61,12 @@ class Device:
     has_fp8: bool = True
     profiles: Mapping[str, MigProfile] = field(default_factory=dict)
     count: int = 1
+    link_bandwidth: float | None = None
+
+    @property
+    def sum_bandwidth(self) -> float:
+        """The bandwidth for sums over several GPUs."""
+        return self.link_bandwidth or self.host_bandwidth
 
 
 def _device(
@@ -80,12 +87,12 @@ DEVICES: Mapping[str, Device] = {
         _device("L4", 23_034, 300, 121, 32),
         _device("A10G", 23_028, 600, 70, 16, has_fp8=False),
         _device("RTX-4090", 24_564, 1008, 165, 32),
-        _device("A100-40", 40_960, 1555, 312, 32, has_fp8=False, profiles=_GB_40),
+        _device("A100-40", 40_960, 1555, 312, 32, has_fp8=False, profiles=_GB_40, link_bandwidth=300e9),
         _device("L40S", 46_068, 864, 362, 32),
-        _device("A100-80", 81_920, 2039, 312, 32, has_fp8=False, profiles=_GB_80),
-        _device("H100", 81_559, 3350, 989, 64, profiles=_GB_80),
-        _device("H200", 143_771, 4800, 989, 64, profiles=_GB_141),
-        _device("B200", 183_359, 8000, 2250, 64, profiles=_GB_180),
+        _device("A100-80", 81_920, 2039, 312, 32, has_fp8=False, profiles=_GB_80, link_bandwidth=300e9),
+        _device("H100", 81_559, 3350, 989, 64, profiles=_GB_80, link_bandwidth=450e9),
+        _device("H200", 143_771, 4800, 989, 64, profiles=_GB_141, link_bandwidth=450e9),
+        _device("B200", 183_359, 8000, 2250, 64, profiles=_GB_180, link_bandwidth=900e9),
     )
 }
 

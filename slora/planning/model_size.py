@@ -18,7 +18,7 @@ _SAMPLING_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Bytes and operations of a model.
+    """Bytes and operations of a model, or of the part that one tensor-parallel rank computes.
 
     weight_bytes: size of all weights and tables on the device. step_bytes: the part of them that each step reads.
     token_flop: operations in the layers for one token, without attention. head_flop: operations for one row of logits.
@@ -34,10 +34,12 @@ class ModelSize:
 def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
     """Computes a model's size from config.json, or from its checkpoint if transformers' classes compute the model.
 
-    Raises ConfigError if the checkpoint is needed but missing.
+    With tensor parallelism, the result is the size of one rank's part. Raises ConfigError if the model can't be
+    divided, or if the checkpoint is needed but missing.
     """
-    element = ELEMENT_BYTES[spec.resolve_dtype(config.dtype)]
-    shape, model = spec.shape(spec.resolve_dtype(config.dtype)), spec.decoder
+    dtype = spec.resolve_dtype(config.dtype)
+    element = ELEMENT_BYTES[dtype]
+    shape, model = spec.partition(dtype, config.tensor_parallel_size).rank_shape, spec.decoder
     head = shape.vocab_size * shape.hidden_size
     if model is None:
         stored = _measure_checkpoint(config.model) // ELEMENT_BYTES.get(spec.dtype, element)
@@ -56,7 +58,7 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
     return ModelSize(
         weight_bytes=linears
         + matrices
-        + _measure_vectors(model, shape, element)
+        + _measure_vectors(model, shape, config.tensor_parallel_size, element)
         + _measure_rotary(model, config),
         step_bytes=linears + head * element,
         token_flop=2.0 * numbers,
@@ -74,15 +76,15 @@ def measure_activations(shape: ModelShape, num_tokens: int, num_rows: int) -> in
     return num_tokens * by_token + num_rows * shape.vocab_size * _SAMPLING_BYTES
 
 
-def _measure_vectors(model: ModelConfig, shape: ModelShape, element: int) -> int:
-    """Bytes of norms and biases."""
+def _measure_vectors(model: ModelConfig, shape: ModelShape, num_ranks: int, element: int) -> int:
+    """Bytes of the norms and biases of a rank. shape: the sizes of its part."""
     hidden = model.num_layers * (4 if model.post_norms else 2) * model.hidden_size + model.hidden_size
     heads = model.num_layers * 2 * model.head_dim if model.qk_norm else 0
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     biases = model.num_layers * (
         model.qkv_bias * (query + 2 * key)
         + model.output_bias * shape.hidden_size
-        + model.mlp_bias * (2 * model.intermediate_size + shape.hidden_size)
+        + model.mlp_bias * (2 * model.intermediate_size // num_ranks + shape.hidden_size)
     )
     return (hidden + heads) * (_FLOAT_BYTES if model.norm_offset else element) + biases * element
 

@@ -84,7 +84,7 @@ class AdapterSize:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one engine.
+    """The memory of one engine. With tensor parallelism, the memory of one of its ranks.
 
     reserved_bytes: memory of the driver and libraries. activation_bytes: activations of the largest step.
     pool_bytes: 0 if no memory is left for the pool.
@@ -92,7 +92,7 @@ class Memory:
     adapter_pages: pages of all adapters of this engine together.
     adapters_at_once: number of adapters that fit into the pool while no request runs.
     requests_at_once: number of requests of mean length that can run at once with their adapters.
-    host_cache_bytes: size of a host cache that holds all adapters.
+    host_cache_bytes: size of a host cache that holds all adapters for all ranks.
     swap_bytes: host memory for preempted sequences.
     """
 
@@ -199,7 +199,8 @@ class _Planner:
         self._question = question
         self._engines = question.device.count
         spec, config = question.spec, question.config
-        self._shape = spec.shape(spec.resolve_dtype(config.dtype))
+        self._num_ranks = config.tensor_parallel_size
+        self._shape = spec.partition(spec.resolve_dtype(config.dtype), self._num_ranks).rank_shape
         self._modules = find_modules(self._shape, question.adapters.targets)
         self._size = measure_model(spec, config)
         self._page_bytes = find_full_page_bytes(self._shape, config)
@@ -298,8 +299,10 @@ class _Planner:
 
     @property
     def _activations(self) -> int:
-        config = self._question.config
-        return measure_activations(self._shape, config.token_budget("cuda"), config.max_num_seqs)
+        config, spec = self._question.config, self._question.spec
+        # One rank samples, from the logits of the whole vocabulary.
+        shape = replace(self._shape, vocab_size=spec.vocab_size)
+        return measure_activations(shape, config.token_budget("cuda"), config.max_num_seqs)
 
     def _measure_memory(self) -> Memory:
         question, machine = self._question, self._machine()
@@ -318,7 +321,7 @@ class _Planner:
             for rank, num_bytes, num_pages in zip(adapters.ranks, layouts, pages, strict=False)
         }
         swap_pages = count_swap_pages(self.config, self._num_pages, self._page_bytes, 1 << 62)
-        host_bytes = int(_HOST_CACHE_MARGIN * sum(map(mul, counts, layouts)))
+        host_bytes = int(_HOST_CACHE_MARGIN * self._num_ranks * sum(map(mul, counts, layouts)))
         return Memory(
             device_bytes=question.device.memory_bytes,
             reserved_bytes=_RESERVED_BYTES,
@@ -350,6 +353,7 @@ class _Planner:
             question.config.block_tokens,
             adapted=self._modules,
             prompt_tokens=question.load.prompt_tokens,
+            num_ranks=self._num_ranks,
         )
 
     def _machine(self) -> Machine:

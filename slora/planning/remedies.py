@@ -11,6 +11,8 @@ __all__ = ["find_remedies"]
 
 # Above this share of held pages, the pool has no room for more sequences.
 _FULL = 0.9
+# The numbers of GPUs that hosts have.
+_MANY_RANKS = (2, 4, 8)
 # Above this share of the held bytes, adapters leave too little room for sequences.
 _LARGE_ADAPTER_SHARE = 0.3
 
@@ -30,10 +32,8 @@ def find_remedies(question: Question, plan: Plan, progress: Progress, *, max_tok
         needed = math.ceil(plan.rate * plan.engines / (SAFE_UTILIZATION * plan.capacity.requests_per_s))
         if needed > plan.engines:
             remedies.append(f"run {needed} engines like this one and divide the adapters among them")
-    elif not plan.memory.num_pages:
-        remedies.append(
-            "a smaller model: slora computes a model on one device and cannot split it (tensor parallelism)"
-        )
+    elif not plan.memory.num_pages and not remedies:
+        remedies.append("a smaller model")
     return [remedy for remedy in remedies if remedy]
 
 
@@ -49,7 +49,8 @@ def _find_options(question: Question, plan: Plan) -> list[tuple[str, Question]]:
         form = "fp8" if device.has_fp8 else "int8"
         options.append((f"--quantization {form}", _with_config(question, quantization=form)))
     larger = _find_larger_device(question, plan)
-    return options if larger is None else [*options, larger]
+    divided = _find_division(question) if not plan.memory.num_pages else None
+    return [*options, *(one for one in (larger, divided) if one is not None)]
 
 
 def _find_larger_device(question: Question, plan: Plan) -> tuple[str, Question] | None:
@@ -70,7 +71,19 @@ def _find_larger_device(question: Question, plan: Plan) -> tuple[str, Question] 
     return None
 
 
-def _with_config(question: Question, **changes: str) -> Question:
+def _find_division(question: Question) -> tuple[str, Question] | None:
+    """Returns the smallest number of devices like this one that hold the model together."""
+    for num_ranks in _MANY_RANKS:
+        divided = _with_config(question, tensor_parallel_size=num_ranks)
+        try:
+            if num_ranks > question.config.tensor_parallel_size and plan_memory(divided).fits:
+                return f"--tensor-parallel-size {num_ranks}", divided
+        except ConfigError:  # For example, the model has heads that can't be divided among so many ranks.
+            continue
+    return None
+
+
+def _with_config(question: Question, **changes: str | int) -> Question:
     return replace(question, config=replace(question.config, pool_bytes=None, **changes))  # type: ignore[arg-type]
 
 

@@ -44,6 +44,8 @@ _LORA_SITE_S = 13e-6
 _LAUNCH_LAYER_S, _LAUNCH_SITE_S = 0.45e-3, 0.17e-3
 # Steps with prompts are recorded if they have at most this many tokens (`slora/runner/step_graphs.py`).
 RECORDED_TOKENS = 1536
+# Time to start one sum over tensor-parallel ranks. An estimate: no group of GPUs was measured.
+_SUM_S = 15e-6
 # float32 matrix products do not use the fast matrix units.
 _FLOAT32_SHARE = 1 / 8
 
@@ -60,6 +62,8 @@ class Roofline:
     adapter_byte_s: reading one byte of a distinct adapter.
     launch_s: launching an unrecorded step. lora_launch_s: launching its LoRA kernels.
     recorded_tokens: maximum number of tokens in a recorded step with prompts.
+    sums_s: starting the sums over tensor-parallel ranks in one step. Their bytes are part of `token_s`.
+    is_recorded: whether decode steps are recorded.
     """
 
     weights_s: float
@@ -73,6 +77,8 @@ class Roofline:
     launch_s: float
     lora_launch_s: float
     recorded_tokens: int = RECORDED_TOKENS
+    sums_s: float = 0.0
+    is_recorded: bool = True
 
     @staticmethod
     def of(
@@ -85,10 +91,12 @@ class Roofline:
         *,
         adapted: tuple[str, ...],
         prompt_tokens: float,
+        num_ranks: int = 1,
     ) -> "Roofline":
         """Computes the times of a device and a model.
 
         adapted: paths of the modules that adapters change. prompt_tokens: mean length of prompts, for attention.
+        num_ranks: number of tensor-parallel ranks. `size` and `shape` are those of one rank's part.
         """
         flops = device.flops * MATRIX_PRODUCTS * (_FLOAT32_SHARE if shape.element_bytes > 2 else 1.0)
         # A token of a prompt attends to half of the prompt on average: two products with each of its K and V.
@@ -99,9 +107,12 @@ class Roofline:
             any(shape.linears[m].path in adapted for m in group) for group in shape.groups
         )
         copied = device.host_bandwidth * HOST_COPIES
+        num_sums = 2 * shape.num_layers + 1 if num_ranks > 1 else 0
+        # In a ring, each rank sends nearly twice the bytes that are summed.
+        sent_bytes = num_sums * shape.hidden_size * shape.element_bytes * 2 * (num_ranks - 1) / num_ranks
         return Roofline(
             weights_s=size.step_bytes / (device.bandwidth * reads),
-            token_s=(size.token_flop + attention) / flops,
+            token_s=(size.token_flop + attention) / flops + sent_bytes / device.sum_bandwidth,
             logits_s=size.head_flop / flops,
             context_token_s=full_page_bytes / block_tokens / (device.bandwidth * kv_reads),
             lora_s=sites * _LORA_SITE_S,
@@ -110,13 +121,17 @@ class Roofline:
             load_byte_s=1 / copied,
             launch_s=shape.num_layers * _LAUNCH_LAYER_S,
             lora_launch_s=sites * _LAUNCH_SITE_S,
+            sums_s=num_sums * _SUM_S,
+            # A tensor-parallel group does not record its steps (`slora/runner/runner.py`).
+            recorded_tokens=RECORDED_TOKENS if num_ranks == 1 else 0,
+            is_recorded=num_ranks == 1,
         )
 
     @property
     def costs(self) -> CostModel:
         """The cost model for the scheduler. It has no term for reading the adapters of a step."""
         return CostModel(
-            step_s=_STEP_S + self.weights_s,
+            step_s=_STEP_S + max(self.weights_s + self.sums_s, 0.0 if self.is_recorded else self.launch_s),
             token_s=self.token_s,
             decode_s=_ROW_S,
             context_token_s=self.context_token_s,
@@ -133,7 +148,8 @@ class Roofline:
         products_s = num_tokens * self.token_s + work.decode_rows * self.logits_s
         lora_s = self.lora_s + adapter_bytes * self.adapter_byte_s if adapter_bytes else 0.0
         device_s = max(self.weights_s, products_s) + work.context_tokens * self.context_token_s + lora_s
-        if work.prefill_tokens and num_tokens > self.recorded_tokens:
+        device_s += self.sums_s
+        if not self.is_recorded or (work.prefill_tokens and num_tokens > self.recorded_tokens):
             device_s = max(device_s, self.launch_s + (self.lora_launch_s if adapter_bytes else 0.0))
         step_s = _STEP_S + work.decode_rows * _ROW_S + device_s
         return max(step_s, copies_s) + work.swapped_pages * self.page_copy_s

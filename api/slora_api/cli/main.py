@@ -598,9 +598,9 @@ def _add_top(commands: _Commands) -> None:
 
 # Settings of the engine that affect a plan.
 _PLANNED_SETTINGS = (
-    "dtype", "model_impl", "quantization", "kv_cache_dtype", "pool_bytes", "block_tokens", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "scheduling", "prefix_cache", "eviction", "preemption", "swap_bytes",
-    "load_bytes_per_step",
+    "dtype", "tensor_parallel_size", "model_impl", "quantization", "kv_cache_dtype", "pool_bytes", "block_tokens",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling", "prefix_cache", "eviction", "preemption",
+    "swap_bytes", "load_bytes_per_step",
 )  # fmt: skip
 
 

@@ -63,6 +63,11 @@ def _read_question(arguments: argparse.Namespace) -> Question:
     config = _read_config(arguments)
     spec = read_model_spec(config.model, config.model_impl)
     device = _read_device(arguments)
+    if config.tensor_parallel_size > 1 and (arguments.slice is not None or arguments.compare):
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but --slice and --compare plan parts of one GPU, "
+            "and a tensor-parallel group needs whole GPUs; leave them out, or set tensor_parallel_size to 1"
+        )
     if arguments.slice is not None:
         # Plan one slice. With --compare, the plan covers all slices of a device.
         device = replace(cut_device(device, arguments.slice), count=1)
@@ -243,10 +248,13 @@ def _describe(question: Question, found: Plan, remedies: list[str]) -> str:
 def _describe_memory(spec: ModelSpec, device: Device, found: Plan) -> str:
     memory = found.memory
     taken = memory.reserved_bytes + memory.weight_bytes + memory.activation_bytes + memory.pool_bytes
+    num_ranks = found.config.tensor_parallel_size
+    ranks = {"ranks": f"{num_ranks} of these devices compute together; the sizes are those of one of them"}
     return _align(
         {
             "device": f"{device.name}: {format_bytes(device.memory_bytes)}, {device.bandwidth / 1e9:,.0f} GB/s, "
             f"{device.flops / 1e12:,.0f} TFLOP/s",
+            **(ranks if num_ranks > 1 else {}),
             "weights": f"{format_bytes(memory.weight_bytes)} ({spec.family}, {spec.resolve_dtype(found.config.dtype)}, "
             f"quantization {found.config.quantization})",
             "activations": f"{format_bytes(memory.activation_bytes)}, estimated",
@@ -278,7 +286,7 @@ def _describe_room(question: Question, memory: Memory) -> str:
             "requests at once": f"{memory.requests_at_once:,} of {length:,} tokens (--max-num-seqs allows "
             f"{question.config.max_num_seqs})",
             "host memory": f"{format_bytes(memory.host_cache_bytes)} to cache all adapters, "
-            f"{format_bytes(memory.swap_bytes)} for preempted sequences",
+            f"{format_bytes(question.config.tensor_parallel_size * memory.swap_bytes)} for preempted sequences",
         }
     )
 
@@ -306,6 +314,8 @@ def _describe_traffic(found: Plan) -> str:
         f"{EFFICIENCIES['weights']:g} of the bandwidth, {EFFICIENCIES['matrix products']:g} of the FLOP/s; "
         "capacities may be 20% too high"
     )
+    if found.config.tensor_parallel_size > 1:
+        rows["assumed"] += "; times of several devices together were never measured"
     return _align(rows)
 
 

@@ -16,7 +16,7 @@ from slora.errors import ConfigError
 from slora.setting import SettingRefused
 from slora_api.doctor.check_runner import run_checks
 from slora_api.doctor.data_directory import check_data_directory, check_secrets
-from slora_api.doctor.device import DEVICE_LIMIT_S, check_device, find_device
+from slora_api.doctor.device import check_device
 from slora_api.doctor.finding import Check, Finding, Result, Status, failure, fine, warning
 from slora_api.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
 from slora_api.doctor.model_files import MODEL_LIMIT_S, check_model, find_model
@@ -25,6 +25,7 @@ from slora_api.doctor.server_probe import check_port, find_server
 from slora_api.doctor.shared_fact import SharedFact
 from slora_api.doctor.storage import check_clock, check_database, check_redis, check_store
 from slora_api.package_version import find_package_version
+from slora_api.server.device import DEVICE_LIMIT_S, find_device
 from slora_api.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
 
 __all__ = ["diagnose", "make_checks"]
@@ -74,7 +75,7 @@ def make_checks(settings: Settings, flags: Mapping[str, str | None], *, has_mode
     longest_s = max(DEVICE_LIMIT_S, MODEL_LIMIT_S)
     return [
         Check("settings", _check_variables),
-        Check("device", partial(check_device, device), DEVICE_LIMIT_S),
+        Check("device", partial(check_device, device, settings.engine.tensor_parallel_size), DEVICE_LIMIT_S),
         Check("model", partial(check_model, model) if has_model else _explain_no_model, MODEL_LIMIT_S),
         Check("memory", partial(check_memory, settings, device, model, server), longest_s),
         Check("shared memory", partial(check_shared_memory, settings)),

@@ -45,19 +45,24 @@ def check_memory(
         yield fine(f"{format_bytes(free)} of host memory are free beside the running server{within}")
         return
     is_gpu = found_device is not None and found_device.type == "cuda"
+    # Each tensor-parallel rank has a page pool and swap space of its own.
+    num_ranks = settings.engine.tensor_parallel_size
     pool = settings.engine.pool_bytes
     if is_gpu and found_device is not None and found_device.free_bytes is not None:
-        yield from _check_gpu_memory(found_device.free_bytes, weights, pool)
+        of_rank = weights // num_ranks
+        yield from _check_gpu_memory(found_device.free_bytes, of_rank, pool)
         on_host = 0
-        likely_pool = pool or int(max(0, found_device.free_bytes - weights) * GPU_POOL_SHARE)
+        likely_pool = num_ranks * (pool or int(max(0, found_device.free_bytes - of_rank) * GPU_POOL_SHARE))
     else:
-        likely_pool = pool or int(max(0, free - weights) * CPU_POOL_SHARE)
+        likely_pool = num_ranks * pool if pool else int(max(0, free - weights) * CPU_POOL_SHARE)
         on_host = weights + likely_pool
     swap = settings.engine.swap_bytes
     if settings.engine.preemption == "recompute":
         swap = 0
     elif swap is None:
         swap = int(min(likely_pool * SWAP_SHARE, max(0, free - on_host) * SWAP_SHARE))
+    else:
+        swap *= num_ranks
     needed = on_host + swap + settings.host_cache_bytes
     parts = [("page pool", likely_pool)] if not is_gpu else []
     if not is_gpu and found_model is not None:

@@ -25,7 +25,8 @@ class BaseModelFiles:
         self.directory = settings.engine.model
         self.config = read_model_spec(self.directory, settings.engine.model_impl)
         self.dtype = self.config.resolve_dtype(settings.engine.dtype)
-        self.shape = self.config.shape(self.dtype)
+        # The server refuses a number of ranks that does not divide the model before it starts any process.
+        self.shape = self.config.partition(self.dtype, settings.engine.tensor_parallel_size).shape
         self.name = settings.engine.model_name or self.directory.resolve().name
         if self.name == DEFAULT_MODEL:
             raise ConfigError(

@@ -47,6 +47,7 @@ from slora_api.server.demo import (
     find_demo_directory,
     set_up_demo,
 )
+from slora_api.server.device import check_num_gpus
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import Front, HttpFront, run_until_stopped
 from slora_api.server.metrics_files import open_metrics_files
@@ -114,6 +115,7 @@ def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
 async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
     limits = connection_limits(settings)
     model = BaseModelFiles(settings)
+    check_num_gpus(settings.engine)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
         listener = stack.enter_context(open_listener(settings.host, settings.port))

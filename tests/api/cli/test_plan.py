@@ -33,6 +33,16 @@ def test_a_load_that_does_not_fit_ends_with_code_1_and_what_to_change() -> None:
     assert "Start the server" not in ended.stdout
 
 
+def test_a_plan_for_several_devices_has_the_sizes_of_one_of_them() -> None:
+    plans = [json.loads(plan("--json", "--tensor-parallel-size", size).stdout) for size in ("1", "2")]
+    whole, part = (one["memory"] for one in plans)
+    assert 0.5 < part["weight_bytes"] / whole["weight_bytes"] < 0.6
+    assert part["full_page_bytes"] == whole["full_page_bytes"] // 2
+    assert "--tensor-parallel-size 2" in plans[1]["command"]
+    shown = plan("--tensor-parallel-size", "2").stdout
+    assert "2 of these devices compute together" in shown and "were never measured" in shown
+
+
 def test_json_has_the_numbers_of_the_plan() -> None:
     ended = plan("--json")
     found = json.loads(ended.stdout)
@@ -62,6 +72,8 @@ def test_slices_stand_beside_the_whole_device() -> None:
         (("--rank", "0"), "rank is 0; it must be from 1 to the model's hidden size, 128"),
         (("--rank", "many"), "--rank is 'many'; it must be a rank such as 16"),
         (("--popularity", "skewed"), "--popularity is 'skewed'; it must be uniform, zipf"),
+        (("--tensor-parallel-size", "3"), "tensor_parallel_size is 3: this model has 4 attention heads"),
+        (("--tensor-parallel-size", "2", "--slice", "50%"), "a tensor-parallel group needs whole GPUs"),
         (("--bandwidth", "fast"), "--bandwidth is 'fast'; it must be a size in bytes"),
         (("--kv-cache-dtype", "fp4"), "--kv-cache-dtype is 'fp4'; it must be"),
         (("--pool-bytes", "2GiB"), "pool_bytes is 2147483648, but weights and activations leave"),

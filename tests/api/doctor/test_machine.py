@@ -12,13 +12,14 @@ import pytest
 from slora.device.device_facts import DeviceFacts
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
-from slora_api.doctor import device as device_module
 from slora_api.doctor import machine
-from slora_api.doctor.device import check_device, find_device
+from slora_api.doctor.device import check_device
 from slora_api.doctor.finding import Finding, Status
 from slora_api.doctor.model_files import Model, find_model
 from slora_api.doctor.server_probe import ServerProbe, check_port, find_server
 from slora_api.doctor.shared_fact import SharedFact
+from slora_api.server import device as device_module
+from slora_api.server.device import check_num_gpus, find_device
 from slora_api.settings import Settings
 from tests.api.doctor.test_doctor import CPU, DEMO
 from tests.api.platform import running_platform
@@ -70,6 +71,16 @@ def test_weights_and_pool_of_a_gpu_are_compared_with_its_own_memory() -> None:
     status, text = check_memory(SETTINGS, GPU, weights=2 * GIB)
     assert status is Status.OK and "4.0 GiB of GPU memory are free" in text
     assert check_memory(SETTINGS, GPU, weights=5 * GIB)[0] is Status.FAILS
+
+
+@pytest.mark.usefixtures("free_ram")
+def test_each_rank_holds_a_part_of_the_weights_and_a_pool_and_swap_space_of_its_own() -> None:
+    divided = replace(SETTINGS, engine=replace(SETTINGS.engine, tensor_parallel_size=2, pool_bytes=GIB))
+    status, text = check_memory(divided, GPU, weights=5 * GIB)
+    assert status is Status.OK and "weights take 2.5 GiB" in text
+    assert "swapped sequences 512 MiB" in text
+    status, text = check_memory(divided, weights=5 * GIB)
+    assert status is Status.FAILS and "weights 5.0 GiB, page pool 2.0 GiB" in text
 
 
 def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
@@ -150,5 +161,26 @@ def test_the_device_is_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_that_the_settings_leave_idle_is_a_warning() -> None:
     assert worst(check_device(known(GPU)))[0] is Status.OK
     assert worst(check_device(known(replace(CPU, num_gpus=1))))[0] is Status.WARNING
+    assert "of which the first is used" in worst(check_device(known(GPU)))[1]
+    assert "GPUs, of which" not in worst(check_device(known(GPU), 2))[1]
+    status, text = worst(check_device(known(GPU), 4))
+    assert status is Status.FAILS and "tensor_parallel_size is 4, but torch sees 2 GPUs" in text
     status, text = worst(check_device(known(replace(CPU, kernels="torch", numba=None))))
     assert status is Status.WARNING and "slora[cpu]" in text
+
+
+def test_a_server_with_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    divided = replace(SETTINGS.engine, tensor_parallel_size=4)
+    monkeypatch.setattr(device_module, "find_device", lambda _: GPU)
+    message = r"tensor_parallel_size is 4, but torch sees 2 GPUs.*to at most 2, or make more GPUs visible"
+    with pytest.raises(ConfigError, match=message):
+        check_num_gpus(divided)
+    check_num_gpus(replace(divided, tensor_parallel_size=2))
+    monkeypatch.setattr(device_module, "find_device", lambda _: CPU)
+    check_num_gpus(divided)
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused_before_any_process_starts() -> None:
+    divided = replace(SETTINGS, engine=replace(SETTINGS.engine, tensor_parallel_size=3))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: .*; choose a size that divides 4"):
+        find_model(divided)

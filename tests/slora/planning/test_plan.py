@@ -21,6 +21,7 @@ from slora.planning.plan import Plan, Question, make_plan, plan_memory
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import Roofline
 from slora.planning.workload import Adapters, Load
+from slora.runner.rank_group import NO_GROUP, RankGroup
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
@@ -28,6 +29,7 @@ from slora_kernels.kv_format import KVFormat
 from tests.slora.models.hub_configs import HUB
 from tests.support.driving import COSTS, make_source
 from tests.support.model_kit import ModelKit
+from tests.support.thread_group import ThreadGroup
 
 Kits = Callable[[str], ModelKit]
 _GIB = 1 << 30
@@ -73,11 +75,14 @@ def ask_8b(directory: Path, device: str, rate: float = 1.0, **changes: Any) -> Q
     )
 
 
-def test_an_engine_with_the_planned_settings_has_the_planned_pages(kits: Kits) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_engine_with_the_planned_settings_has_the_planned_pages(kits: Kits, num_ranks: int) -> None:
     kit = kits("llama")
-    plan = make_plan(make_question(kit.directory, max_lora_rank=16), silent, max_tokens=_MAX_TOKENS)
+    question = make_question(kit.directory, max_lora_rank=16, tensor_parallel_size=num_ranks)
+    plan = make_plan(question, silent, max_tokens=_MAX_TOKENS)
     config = replace(plan.config, device="cpu", kernels="torch")
-    engine = Engine(config, read_model_spec(kit.directory), make_source(kit)[0], costs=COSTS)
+    group: RankGroup = ThreadGroup(config, question.spec) if num_ranks > 1 else NO_GROUP
+    engine = Engine(config, question.spec, make_source(kit)[0], costs=COSTS, group=group)
     memory, info = plan.memory, engine.info
     assert (memory.num_pages, memory.full_page_bytes) == (info.num_pages, info.full_page_bytes)
     assert memory.max_model_len == info.max_model_len
@@ -105,6 +110,36 @@ def test_the_weights_have_the_bytes_of_the_checkpoint(kits: Kits, model: str) ->
     rows = spec.max_positions * (2 if spec.rope_switch else 1)
     rotary = sum(4 * rows * rope.rotary_dim for rope in spec.decoder.ropes)
     assert measure_model(spec, EngineConfig(directory)).weight_bytes - rotary == stored
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2"])
+def test_the_parts_of_two_ranks_have_the_bytes_of_their_weights(kits: Kits, model: str) -> None:
+    directory = kits(model).directory
+    spec, config = read_model_spec(directory), EngineConfig(directory, tensor_parallel_size=2)
+    whole = measure_model(spec, EngineConfig(directory))
+    part = measure_model(spec, config)
+    assert part.token_flop == whole.token_flop / 2
+    # Norms, the biases of o and down, and the rotary table are on both ranks.
+    assert whole.weight_bytes <= 2 * part.weight_bytes < 1.5 * whole.weight_bytes
+
+
+def test_steps_of_a_group_pay_for_its_sums_and_are_not_recorded(llama_8b: Path) -> None:
+    spec = read_model_spec(llama_8b)
+    rooflines = []
+    for num_ranks in (1, 2):
+        config = EngineConfig(llama_8b, tensor_parallel_size=num_ranks)
+        shape = spec.partition("bfloat16", num_ranks).rank_shape
+        size, page_bytes = measure_model(spec, config), shape.num_layers * shape.page_bytes(16)
+        rooflines.append(
+            Roofline.of(
+                DEVICES["H100"], size, shape, KVFormat.MODEL, page_bytes, 16,
+                adapted=(), prompt_tokens=128, num_ranks=num_ranks,
+            )
+        )  # fmt: skip
+    one, two = rooflines
+    assert two.weights_s < 0.6 * one.weights_s and two.token_s < one.token_s
+    assert (one.sums_s, two.sums_s > 0) == (0.0, True)
+    assert two.step_seconds(StepWork(0, 1, 0, 0, 0), 0) > two.launch_s
 
 
 def test_quantized_weights_take_a_byte_each(llama_8b: Path) -> None:
@@ -140,7 +175,7 @@ def test_weights_that_do_not_fit_lead_to_quantization_or_a_larger_device(llama_8
     assert plan.problem is not None and "the weights take 15.0 GiB" in plan.problem
     remedies = find_remedies(question, plan, silent, max_tokens=_MAX_TOKENS)
     assert [remedy.partition(":")[0] for remedy in remedies[:2]] == ["--quantization fp8", "--device A10G"]
-    assert "tensor parallelism" in remedies[-1]
+    assert remedies[-1].startswith("--tensor-parallel-size 2: ")
 
 
 def test_an_engine_on_a_slice_gets_its_part_of_adapters_and_requests(llama_8b: Path) -> None:
