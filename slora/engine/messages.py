@@ -51,7 +51,7 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 Message = dict[str, Any]
 
