@@ -135,6 +135,7 @@ class RemoteEngine:
         self._is_leaving = False
         self._versions: set[AdapterVersion] = set()
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
+        self._on_begin: Callable[[str], None] = lambda request_id: None
         # The requests whose usage the engine has not reported yet. A dict keeps their order.
         self._unreported: dict[str, None] = {}
         self._recorded: list[str] = []
@@ -202,6 +203,12 @@ class RemoteEngine:
 
     def listen_for_usage(self, listener: UsageListener) -> None:
         self._on_usage = listener
+
+    def listen_for_begins(self, listener: Callable[[str], None]) -> None:
+        """Sets the function that is called with the id of a request when the engine begins to compute it. It is not
+        called while the request waits in the engine's queue.
+        """
+        self._on_begin = listener
 
     def acknowledge_usage(self, request_id: str) -> None:
         if not self._recorded:  # Send one message for all requests that share a sync of the journal.
@@ -303,6 +310,9 @@ class RemoteEngine:
             case "outputs":
                 for row in message["outputs"]:
                     self._streams.put(decode_output(row))
+            case "begun":
+                for request_id in message["ids"]:
+                    self._on_begin(request_id)
             case "usage":
                 for ended in decode_usage(message):
                     self._report_usage(*ended)

@@ -230,12 +230,16 @@ class Engine:
         self._tenants.set_share(version.tenant, share)
         return self._scheduler.prewarm(version)
 
-    def step(self) -> list[StepOutput]:
+    def step(self, tell_begun: Callable[[list[str]], None] = lambda ids: None) -> list[StepOutput]:
         """Computes one step. A request that fails ends alone; the other requests of the step are computed.
+
+        tell_begun: called before the step is computed, with the ids of the requests that join the batch.
 
         Raises DeviceFailed when the device is lost. The engine must not be used after that.
         """
         plan = self._scheduler.schedule(time.monotonic())
+        if plan.rows_to_write and (begun := self._find_begun(plan)):
+            tell_begun(begun)
         started_s = time.perf_counter()
         try:
             result = self._isolation.run(plan)
@@ -260,6 +264,12 @@ class Engine:
         for gap_s, count in self._scheduler.token_gaps:
             self._token_gaps.count(gap_s, count)
         return ended
+
+    def _find_begun(self, plan: StepPlan) -> list[str]:
+        """Returns the ids of the requests that the plan computes, or loads adapters for, for the first time."""
+        now = self._scheduler.paging.pool.now
+        begun = (one.request.request_id for one in plan.rows_to_write if one.times.admitted_at == now)
+        return list(dict.fromkeys(begun))
 
     def pop_usage(self) -> list[EndedRequest]:
         """The requests that ended since the last call. Refused requests are not among them."""

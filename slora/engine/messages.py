@@ -4,9 +4,9 @@ The field `op` names the kind of message:
 
 API to engine:  add, abort, remove_adapter, purge (of a tenant), pins (replaces all earlier pins), prewarm, stats,
                 observe (for consoles), recorded (requests whose usage is durable)
-engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), usage (of ended requests, before their
-                last outputs), stats, place (the reply to prewarm), purged (the reply to purge), live (the reply to
-                observe)
+engine to API:  hello (EngineInfo, once), status, begun (requests that have joined the batch), outputs (one frame per
+                step), usage (of ended requests, before their last outputs), stats, place (the reply to prewarm), purged
+                (the reply to purge), live (the reply to observe)
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 Message = dict[str, Any]
 

@@ -26,7 +26,8 @@ class OpenAnswer:
     is_closed: whether no more tokens are wanted.
     refusal: why it must not be sent again.
     num_runs: how often it was sent.
-    num_losses: number of engines that died while they computed it, since the last new token.
+    has_begun: whether the owner has begun to compute it. Before, the request waits in the owner's queue.
+    num_losses: number of engines that died after they had begun to compute it, since the last new token.
     choices: the tokens of each choice; None for a choice that has ended.
     num_scored: prompt log-probabilities that have arrived. num_to_skip: those that a new run will repeat.
     """
@@ -37,6 +38,7 @@ class OpenAnswer:
     is_closed: bool = False
     refusal: Exception | None = None
     num_runs: int = 0
+    has_begun: bool = False
     num_losses: int = 0
     choices: list[list[int] | None] = field(default_factory=list)
     num_tokens: int = 0
@@ -59,7 +61,7 @@ class OpenAnswer:
         has arrived before.
         """
         request, sampling = self.request, self.request.sampling
-        self.owner = owner
+        self.owner, self.has_begun = owner, False
         self.num_runs += 1
         if self.num_runs == 1:
             return request

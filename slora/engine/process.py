@@ -264,6 +264,15 @@ class EngineServer:
             else:
                 self._drop_finished_relay(number)
 
+    def deliver_begun(self, engine_ids: list[str]) -> None:
+        """Tells the API processes which of their requests the engine has begun."""
+        ids_by_peer: dict[int, list[str]] = {}
+        for number, request_id in map(_split_id, engine_ids):
+            ids_by_peer.setdefault(number, []).append(request_id)
+        for number, ids in ids_by_peer.items():
+            if number in self._peers:
+                self._peers[number].send({"op": "begun", "ids": ids})
+
     def broadcast_status(self) -> None:
         for peer in self._peers.values():
             peer.send(self._status())
@@ -367,7 +376,7 @@ class EngineProcess:
         self._log_format = log_format
         self._heartbeat = heartbeat
         self._loop = asyncio.new_event_loop()
-        self._worker = EngineWorker(self._deliver)
+        self._worker = EngineWorker(self._deliver, self._deliver_begun)
         self._server: EngineServer | None = None
         self._started: asyncio.Future[Engine] = self._loop.create_future()
         self._stopped = asyncio.Event()
@@ -474,6 +483,11 @@ class EngineProcess:
         if self._server is not None:
             server = self._server
             _call_in(self._loop, lambda: server.deliver(outputs, ended))
+
+    def _deliver_begun(self, engine_ids: list[str]) -> None:
+        if self._server is not None:
+            server = self._server
+            _call_in(self._loop, lambda: server.deliver_begun(engine_ids))
 
     def _wake(self) -> None:
         """Tells the engine that an adapter or a grammar has arrived. May be called from any thread."""

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 _Reply = TypeVar("_Reply")
 
-# A request is given up after this many engines died without a new token of it.
+# A request is given up after this many engines began to compute it and died without a new token of it.
 MAX_LOSSES = 3
 # Estimates for the router: the length of an answer without max_tokens, and the time of a token.
 _ANSWER_TOKENS = 256
@@ -141,6 +141,7 @@ class ReplicaGroup:
         assert name not in self._by_name, f"there already is an engine {name}"
         replica = self._by_name[name] = _Replica(name, RemoteEngine(socket))
         replica.client.listen_for_usage(partial(self._receive_usage, replica))
+        replica.client.listen_for_begins(partial(self._note_begin, replica))
         if self._tasks is not None:
             self._connect(replica)
 
@@ -325,6 +326,11 @@ class ReplicaGroup:
                 replica.mismatch,
             )
 
+    def _note_begin(self, replica: _Replica, request_id: str) -> None:
+        answer = self._answers.get(request_id)
+        if answer is not None and answer.owner == replica.name:
+            answer.has_begun = True
+
     def _receive_usage(
         self, replica: _Replica, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None
     ) -> None:
@@ -335,7 +341,7 @@ class ReplicaGroup:
         if answer is not None and answer.owner == replica.name:
             answer.owner = None
             if not answer.is_settled:
-                answer.num_losses += usage is None and not replica.client.is_leaving
+                answer.num_losses += answer.has_begun and usage is None and not replica.client.is_leaving
                 if timing is not None or answer.is_closed or answer.is_complete:
                     self._settle(answer, usage if timing is not None else None, timing)
                 return

@@ -100,11 +100,17 @@ class EngineWorker:
 
     deliver: called on the engine's thread with the outputs of each step, and with the usage of each request that has
         ended since the last call. A request's usage comes with its last output. `deliver` must not block.
+    tell_begun: see `Engine.step`. It is called on the engine's thread, and must not block.
     """
 
-    def __init__(self, deliver: Callable[[list[StepOutput], list[EndedRequest]], None]) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[list[StepOutput], list[EndedRequest]], None],
+        tell_begun: Callable[[list[str]], None] = lambda ids: None,
+    ) -> None:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver = deliver
+        self._tell_begun = tell_begun
         # Written by the engine's thread; read by others.
         self._num_completed = 0
         self._is_idle = False
@@ -134,7 +140,7 @@ class EngineWorker:
                     return
                 self._execute(command, engine)
                 command = None if self._inbox.empty() else self._inbox.get()
-            outputs, ended = engine.step(), engine.pop_usage()
+            outputs, ended = engine.step(self._tell_begun), engine.pop_usage()
             checked = False
             if outputs or ended:
                 self._deliver(outputs, ended)

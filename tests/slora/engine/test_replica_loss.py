@@ -115,6 +115,12 @@ class Bench:
         )
         return self.owner(request_id)
 
+    async def begin_request(self, engine: FakeEngine, request_id: str = "r") -> None:
+        """Begins the last request when it has arrived. Returns when the group knows that."""
+        await wait_until(lambda: bool(engine.added))
+        engine.server.deliver_begun([engine.added[-1].request_id])
+        await wait_until(lambda: self.group._answers[request_id].has_begun)
+
     async def close(self) -> None:
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
@@ -171,13 +177,29 @@ def test_a_request_that_loses_too_many_engines_without_a_new_token_is_given_up()
             engine.send(7)
             await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
             for number in range(MAX_LOSSES):
+                await bench.begin_request(engine)
                 await engine.die()
                 if number < MAX_LOSSES - 1:
                     await engine.start()
-                    await wait_until(lambda: bool(engine.added))
             with pytest.raises(EngineUnavailable, match=f"{MAX_LOSSES} engines died"):
                 await stream
             assert bench.usage == {"r": None}
+
+    asyncio.run(main())
+
+
+def test_a_request_that_only_waits_in_queues_may_lose_any_number_of_engines() -> None:
+    async def main() -> None:
+        async with running_bench(1) as bench:
+            stream = asyncio.create_task(read(bench.group.generate(ask())))
+            engine = bench.engines[0]
+            for _ in range(MAX_LOSSES + 2):
+                await wait_until(lambda: bool(engine.added))
+                await engine.die()
+                await engine.start()
+            await wait_until(lambda: bool(engine.added))
+            engine.send(99, FinishReason.STOP)
+            assert await stream == [99]
 
     asyncio.run(main())
 

@@ -101,6 +101,22 @@ def test_a_refused_request_is_answered_and_an_aborted_one_is_not(kit: ModelKit) 
     assert told.empty()
 
 
+def test_the_begin_of_each_request_is_reported_once_and_before_its_first_token(kit: ModelKit) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def deliver(outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
+        for output in outputs:
+            told.put(output.request_id)
+
+    worker = EngineWorker(deliver, lambda ids: told.put(f"begun: {', '.join(ids)}"))
+    source, _ = make_source(kit)
+    for name in ("a", "b"):
+        worker.post(Add(ask(name)))
+    with working(worker, make_engine(kit, source, 100)):
+        found = [told.get(timeout=WAIT_S) for _ in range(11)]
+    assert found[0] == "begun: a, b" and sorted(found[1:]) == ["a"] * 5 + ["b"] * 5
+
+
 def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     worker, told = make_worker()
     source, _ = make_source(kit)
