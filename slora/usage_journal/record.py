@@ -23,7 +23,8 @@ class BadLine(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """The usage of one request. Writing a record twice is harmless: the ledger counts each request id once.
+    """The usage of one request. Writing a record twice is harmless: the ledger counts each request id once,
+    with its largest usage.
 
     request_id: the id that the server chose, which is unique.
     account: the account that is billed within the tenant, as in `EngineRequest.account`.

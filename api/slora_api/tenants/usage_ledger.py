@@ -1,8 +1,14 @@
 """The usage ledger in the database: the usage of each request, and the sums by minute, hour and day.
 
-A record is added only once, however often it is sent. The request id is the primary key of a record. Only new records
-are added to the sums, in the same transaction. Only the rename of a tenant changes a record later. After the retention,
-`delete_old` deletes records and the sums by minute and hour. The sums by day stay.
+A record is added only once, however often it is sent. The request id is the primary key of a record. New records are
+added to the sums, in the same transaction.
+
+A request may have several records with different usage: if an engine loses its connection, it records the usage so far,
+and another engine continues the request. The ledger keeps the largest usage, whichever record comes first, and adds the
+difference to the sums. It keeps the time of the first record.
+
+After that, only the rename of a tenant changes a record. After the retention, `delete_old` deletes records and the sums
+by minute and hour. The sums by day stay.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -11,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add, attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Select, Table, bindparam, delete, func, select, tuple_, union_all
+from sqlalchemy import Select, Table, bindparam, delete, func, select, tuple_, union_all, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
@@ -53,6 +59,22 @@ _INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
 }
 _BUCKET_KEY = (_b.width, _b.tenant, _b.start, _b.key_id, _b.adapter)
 _read_sums = attrgetter(*_SUMS)
+# Of two usages of one request, the larger by this order is kept. A continued request repeats earlier usage, so it is
+# larger. The order is total, so the result does not depend on the order of arrival.
+_rank_usage = attrgetter(
+    "generated_tokens", "prompt_tokens", "cached_tokens", "adapter_bytes", "page_seconds"
+)
+_KNOWN_RECORDS = (
+    select(schema.usage_records)
+    .where(_r.request_id.in_(bindparam("request_ids", expanding=True)))
+    .order_by(_r.request_id)
+    .with_for_update()
+)
+_CORRECT_RECORD = (
+    update(schema.usage_records)
+    .where(_r.request_id == bindparam("id"))
+    .values({name: bindparam(f"new_{name}") for name in (*_SUMS, "is_complete")})
+)
 _OLD_RECORDS = delete(schema.usage_records).where(
     _r.request_id.in_(select(_r.request_id).where(_r.ended_at < bindparam("before")).limit(_DELETED_AT_ONCE))
 )
@@ -138,14 +160,18 @@ class UsageLedger:
             pass
 
     def add(self, records: Sequence[UsageRecord]) -> int:
-        """Adds the records that the ledger does not have yet, in one transaction. Returns their number. Drops records
-        of keys whose usage was erased.
+        """Adds the records that the ledger does not have yet, in one transaction. Returns their number. A record of a
+        known request replaces its usage if it has more. Drops records of keys whose usage was erased.
 
         A record is added for the tenant that has the key now, because the tenant may have been renamed. If the key no
         longer exists, the record keeps its tenant.
         """
         # Sort the records, because concurrent transactions that lock rows in different orders could deadlock.
-        rows = {record.request_id: record for record in sorted(records, key=lambda one: one.request_id)}
+        rows: dict[str, UsageRecord] = {}
+        for record in sorted(records, key=lambda one: one.request_id):
+            kept = rows.setdefault(record.request_id, record)
+            if _rank_usage(record.usage) > _rank_usage(kept.usage):
+                rows[record.request_id] = record
         if not rows:
             return 0
         with self._database.transaction() as connection:
@@ -162,8 +188,11 @@ class UsageLedger:
             make_insert = _INSERT[connection.dialect.name]
             statement = make_insert(schema.usage_records).on_conflict_do_nothing().returning(_r.request_id)
             new = connection.execute(statement, [_record_row(one) for one in rows.values()]).scalars().all()
-            if new:
-                _add_to_buckets(connection, [rows[request_id] for request_id in new])
+            amounts = [_count_record(rows[request_id]) for request_id in new]
+            known = rows.keys() - set(new)
+            amounts += _correct_records(connection, [rows[request_id] for request_id in sorted(known)])
+            if amounts:
+                _add_to_buckets(connection, amounts)
             return len(new)
 
     def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
@@ -248,15 +277,58 @@ def _record_row(record: UsageRecord) -> dict[str, Any]:
     }
 
 
-def _add_to_buckets(connection: Connection, records: Iterable[UsageRecord]) -> None:
+def _correct_records(connection: Connection, records: Sequence[UsageRecord]) -> "list[_Amounts]":
+    """Replaces the usage of known records if the given usage is larger. Returns the differences."""
+    if not records:
+        return []
+    given = {record.request_id: record for record in records}
+    differences, changes = [], []
+    for known in connection.execute(_KNOWN_RECORDS, {"request_ids": list(given)}):
+        record = given[known.request_id]
+        if _rank_usage(record.usage) <= _rank_usage(known):
+            continue
+        usage = [new - old for new, old in zip(_read_sums(record.usage), _read_sums(known), strict=True)]
+        minute = int(known.ended_at // MINUTE_S) * MINUTE_S
+        differences.append(
+            _make_amounts(
+                (known.tenant, minute, known.key_id, known.adapter), 0, usage, is_batch=known.is_batch
+            )
+        )
+        values = {name: getattr(record.usage, name) for name in _SUMS} | {"is_complete": record.is_complete}
+        changes.append({"id": known.request_id} | {f"new_{name}": value for name, value in values.items()})
+    if changes:
+        connection.execute(_CORRECT_RECORD, changes)
+    return differences
+
+
+class _Amounts(NamedTuple):
+    """What one record adds to the sums. bucket: tenant, start of the minute, key and adapter. values: one for each
+    column of the sums.
+    """
+
+    bucket: tuple[str, int, str, str]
+    values: tuple[float, ...]
+
+
+def _count_record(record: UsageRecord) -> _Amounts:
+    minute = int(record.ended_at // MINUTE_S) * MINUTE_S
+    bucket = (record.tenant, minute, record.account, record.adapter_digest or "")
+    return _make_amounts(bucket, 1, _read_sums(record.usage), is_batch=record.is_batch)
+
+
+def _make_amounts(
+    bucket: tuple[str, int, str, str], num_requests: int, usage: Sequence[float], *, is_batch: bool
+) -> _Amounts:
+    prompt_tokens, _, generated_tokens, *_ = usage
+    of_batch = (num_requests, prompt_tokens, generated_tokens) if is_batch else (0, 0, 0)
+    return _Amounts(bucket, (num_requests, *usage, *of_batch))
+
+
+def _add_to_buckets(connection: Connection, amounts: Iterable[_Amounts]) -> None:
     columns = ("num_requests", *_SUMS, *_BATCH_SUMS)
     of_minutes: defaultdict[tuple[Any, ...], list[tuple[float, ...]]] = defaultdict(list)
-    for record in records:
-        minute = int(record.ended_at // MINUTE_S) * MINUTE_S
-        usage = record.usage
-        of_batch = (1, usage.prompt_tokens, usage.generated_tokens) if record.is_batch else (0, 0, 0)
-        amounts = (1, *_read_sums(usage), *of_batch)
-        of_minutes[record.tenant, minute, record.account, record.adapter_digest or ""].append(amounts)
+    for bucket, values in amounts:
+        of_minutes[bucket].append(values)
     sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(columns))
     for (tenant, minute, *others), amounts_of_minute in of_minutes.items():
         of_minute = [sum(column) for column in zip(*amounts_of_minute, strict=True)]

@@ -5,6 +5,8 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from sqlalchemy import func, select
@@ -13,7 +15,15 @@ from slora.request import RequestUsage
 from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_api.tenants.usage_ledger import DAY_S, HOUR_S, MINUTE_S, UsageFilter, UsageLedger, UsageRow
+from slora_api.tenants.usage_ledger import (
+    DAY_S,
+    HOUR_S,
+    MINUTE_S,
+    BatchUsage,
+    UsageFilter,
+    UsageLedger,
+    UsageRow,
+)
 
 # A Sunday, 30 s before midnight.
 NOW = 1_700_956_770.0
@@ -89,6 +99,33 @@ def test_sums_equal_the_records_at_every_width(ledger: UsageLedger, database: Da
                 "page_seconds",
             ):
                 assert getattr(row.usage, name) == sum(getattr(one, name) for one in parts)
+
+
+def test_a_request_counts_once_with_its_largest_usage_in_every_order_of_its_records(
+    database_place: str,
+) -> None:
+    """An engine that loses its connection records a part of the usage. The whole was once dropped after the part."""
+    parts = [
+        replace(record("r"), usage=RequestUsage(10, 0, 3, 0, 9.0), is_batch=True),
+        replace(record("r", NOW + 5), usage=RequestUsage(10, 4, 7, 100, 0.5), is_batch=True),
+        replace(
+            record("r", NOW + 90), usage=RequestUsage(10, 4, 7, 0, 0.0), is_complete=False, is_batch=True
+        ),
+    ]
+    with closing(Database(database_place)) as database:
+        ledger = UsageLedger(database)
+        for number, order in enumerate(permutations(parts)):
+            sent = [replace(one, request_id=f"r{number}", tenant=f"t{number}") for one in order]
+            for batch in ([sent[0]], sent[1:], sent, [sent[2]]):
+                ledger.add(batch)
+            for width in (MINUTE_S, HOUR_S, DAY_S):
+                rows = ledger.read(UsageFilter(width, **ALL_TIME, tenant=f"t{number}"), None, 10)
+                assert [(row.num_requests, row.usage, row.batch) for row in rows] == [
+                    (1, parts[1].usage, BatchUsage(1, 10, 7))
+                ]
+            assert ledger.used_tokens(f"t{number}", None, NOW) == 17
+        kept = database.read(schema.usage_records.select())
+        assert len(kept) == 6 and all(row.is_complete and row.generated_tokens == 7 for row in kept)
 
 
 def test_processes_that_send_the_same_records_at_once_count_each_once(database_place: str) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
 from slora.engine.info import EngineInfo
 from slora.engine.messages import encode_info
@@ -26,6 +27,11 @@ from slora.request import (
 )
 from slora.sampling_params import SamplingParams
 from slora.usage_journal.journal import UsageJournal
+from slora_adapters.database import schema
+from slora_adapters.database.database import Database
+from slora_api.generation.usage_recorder import UsageRecorder
+from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.tenants.usage_shipper import UsageShipper
 from tests.api.scripted_engine import ScriptedEngine
 from tests.support.engine_stack import wait_until
 
@@ -63,12 +69,15 @@ class FakeEngine:
         self._writers.append(writer)
         await self.server.serve(reader, writer)
 
-    async def die(self) -> None:
-        self._listener.close()
+    async def break_connections(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
         await wait_until(lambda: not self.server._peers)
+
+    async def die(self) -> None:
+        self._listener.close()
+        await self.break_connections()
 
     @property
     def added(self) -> list[EngineRequest]:
@@ -83,6 +92,13 @@ class FakeEngine:
         name = self.added[-1].request_id
         ended = [] if reason is None else [EndedRequest(name, RequestUsage(1, 0, 3), TIMING)]
         self.server.deliver([StepOutput(name, TokenDelta((token_id,), reason, index=index))], ended)
+
+
+@dataclass
+class PartialAnswer:
+    request: EngineRequest
+    num_cached: int = 0
+    num_generated: int = 0
 
 
 class Bench:
@@ -114,6 +130,12 @@ class Bench:
             lambda: self.group.owner_of(request_id) is not None and bool(self.owner(request_id).added)
         )
         return self.owner(request_id)
+
+    async def wait_for_other_owner(self, lost: FakeEngine) -> FakeEngine:
+        await wait_until(
+            lambda: self.group.owner_of("r") not in (None, lost.name) and self.owner().added != []
+        )
+        return self.owner()
 
     async def begin_request(self, engine: FakeEngine, request_id: str = "r") -> None:
         """Begins the last request when it has arrived. Returns when the group knows that."""
@@ -265,6 +287,33 @@ def test_engines_join_and_leave_while_the_group_runs() -> None:
             bench.group.remove(second.name)
             with pytest.raises(EngineUnavailable, match="is being started"):
                 await read(bench.group.generate(ask("refused")))
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_connection_broke_is_billed_once_and_whole() -> None:
+    async def main() -> None:
+        async with running_bench(2) as bench:
+            recorder = UsageRecorder(bench.group, bench.journal)
+            opened = recorder.open(PartialAnswer(ask()))
+            stream = asyncio.create_task(read(bench.group.generate(opened.answer.request)))
+            first = await bench.wait_for_owner()
+            first.send(7)
+            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
+            cut = EndedRequest(first.added[-1].request_id, RequestUsage(2, 0, 1), TIMING)
+            await first.break_connections()
+            first.server.deliver([], [cut])
+            with closing(Database(bench.root / "slora.db")) as database:
+                shipper = UsageShipper(bench.journal, bench.root / "usage", UsageLedger(database), None)
+                await asyncio.to_thread(shipper.ship)
+                query = select(schema.usage_records.c.prompt_tokens, schema.usage_records.c.generated_tokens)
+                assert database.read(query) == [(2, 1)]
+                second = await bench.wait_for_other_owner(first)
+                second.send(8, FinishReason.STOP)
+                assert await stream == [7, 8]
+                await recorder.wait([opened])
+                await asyncio.to_thread(shipper.ship)
+                assert database.read(query) == [(1, 3)]
 
     asyncio.run(main())
 
