@@ -125,6 +125,8 @@ class RemoteEngine:
     def __init__(self, socket: Path) -> None:
         self._socket = socket
         self._info: EngineInfo | None = None
+        # Why this process cannot talk to the connected engine; None if it can.
+        self.refusal: EngineUnavailable | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._loader_connected = False
         self._streams = OpenStreams()
@@ -306,6 +308,8 @@ class RemoteEngine:
         return writer
 
     def _receive(self, message: Message) -> None:
+        if self.refusal is not None and message["op"] != "hello":
+            return  # The messages of another protocol version may have another form.
         match message["op"]:
             case "outputs":
                 for row in message["outputs"]:
@@ -325,7 +329,10 @@ class RemoteEngine:
             case "place":
                 self._resolve_reply(message, AdapterPlace(message["place"]))
             case "hello":
-                self._info = decode_info(message)
+                try:
+                    self._info, self.refusal = decode_info(message), None
+                except EngineUnavailable as error:
+                    self._info, self.refusal = None, error
                 self._on_hello()
                 self._on_change()
             case "status":

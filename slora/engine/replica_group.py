@@ -158,7 +158,8 @@ class ReplicaGroup:
     def _connect(self, replica: _Replica) -> None:
         def greet() -> None:
             self._check_info(replica)
-            self._on_hello()
+            if replica.mismatch is None:
+                self._on_hello()
 
         assert self._tasks is not None
         replica.connection = self._tasks.create_task(replica.client.run(greet, self._changed.set))
@@ -309,13 +310,22 @@ class ReplicaGroup:
         self.num_resumed += 1
 
     def _check_info(self, replica: _Replica) -> None:
-        """Takes the facts of an engine that has connected, or refuses the engine if it differs from the others."""
-        found = replica.client.info
+        """Takes the facts of an engine that has connected, or refuses the engine if it differs from the others.
+
+        Raises EngineUnavailable if it has another protocol version, and no other engine is connected.
+        """
         others = [
             one.client.info
             for one in self._by_name.values()
             if one is not replica and one.client.connected and one.mismatch is None
         ]
+        if (refusal := replica.client.refusal) is not None:
+            if not others:  # No engine can serve, so the server ends. Its restart takes the new installation.
+                raise refusal
+            replica.mismatch = str(refusal)
+            _log.error("%s gets no requests: %s", replica.name, replica.mismatch)
+            return
+        found = replica.client.info
         replica.mismatch = explain_difference(others[0], found) if others else None
         if replica.mismatch is None:
             self._info = merge_infos([*others, found])

@@ -56,12 +56,12 @@ class FakeEngine:
 
     def __init__(self, socket: Path, journal: UsageJournal, info: EngineInfo) -> None:
         self.socket, self.name = socket, socket.stem
-        self._journal, self._info = journal, info
+        self._journal, self.hello = journal, encode_info(info)
         self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> None:
         self._worker = PatientWorker()
-        self.server = EngineServer(self._worker, encode_info(self._info), lambda: True, self._journal)
+        self.server = EngineServer(self._worker, self.hello, lambda: True, self._journal)
         self.socket.unlink(missing_ok=True)
         self._listener = await asyncio.start_unix_server(self._serve, self.socket)
 
@@ -346,6 +346,27 @@ def test_an_engine_that_differs_from_the_others_gets_no_requests() -> None:
             with pytest.raises(EngineUnavailable):
                 await read(bench.group.generate(ask()))
             assert odd.added == [] and not bench.group.health[odd.name]
+
+    asyncio.run(main())
+
+
+def test_an_engine_with_another_protocol_version_gets_no_requests_and_does_not_end_the_group() -> None:
+    async def main() -> None:
+        async with running_bench(1) as bench:
+            bench.engines.append(odd := bench.make_engine(1))
+            odd.hello["protocol"] = 0
+            await odd.start()
+            bench.group.add(odd.name, odd.socket)
+            await wait_until(lambda: "version 0" in (bench.group._by_name[odd.name].mismatch or ""))
+            stream = asyncio.create_task(read(bench.group.generate(ask())))
+            assert await bench.wait_for_owner() is bench.engines[0]
+            bench.engines[0].send(8, FinishReason.STOP)
+            assert await stream == [8]
+            assert not bench.group.health[odd.name] and not bench.running.done()
+            await bench.engines[0].die()
+            await odd.break_connections()
+            with pytest.raises(EngineUnavailable, match="restart both from the same installation"):
+                await bench.running
 
     asyncio.run(main())
 
