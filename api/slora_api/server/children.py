@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from slora.errors import ConfigError
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_api.data_dir import DataDir
 from slora_api.server.base_model_files import BaseModelFiles
@@ -68,7 +69,9 @@ def engines_and_loader(
                     number,
                     settings.replicas,
                     settings.engine.tensor_parallel_size,
-                ),
+                )
+                if settings.engine.device != "cpu"
+                else pass_on(os.environ, ENGINE_VARIABLES),
                 cores=choose_cores(sorted(os.sched_getaffinity(0)), number, settings.replicas),
             )
             for number, path in enumerate(sockets.engines)
@@ -81,12 +84,20 @@ def choose_gpus(
 ) -> dict[str, str]:
     """Returns the environment of one engine, with GPUs of its own. num_gpus: of each engine.
 
-    An operator's CUDA_VISIBLE_DEVICES is divided among the engines. On a machine without GPUs, this has no effect.
+    An operator's CUDA_VISIBLE_DEVICES is divided among the engines. Raises ConfigError if it has too few devices. An
+    empty value hides all GPUs from all engines. On a machine without GPUs, the result has no effect.
     """
-    if num_replicas == 1:
+    num_needed = num_replicas * num_gpus
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if num_replicas == 1 or visible == "":
         return environment
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    devices = visible.split(",") if visible else list(map(str, range(num_replicas * num_gpus)))
+    devices = list(map(str, range(num_needed))) if visible is None else visible.split(",")
+    if len(devices) < num_needed:
+        ranks = f" with --tensor-parallel-size {num_gpus}" if num_gpus > 1 else ""
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible} has {len(devices)} devices, but --replicas {num_replicas}{ranks} needs "
+            f"{num_needed}: name more devices, or use fewer replicas, or use --device cpu"
+        )
     return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(devices[number * num_gpus :][:num_gpus])}
 
 

@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
 from slora_api.data_dir import open_data_dir
 from slora_api.generation.readiness import Readiness
 from slora_api.server.base_model_files import BaseModelFiles
@@ -34,9 +36,21 @@ def test_each_engine_has_gpus_of_its_own() -> None:
     assert choose_gpus({"A": "1"}, 0, 1) == {"A": "1"}
     assert [choose_gpus({}, number, 2)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["0", "1"]
     given = {"CUDA_VISIBLE_DEVICES": "4,2"}
-    assert [choose_gpus(given, number, 3)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["4", "2", ""]
+    assert [choose_gpus(given, number, 2)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["4", "2"]
     pairs = [choose_gpus({}, number, 2, num_gpus=2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
     assert pairs == ["0,1", "2,3"]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert choose_gpus(hidden, 1, 2) == hidden
+
+
+def test_too_few_visible_gpus_for_the_engines_are_refused() -> None:
+    given = {"CUDA_VISIBLE_DEVICES": "4,2,3"}
+    with pytest.raises(
+        ConfigError, match="=4,2,3 has 3 devices, but --replicas 4 needs 4: name more devices"
+    ):
+        choose_gpus(given, 0, 4)
+    with pytest.raises(ConfigError, match="--replicas 2 with --tensor-parallel-size 2 needs 4"):
+        choose_gpus(given, 0, 2, num_gpus=2)
 
 
 def test_the_engines_divide_the_cores() -> None:
