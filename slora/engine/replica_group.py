@@ -98,8 +98,6 @@ class ReplicaGroup:
         self._tasks: asyncio.TaskGroup | None = None
         # Set each time an engine may have begun or ceased to serve.
         self._changed = asyncio.Event()
-        # Number of times that a request was continued on another engine.
-        self.num_resumed = 0
         for path in sockets:
             self.add(path.stem, path)
 
@@ -187,11 +185,6 @@ class ReplicaGroup:
             answer.end_choice(index)
             if (owner := self._by_name.get(answer.owner or "")) is not None:
                 owner.client.end_choice(request_id, index)
-
-    def owner_of(self, request_id: str) -> str | None:
-        """The name of the replica that computes a request now; None if none does."""
-        answer = self._answers.get(request_id)
-        return None if answer is None else answer.owner
 
     def listen_for_usage(self, listener: UsageListener) -> None:
         self._on_usage = listener
@@ -307,7 +300,6 @@ class ReplicaGroup:
             ) from error
         if answer.refusal is not None:
             raise answer.refusal
-        self.num_resumed += 1
 
     def _check_info(self, replica: _Replica) -> None:
         """Takes the facts of an engine that has connected, or refuses the engine if it differs from the others.

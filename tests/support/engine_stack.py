@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from slora.engine.client import RemoteEngine
+from slora.engine.replica_group import ReplicaGroup
 from slora.models.model_spec_reader import read_model_spec
 from slora.request import TokenDelta
 from slora_adapters.limits import AdapterLimits
@@ -160,3 +161,9 @@ async def one_by_one(stream: AsyncGenerator[list[TokenDelta], None]) -> AsyncGen
         async for arrived in stream:
             for delta in arrived:
                 yield delta
+
+
+def find_owner(group: ReplicaGroup, request_id: str) -> str | None:
+    """The name of the replica that computes a request now; None if none does."""
+    answer = group._answers.get(request_id)
+    return None if answer is None else answer.owner

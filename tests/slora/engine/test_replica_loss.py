@@ -33,7 +33,7 @@ from slora_api.generation.usage_recorder import UsageRecorder
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_shipper import UsageShipper
 from tests.api.scripted_engine import ScriptedEngine
-from tests.support.engine_stack import wait_until
+from tests.support.engine_stack import find_owner, wait_until
 
 # The longest wait for something that takes milliseconds.
 LIMIT_S = 60.0
@@ -122,18 +122,18 @@ class Bench:
         self.group.acknowledge_usage(request_id)
 
     def owner(self, request_id: str = "r") -> FakeEngine:
-        return next(one for one in self.engines if one.name == self.group.owner_of(request_id))
+        return next(one for one in self.engines if one.name == find_owner(self.group, request_id))
 
     async def wait_for_owner(self, request_id: str = "r") -> FakeEngine:
         """Waits until an engine has the request."""
         await wait_until(
-            lambda: self.group.owner_of(request_id) is not None and bool(self.owner(request_id).added)
+            lambda: find_owner(self.group, request_id) is not None and bool(self.owner(request_id).added)
         )
         return self.owner(request_id)
 
     async def wait_for_other_owner(self, lost: FakeEngine) -> FakeEngine:
         await wait_until(
-            lambda: self.group.owner_of("r") not in (None, lost.name) and self.owner().added != []
+            lambda: find_owner(self.group, "r") not in (None, lost.name) and self.owner().added != []
         )
         return self.owner()
 
