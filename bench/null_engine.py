@@ -5,6 +5,7 @@ reports that nothing was used, so that nothing is recorded.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from slora.engine import process
@@ -27,6 +28,7 @@ class NullEngine(Engine):
         super().__init__(*arguments, **options)
         self._left: dict[str, int] = {}
         self._asked: dict[str, EngineRequest] = {}
+        self._begun: list[str] = []
         self._ended: list[EndedRequest] = []
 
     @property
@@ -36,12 +38,16 @@ class NullEngine(Engine):
     def add(self, request: EngineRequest) -> None:
         self._left[request.request_id] = request.sampling.max_tokens
         self._asked[request.request_id] = request
+        self._begun.append(request.request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if request_id in self._left:
             self._end(request_id)
 
-    def step(self) -> list[StepOutput]:
+    def step(self, tell_begun: Callable[[list[str]], None] = lambda ids: None) -> list[StepOutput]:
+        if self._begun:
+            tell_begun(self._begun)
+            self._begun = []
         outputs = []
         for request_id in list(self._left):
             self._left[request_id] -= 1

@@ -1,16 +1,19 @@
 """The figures of the serving bench by hand, and small runs of its parts."""
 
 import asyncio
+import inspect
 from pathlib import Path
 
 import pytest
 
 from bench.console import paint_tables, viewer_tables
 from bench.live_platform import Setup
+from bench.null_engine import NullEngine
 from bench.serving import http_tables, layer_tables, trace_tables
 from bench.serving_metrics import Limits, Served, jain_index, serving_row, tenant_rows
 from bench.sse_client import Answer, SseClient
 from bench.workload import ModelSize
+from slora.engine.engine import Engine
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import CHARACTERS
@@ -53,6 +56,13 @@ def test_jains_index_is_one_for_equal_shares_and_one_nth_for_a_monopoly() -> Non
     assert jain_index([3.0, 3.0, 3.0]) == 1.0
     assert jain_index([1.0, 0.0, 0.0, 0.0]) == 0.25
     assert jain_index([1.0, 1.0, 4.0]) == pytest.approx(2 / 3)
+
+
+def test_the_null_engine_has_the_methods_that_the_worker_calls() -> None:
+    """Born from `step`, which got a parameter that the null engine lacked."""
+    for name in ("add", "abort", "step", "pop_usage"):
+        of_null, of_engine = (inspect.signature(getattr(kind, name)) for kind in (NullEngine, Engine))
+        assert list(of_null.parameters) == list(of_engine.parameters), name
 
 
 def test_the_client_reads_streams_one_after_another_on_one_connection(tmp_path: Path) -> None:
