@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import event, insert, select, text, update
+from sqlalchemy.engine import Engine
 from sqlalchemy.exc import IntegrityError
 
 from slora_adapters.database import database as database_module
@@ -68,6 +69,28 @@ def test_integrity_errors_reach_the_caller_as_they_are(database: Database) -> No
     row = {"key_id": "k", "tenant": "nobody", "digest": b"", "created_at": 1}
     with pytest.raises(IntegrityError), database.transaction(CHANGES) as connection:
         connection.execute(insert(schema.api_keys), row)
+
+
+def test_inserts_of_any_number_of_rows_share_few_statements(tmp_path: Path) -> None:
+    """The driver keeps prepared statements. The memory of an API process grew, because each number of usage records
+    had a statement of its own, with 12 parameters for each record."""
+    seen: set[str] = set()
+
+    def record(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT"):
+            seen.add(statement)
+
+    added = insert(schema.erased_keys).returning(schema.erased_keys.c.key_id)
+    with closing(Database(tmp_path / "slora.db")) as database:
+        event.listen(Engine, "before_cursor_execute", record)
+        try:
+            for number in range(1, 200):
+                with database.transaction() as connection:
+                    rows = [{"key_id": f"{number}-{row}"} for row in range(number)]
+                    assert len(connection.execute(added, rows).all()) == number
+        finally:
+            event.remove(Engine, "before_cursor_execute", record)
+    assert len(seen) <= 17 and max(statement.count("?") for statement in seen) <= 16
 
 
 def test_names_are_sorted_in_byte_order(database: Database) -> None:
