@@ -190,9 +190,14 @@ class Registry:
         """Returns the total size of what the tenant stores, and the stored size of the weights with this digest."""
         return self._storage.storage_usage(tenant, digest)
 
-    def pinned(self) -> Sequence[Rollout]:
-        """Returns all pinned aliases, sorted by tenant, name and alias."""
-        return self._storage.pinned()
+    def pinned(
+        self, *, limit: int | None = None, after: tuple[str, str, str] | None = None
+    ) -> Sequence[Rollout]:
+        """Returns the pinned aliases of all tenants, sorted by tenant, name and alias.
+
+        The result has at most `limit` aliases that sort after `after`: tenant, name and alias, which need not exist.
+        """
+        return self._storage.pinned(limit, after)
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         """Returns those of the given weights that at least one name of their tenant still uses. Engines may drop the

@@ -49,6 +49,7 @@ __all__ = [
     "ONE_ROLLOUT",
     "ONE_VERSION",
     "PINNED",
+    "PINNED_PAGE",
     "STORAGE_USAGE",
     "VERSION_PAGE",
     "NameKey",
@@ -170,6 +171,18 @@ _alias_page = (
     .subquery("own")
 )
 ALIASES = _rollouts_of(_alias_page)
+_pinned_page = (
+    select(*_aliases.c)
+    .where(
+        _a.pinned,
+        tuple_(_a.tenant, _a.name, _a.alias)
+        > tuple_(bindparam("after_tenant"), bindparam("after"), bindparam("after_alias")),
+    )
+    .order_by(_a.tenant, _a.name, _a.alias)
+    .limit(_most)
+    .subquery("own")
+)
+PINNED_PAGE = _rollouts_of(_pinned_page)
 
 _FIND_NAME = select(_n.created_at, _n.last_number).where(_of_name(_names))
 _FIND_ALIASES = select(_a.alias, _a.follows_pushes, _a.history, _a.salt, _a.pinned, _a.updated_at).where(

@@ -32,6 +32,7 @@ from slora_adapters.registry.registry_rows import (
     ONE_ROLLOUT,
     ONE_VERSION,
     PINNED,
+    PINNED_PAGE,
     STORAGE_USAGE,
     VERSION_PAGE,
     NameKey,
@@ -137,9 +138,11 @@ class RegistryStorage:
         (row,) = self._database.read(STORAGE_USAGE, {"tenant": tenant, "digest": digest})
         return _usage(row)
 
-    def pinned(self) -> Sequence[Rollout]:
-        """Returns all pinned aliases, sorted by tenant, name and alias."""
-        return read_rollouts(self._database.read(PINNED))
+    def pinned(self, limit: int | None, after: tuple[str, str, str] | None) -> Sequence[Rollout]:
+        """Returns the pinned aliases of all tenants after `after`, sorted by (tenant, name, alias)."""
+        tenant, name, alias = after or ("", "", "")
+        page = {"after_tenant": tenant, "after": name, "after_alias": alias, "most": _most(limit)}
+        return read_rollouts(self._database.read(PINNED_PAGE, page))
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         """Returns those of the given weights that at least one name of their tenant uses."""

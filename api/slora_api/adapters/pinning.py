@@ -63,10 +63,6 @@ class Pinning:
         self.refresh()
         return record
 
-    async def list(self) -> Sequence[Rollout]:
-        """Lists the pins of all tenants, sorted by tenant, name and alias."""
-        return await asyncio.to_thread(self._registry.pinned)
-
     async def change_share(self, tenant: str, changes: ShareChanges) -> Tenant:
         """Changes a tenant's share. Raises the errors of `TenantStore.change_share`.
 

@@ -191,7 +191,7 @@ _PIN_COLUMNS = {
 @explained
 def pins(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        print_records(check(client.get("/admin/pins"))["data"], _PIN_COLUMNS, as_json=arguments.json)
+        print_records(walk(client, "/admin/pins"), _PIN_COLUMNS, as_json=arguments.json)
 
 
 @explained

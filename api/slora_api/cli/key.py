@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from slora_api.cli.output import Columns, print_json, print_records
-from slora_api.cli.remote import admin_client, check, explained
+from slora_api.cli.remote import admin_client, check, explained, walk
 
 __all__ = ["create", "create_operator_key", "revoke", "rotate", "show", "show_operator_keys"]
 
@@ -63,8 +63,7 @@ def _create(path: str, wanted: Mapping[str, Any], arguments: argparse.Namespace)
 
 def _show(path: str, columns: Columns, arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        keys = check(client.get(path))["data"]
-    print_records(keys, columns, as_json=arguments.json)
+        print_records(walk(client, path), columns, as_json=arguments.json)
 
 
 @explained

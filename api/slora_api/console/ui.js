@@ -41,14 +41,6 @@ export const Table = ({ caption, columns, rows, rowKey, empty = "There is nothin
     </table>
   </div>`;
 
-// Buttons that turn the pages of a list. Nothing if there is only one page.
-export const Pager = ({ isFirst, hasMore, onBack, onNext, back = "Previous", next = "Next" }) =>
-  (!isFirst || hasMore) && html`
-    <div class="buttons">
-      <button disabled=${isFirst} onClick=${onBack}>${back}</button>
-      <button disabled=${!hasMore} onClick=${onNext}>${next}</button>
-    </div>`;
-
 // Loads a value with `load(signal)` when the view opens, and again after `reload()`. Returns {value, error, reload}.
 export function useLoad(load, inputs = []) {
   const [state, setState] = useState({ value: null, error: null });

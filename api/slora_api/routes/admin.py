@@ -1,5 +1,6 @@
 """/admin: the operator's routes for tenants and pins."""
 
+import re
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, status
@@ -7,9 +8,10 @@ from typing_extensions import TypedDict
 
 from slora.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
+from slora_adapters.registry.registry import Rollout
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
 from slora_api.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
-from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject, list_json
+from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
@@ -23,6 +25,8 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 
 # A name of a tenant has at most 128 characters.
 _NamePart = Annotated[str, Query(max_length=128)]
+# None of the three names may contain a slash or an at sign.
+_PIN_ID = re.compile("([^/@]+)/([^/@]+)@([^/@]+)")
 _Names = Annotated[list[str] | None, Query(max_length=100)]
 
 
@@ -60,8 +64,9 @@ class PurgeObject(TypedDict):
 
 
 class PinObject(AliasObject):
-    """A pinned alias of a tenant."""
+    """A pinned alias of a tenant. id: `tenant/name@alias`."""
 
+    id: str
     tenant: str
 
 
@@ -77,6 +82,24 @@ def _tenant_json(tenant: Tenant) -> TenantObject:
         "max_pool_share": share.max_share,
         "priority": share.priority,
     }
+
+
+def _pin_json(pinned: Rollout) -> PinObject:
+    alias = alias_json(pinned)
+    return {"id": f"{pinned.tenant}/{alias['name']}@{alias['alias']}", "tenant": pinned.tenant, **alias}
+
+
+def _read_pin_id(pin_id: str) -> tuple[str, str, str]:
+    """Returns the tenant, the name and the alias. Raises BadRequest."""
+    match = _PIN_ID.fullmatch(pin_id)
+    if match is None:
+        raise BadRequest(
+            f"`after` is {pin_id[:140]!r}, which is not the id of a pin, such as `acme/greeter@latest`; send the "
+            "`last_id` of the previous page.",
+            "after",
+        )
+    tenant, name, alias = match.groups()
+    return tenant, name, alias
 
 
 def _changes(body: TenantChanges) -> ShareChanges:
@@ -172,10 +195,13 @@ def list_tenant_adapters(
 
 
 @router.get("/pins")
-async def list_pins(_operator: Operator, services: Wired) -> ListObject[PinObject]:
-    """Lists the pinned aliases of all tenants."""
-    pinned = await services.pinning.list()
-    return {"object": "list", "data": [{"tenant": one.tenant, **alias_json(one)} for one in pinned]}
+def list_pins(
+    _operator: Operator, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+) -> PageObject[PinObject]:
+    """Lists the pinned aliases of all tenants, sorted by tenant, name and alias."""
+    behind = None if after is None else _read_pin_id(after)
+    found = services.registry.pinned(limit=limit + 1, after=behind)
+    return list_json([_pin_json(one) for one in found], "id", limit)
 
 
 @router.put(

@@ -7,10 +7,10 @@ from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
 from slora_api.errors import KeyConflict, NotFound
-from slora_api.listing import ListObject
+from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
-from slora_api.schemas import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
+from slora_api.schemas import Limit, NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.key_record import Caller, KeyRecord
 from slora_api.tenants.scopes import OPERATOR_SCOPES, TENANT_SCOPES, Scope, parse_scopes
@@ -93,8 +93,16 @@ def create_key(
 
 
 @router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
-def list_keys(tenant: str, _operator: Operator, services: Wired) -> ListObject[KeyObject]:
-    return {"object": "list", "data": [key_json(key) for key in services.key_store.list_keys(tenant)]}
+def list_keys(
+    tenant: str,
+    _operator: Operator,
+    services: Wired,
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
+) -> PageObject[KeyObject]:
+    """Lists the keys of a tenant, oldest first."""
+    found = services.key_store.list_keys(tenant, limit=limit + 1, after=after)
+    return list_json([key_json(key) for key in found], "key_id", limit)
 
 
 @router.post("/keys", status_code=status.HTTP_201_CREATED, responses=errors(DiskFull))
@@ -105,9 +113,12 @@ def create_operator_key(body: NewOperatorKeyRequest, _operator: Operator, servic
 
 
 @router.get("/keys")
-def list_operator_keys(_operator: Operator, services: Wired) -> ListObject[KeyObject]:
-    """Lists the operators' keys, except the bootstrap key."""
-    return {"object": "list", "data": [key_json(key) for key in services.key_store.list_operator_keys()]}
+def list_operator_keys(
+    _operator: Operator, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+) -> PageObject[KeyObject]:
+    """Lists the operators' keys, oldest first, except the bootstrap key."""
+    found = services.key_store.list_operator_keys(limit=limit + 1, after=after)
+    return list_json([key_json(key) for key in found], "key_id", limit)
 
 
 @router.post(

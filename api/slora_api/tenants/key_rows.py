@@ -17,6 +17,7 @@ from slora_api.tenants.tenant_status import TenantStatus
 __all__ = [
     "KEYS_OF_TENANT",
     "KEY_EXISTS",
+    "KEY_POSITION",
     "ONE_KEY",
     "OPERATOR_KEYS",
     "TERMS",
@@ -43,6 +44,7 @@ KEYS_OF_TENANT = _KEYS.where(_k.tenant == bindparam("tenant"))
 OPERATOR_KEYS = _KEYS.where(_k.tenant.is_(None))
 ONE_KEY = _KEYS.where(_k.key_id == bindparam("key_id"))
 VALID_KEY = ONE_KEY.add_columns(_k.digest).where(_k.revoked_at.is_(None))
+KEY_POSITION = select(_k.created_at, _k.key_id).where(_k.key_id == bindparam("key_id"))
 KEY_EXISTS = select(_k.key_id).where(_k.key_id == bindparam("key_id"))
 
 

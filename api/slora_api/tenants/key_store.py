@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Select, insert, select, update
+from sqlalchemy import Select, insert, select, tuple_, update
 
 from slora.tenant_share import TenantShare
 from slora_adapters.database import schema
@@ -40,6 +40,7 @@ from slora_api.tenants.key_cache import KeyCache
 from slora_api.tenants.key_record import BOOTSTRAP_KEY_ID, Caller, KeyRecord, OperatorKey
 from slora_api.tenants.key_rows import (
     KEY_EXISTS,
+    KEY_POSITION,
     KEYS_OF_TENANT,
     ONE_KEY,
     OPERATOR_KEYS,
@@ -215,15 +216,24 @@ class KeyStore:
         self._cache.drop(key_id)
         return new, key
 
-    def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
-        """Lists the keys of a tenant, oldest first. Raises NotFound for an unknown tenant."""
+    def list_keys(
+        self, tenant: str, *, limit: int | None = None, after: str | None = None
+    ) -> Sequence[KeyRecord]:
+        """Lists the keys of a tenant, oldest first.
+
+        limit: None lists all. after: the id of the last key of the previous page. Raises NotFound for an unknown
+        tenant, and BadRequest if no key has the id `after`.
+        """
         self._find_terms(tenant)
-        records = self._read_records(KEYS_OF_TENANT, {"tenant": tenant})
+        records = self._read_records(self._page(KEYS_OF_TENANT, limit, after), {"tenant": tenant})
         return [record for record in records if isinstance(record, KeyRecord)]
 
-    def list_operator_keys(self) -> Sequence[OperatorKey]:
-        """Lists the operators' keys, oldest first, without the bootstrap key."""
-        return [record for record in self._read_records(OPERATOR_KEYS) if isinstance(record, OperatorKey)]
+    def list_operator_keys(
+        self, *, limit: int | None = None, after: str | None = None
+    ) -> Sequence[OperatorKey]:
+        """Lists the operators' keys, oldest first, without the bootstrap key. See `list_keys`."""
+        records = self._read_records(self._page(OPERATOR_KEYS, limit, after))
+        return [record for record in records if isinstance(record, OperatorKey)]
 
     def revoke_key(self, key_id: str, *, keeps_operator: bool = False) -> None:
         """Revokes a key at once. Revoking a revoked key is a no-op.
@@ -401,6 +411,19 @@ class KeyStore:
             else record
             for record in records
         ]
+
+    def _page(self, query: Select[Any], limit: int | None, after: str | None) -> Select[Any]:
+        """Returns the query for one page of a list of keys. Raises BadRequest."""
+        if after is not None:
+            rows = self._database.read(KEY_POSITION, {"key_id": after})
+            if not rows:
+                raise BadRequest(
+                    f"`after` is {after[:140]!r}, which is not the id of a key; send the `last_id` of the previous "
+                    "page.",
+                    "after",
+                )
+            query = query.where(tuple_(_k.created_at, _k.key_id) > tuple_(*rows[0]))
+        return query.limit(limit)
 
     def _find_terms(self, tenant: str) -> tuple[TenantShare, TenantStatus]:
         rows = self._database.read(TERMS, {"name": tenant})

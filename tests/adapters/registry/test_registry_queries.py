@@ -18,6 +18,7 @@ from slora_adapters.registry.registry_rows import (
     OF_NAME,
     ONE_ROLLOUT,
     PINNED,
+    PINNED_PAGE,
     STORAGE_USAGE,
     VERSION_PAGE,
 )
@@ -53,6 +54,7 @@ KEY = {"tenant": "t1", "name": "a"}
         ),
         (OF_NAME, KEY, []),
         (PINNED, {}, []),
+        (PINNED_PAGE, {"after_tenant": "t", "after": "a", "after_alias": "b", "most": 9}, []),
         (
             NAMES,
             {"tenant": "t1", "after": "a", "most": 9},

@@ -53,6 +53,12 @@ def client(platform: Platform, key: str) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture
+def admin(platform: Platform) -> Iterator[httpx.Client]:
+    with platform.client(ADMIN_KEY) as admin:
+        yield admin
+
+
 def walk(client: httpx.Client, path: str, called: str, **params: Any) -> list[list[Any]]:
     """The names of the items on each page."""
     pages = []
@@ -88,6 +94,51 @@ def test_an_operator_lists_the_adapters_of_one_tenant_in_pages(platform: Platfor
         assert walk(admin, "/admin/tenants/without-adapters/adapters", "name") == [[]]
 
 
+def test_pins_of_all_tenants_come_in_pages(admin: httpx.Client, registry: Registry, key: str) -> None:
+    registry.put("zoo", AdapterVersion("t", "e" * 64), DETAILS)
+    registry.move("t", "many", "two", {1: 50, 2: 50})
+    pinned = [("t", "many@prod"), ("t", "many@two"), ("t", "zoo@latest"), ("u", "zoo@latest")]
+    for tenant, reference in pinned:
+        registry.pin(tenant, reference, lambda _wanted, _others: None)
+    everything = [f"{tenant}/{reference}" for tenant, reference in pinned]
+    assert walk(admin, "/admin/pins", "id") == [everything]
+    for limit in (1, 2, 3, 4):
+        pages = walk(admin, "/admin/pins", "id", limit=limit)
+        assert list(chain(*pages)) == everything and all(len(page) == limit for page in pages[:-1])
+        assert pages[-1], "has_more was said of nothing"
+    split = admin.get("/admin/pins", params={"limit": 1, "after": "t/many@prod"}).json()["data"]
+    assert [(one["tenant"], one["alias"], one["versions"]) for one in split] == [
+        ("t", "two", {"1": 50, "2": 50})
+    ]
+    assert walk(admin, "/admin/pins", "id", after="t/no-longer@pinned") == [everything[2:]]
+    refused = admin.get("/admin/pins", params={"after": "zoo@latest"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
+    for tenant, reference in pinned:
+        registry.unpin(tenant, reference)
+    registry.delete("t", "zoo", force=True)
+    registry.delete_alias("t", "many", "two")
+
+
+def test_keys_come_in_pages_oldest_first(platform: Platform, admin: httpx.Client) -> None:
+    store = platform.services.key_store
+    platform.services.tenant_store.create_tenant("keyed")
+    own = [store.create_key("keyed", None)[0] for _ in range(5)]
+    operators = [store.create_operator_key(f"operator {number}")[0] for number in range(3)]
+    for path, keys in (("/admin/tenants/keyed/keys", own), ("/admin/keys", operators)):
+        # Keys that are made in the same second are sorted by id.
+        everything = [key.key_id for key in sorted(keys, key=lambda key: (key.created_at, key.key_id))]
+        assert walk(admin, path, "key_id") == [everything]
+        for limit in (1, 2, 3, 5):
+            pages = walk(admin, path, "key_id", limit=limit)
+            assert list(chain(*pages)) == everything and all(len(page) == limit for page in pages[:-1])
+            assert pages[-1], "has_more was said of nothing"
+        assert walk(admin, path, "key_id", after=everything[-1]) == [[]]
+        refused = admin.get(path, params={"after": "nothing0"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
+    for key in operators:
+        store.revoke_key(key.key_id)
+
+
 def test_versions_come_in_pages_newest_first_with_their_aliases(client: httpx.Client) -> None:
     path = "/v1/adapters/many/versions"
     assert walk(client, path, "version") == [VERSIONS]
@@ -121,9 +172,12 @@ def test_openais_client_sees_every_model(platform: Platform, registry: Registry)
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "many"])
-def test_an_invalid_page_limit_is_refused_by_name(client: httpx.Client, limit: str) -> None:
-    for path in ("/v1/adapters", "/v1/models", "/v1/adapters/many/versions"):
-        refused = client.get(path, params={"limit": limit})
+def test_an_invalid_page_limit_is_refused_by_name(
+    client: httpx.Client, admin: httpx.Client, limit: str
+) -> None:
+    for path in ("/v1/adapters", "/v1/models", "/v1/adapters/many/versions", "/admin/pins", "/admin/keys"):
+        sender = admin if path.startswith("/admin") else client
+        refused = sender.get(path, params={"limit": limit})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
 
 

@@ -7,7 +7,8 @@ import { CopyButton } from "../copy.js";
 import { Confirm } from "../dialog.js";
 import { loadResidency } from "../residency.js";
 import { loadTraffic } from "../usage.js";
-import { ErrorNotice, Notice, Pager, Panel, Table, formatBytes, formatCount, formatTime, useAction, useLoad } from "../ui.js";
+import { Pager, usePages } from "../pages.js";
+import { ErrorNotice, Notice, Panel, Table, formatBytes, formatCount, formatTime, useAction, useLoad } from "../ui.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
 
 const PAGE = 25;
@@ -25,10 +26,7 @@ export const Targets = ({ versions }) => html`<span class="targets">${Object.ent
 export function Adapter({ me, name }) {
   const mayWrite = me.scopes.includes("adapters:write");
   const mayRun = me.scopes.includes("inference");
-  const [pages, setPages] = useState([null]);
-  const after = pages.at(-1);
-  const versions = useLoad((signal) =>
-    call(path`v1/adapters/${name}/versions?limit=${PAGE}` + (after ? `&after=${after}` : ""), { signal }), [after]);
+  const versions = usePages(path`v1/adapters/${name}/versions`, PAGE);
   const aliases = useLoad((signal) => call(path`v1/adapters/${name}/aliases`, { signal }));
   const traffic = useLoad((signal) => loadTraffic(me, signal));
   const residency = useLoad((signal) => loadResidency(me, signal));
@@ -133,8 +131,7 @@ export function Adapter({ me, name }) {
         ${versions.value && html`
           <${Table} caption="Versions" columns=${versionColumns} rows=${versions.value.data}
             rowKey=${(one) => one.version} />
-          <${Pager} isFirst=${pages.length === 1} hasMore=${versions.value.has_more} back="Newer" next="Older"
-            onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, versions.value.last_id])} />`}
+          <${Pager} ...${versions.pager} back="Newer" next="Older" />`}
       </${Panel}>
     </div>
     ${window}`;

@@ -7,7 +7,8 @@ import { OperatorAdapters } from "./operator_adapters.js";
 import { Upload } from "./upload.js";
 import { loadResidency } from "../residency.js";
 import { loadTraffic } from "../usage.js";
-import { ErrorNotice, Pager, Panel, Table, formatBytes, formatCount, formatTime, useLoad } from "../ui.js";
+import { Pager, usePages } from "../pages.js";
+import { ErrorNotice, Panel, Table, formatBytes, formatCount, formatTime, useLoad } from "../ui.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 
 const PAGE = 25;
@@ -31,14 +32,14 @@ function OwnAdapters({ me, mayRead }) {
 }
 
 function List({ me, round }) {
-  // The names after which the pages before this one ended.
-  const [pages, setPages] = useState([null]);
-  const after = pages.at(-1);
-  const list = useLoad((signal) =>
-    call(`v1/adapters?limit=${PAGE}${after ? `&after=${encodeURIComponent(after)}` : ""}`, { signal }), [after, round]);
+  const list = usePages("v1/adapters", PAGE);
   const traffic = useLoad((signal) => loadTraffic(me, signal), [round]);
   const residency = useLoad((signal) => loadResidency(me, signal), [round]);
-  useEffect(() => setPages([null]), [round]);
+  useEffect(() => {
+    if (round === 0) return; // the first page is being loaded
+    list.toFirst();
+    list.reload();
+  }, [round]);
   const reload = () => [list, traffic, residency].forEach((one) => one.reload());
   const columns = [
     { name: "Adapter", cell: (one) => html`<a href=${link("adapters", one.name)}>${one.name}</a>
@@ -63,8 +64,7 @@ function List({ me, round }) {
         : html`
           <${Table} caption="Adapters" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
             empty="There are no adapters yet. Upload the first one below." />
-          <${Pager} isFirst=${pages.length === 1} hasMore=${list.value.has_more}
-            onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, list.value.last_id])} />`}
+          <${Pager} ...${list.pager} />`}
     </${Panel}>`;
 }
 

@@ -1,7 +1,7 @@
 // The audit log, newest first.
 
-import { call } from "../api.js";
-import { ErrorNotice, Pager, Panel, Table, useLoad } from "../ui.js";
+import { Pager, usePages } from "../pages.js";
+import { ErrorNotice, Panel, Table } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
 
 const PAGE = 50;
@@ -13,16 +13,12 @@ const FILTERS = [
 
 export function View() {
   const [filter, setFilter] = useState({});
-  // The entries after which the pages before this one ended.
-  const [pages, setPages] = useState([null]);
-  const after = pages.at(-1);
-  const query = new URLSearchParams({ ...filter, limit: PAGE, ...after && { after } });
-  const log = useLoad((signal) => call(`admin/audit?${query}`, { signal }), [String(query)]);
+  const log = usePages(`admin/audit?${new URLSearchParams(filter)}`, PAGE);
   function submit(event) {
     event.preventDefault();
     const form = new FormData(event.target);
     setFilter(Object.fromEntries([...form].map(([field, text]) => [field, text.trim()]).filter(([, text]) => text !== "")));
-    setPages([null]);
+    log.toFirst();
     log.reload();
   }
   const columns = [
@@ -47,8 +43,7 @@ export function View() {
       ${log.value && html`
         <${Table} caption="Audit log" columns=${columns} rows=${log.value.data} rowKey=${(one) => one.id}
           empty="No change matches." />
-        <${Pager} isFirst=${pages.length === 1} hasMore=${log.value.has_more} back="Newer" next="Older"
-          onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, log.value.last_id])} />`}
+        <${Pager} ...${log.pager} back="Newer" next="Older" />`}
     </${Panel}>`;
 }
 

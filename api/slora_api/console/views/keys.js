@@ -5,14 +5,16 @@ import { path } from "../address.js";
 import { CopyButton } from "../copy.js";
 import { Buttons, Confirm, Dialog, FormDialog } from "../dialog.js";
 import { QuotaForm } from "./quota.js";
+import { Pager, usePages } from "../pages.js";
 import { ErrorNotice, Panel, Table, formatTime, useLoad } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
 
 const SCOPES = ["inference", "adapters:read", "adapters:write", "usage:read"];
+const PAGE = 25;
 const DAY_S = 86_400;
 
 export function Keys({ tenant }) {
-  const keys = useLoad(async (signal) => (await call(path`admin/tenants/${tenant}/keys`, { signal })).data, [tenant]);
+  const keys = usePages(path`admin/tenants/${tenant}/keys`, PAGE);
   const [window, setWindow] = useState(null);
   const close = () => setWindow(null);
   // The form closes itself after this, so the secret is shown in the next task.
@@ -49,8 +51,9 @@ export function Keys({ tenant }) {
         <${NewKey} tenant=${tenant} onClose=${close} onMade=${(made) => { keys.reload(); showSecret(made); }} />`)}>
         New key</button>`}>
       <${ErrorNotice} error=${keys.error} />
-      ${keys.value && html`<${Table} caption="Keys" columns=${columns} rows=${keys.value} rowKey=${(one) => one.key_id}
-        empty="This tenant has no keys." />`}
+      ${keys.value && html`<${Table} caption="Keys" columns=${columns} rows=${keys.value.data} rowKey=${(one) => one.key_id}
+          empty="This tenant has no keys." />
+        <${Pager} ...${keys.pager} />`}
       ${window}
     </${Panel}>`;
 }

@@ -5,11 +5,13 @@ import { call } from "../api.js";
 import { link, path } from "../address.js";
 import { Targets } from "./adapter.js";
 import { loadToday } from "../usage.js";
+import { Pager, usePages } from "../pages.js";
 import { ErrorNotice, Notice, Panel, Table, formatBytes, formatCount, formatNumber, useAction, useLoad } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
 
 const MOST_USED = 100;
 const SUGGESTED = 20;
+const PAGE = 25;
 
 // Loads the adapters used today: those with the most requests, and the number of all. The usage of a purged tenant stays,
 // and its page does not exist, so `isPurged` marks its adapters.
@@ -28,7 +30,7 @@ const showTenant = (one) => (one.isPurged
   : html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>`);
 
 export function OperatorAdapters() {
-  const pins = useLoad(async (signal) => (await call("admin/pins", { signal })).data);
+  const pins = usePages("admin/pins", PAGE);
   const used = useLoad(loadUsed);
   const [owner, setOwner] = useState("");
   const suggested = useLoad(async (signal) => (await call(
@@ -90,8 +92,9 @@ export function OperatorAdapters() {
       <${Panel} title="Pinned adapters" wide>
         <p class="note">A pinned adapter is loaded before it is needed and is never evicted.</p>
         <${ErrorNotice} error=${pins.error} />
-        ${pins.value && html`<${Table} caption="Pinned adapters" columns=${pinColumns} rows=${pins.value}
-          rowKey=${(one) => `${one.tenant} ${one.name} ${one.alias}`} empty="No adapter is pinned." />`}
+        ${pins.value && html`<${Table} caption="Pinned adapters" columns=${pinColumns} rows=${pins.value.data}
+          rowKey=${(one) => one.id} empty="No adapter is pinned." />
+          <${Pager} ...${pins.pager} />`}
         <form class="fields" onSubmit=${submit}>
           <label>Tenant <input name="tenant" list="tenants" required maxlength="128" value=${owner}
             onInput=${(event) => setOwner(event.target.value)} autocomplete="off" spellcheck=${false} /></label>

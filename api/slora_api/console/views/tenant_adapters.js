@@ -2,18 +2,15 @@
 
 import { call } from "../api.js";
 import { path } from "../address.js";
-import { ErrorNotice, Notice, Pager, Panel, Table, formatBytes, formatTime, useAction, useLoad } from "../ui.js";
+import { Pager, usePages } from "../pages.js";
+import { ErrorNotice, Notice, Panel, Table, formatBytes, formatTime, useAction } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
 
 const PAGE = 25;
 
 export function TenantAdapters({ tenant }) {
-  // The names after which the pages before this one ended.
-  const [pages, setPages] = useState([null]);
-  const after = pages.at(-1);
   const route = path`admin/tenants/${tenant}/adapters`;
-  const list = useLoad((signal) =>
-    call(`${route}?limit=${PAGE}${after ? `&after=${encodeURIComponent(after)}` : ""}`, { signal }), [route, after]);
+  const list = usePages(route, PAGE);
   const [done, setDone] = useState(null);
   const { run, isBusy, error } = useAction();
 
@@ -44,7 +41,6 @@ export function TenantAdapters({ tenant }) {
       ${list.value && html`
         <${Table} caption="Adapters of the tenant" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
           empty="This tenant has no adapters." />
-        <${Pager} isFirst=${pages.length === 1} hasMore=${list.value.has_more}
-          onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, list.value.last_id])} />`}
+        <${Pager} ...${list.pager} />`}
     </${Panel}>`;
 }

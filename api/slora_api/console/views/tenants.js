@@ -6,7 +6,8 @@ import { FormDialog } from "../dialog.js";
 import { fullest } from "./quota.js";
 import { ShareFields, readShare } from "./share.js";
 import { Tenant } from "./tenant.js";
-import { ErrorNotice, Pager, Panel, Table, formatCount, formatShare, useLoad } from "../ui.js";
+import { Pager, usePages } from "../pages.js";
+import { ErrorNotice, Panel, Table, formatCount, formatShare, useLoad } from "../ui.js";
 import { addUp, loadToday } from "../usage.js";
 import { html, useState } from "../vendor/preact.js";
 
@@ -20,12 +21,9 @@ export function View() {
 function Tenants() {
   const usage = useLoad(async (signal) => addUp(await loadToday("admin/usage", "tenant", signal), (one) => one.tenant));
   const [wanted, setWanted] = useState("");
-  // The names after which the pages before this one ended.
-  const [pages, setPages] = useState([null]);
   const [window, setWindow] = useState(null);
-  const after = pages.at(-1);
-  const query = new URLSearchParams({ limit: PAGE, ...wanted.trim() && { contains: wanted.trim() }, ...after && { after } });
-  const list = useLoad((signal) => call(`admin/tenants?${query}`, { signal }), [String(query)]);
+  const query = new URLSearchParams({ ...wanted.trim() && { contains: wanted.trim() } });
+  const list = usePages(`admin/tenants?${query}`, PAGE);
   const columns = [
     { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.name)}>${one.name}</a>` },
     { name: "State", cell: (one) => html`<span class=${`tag ${one.status}`}>${one.status}</span>` },
@@ -43,7 +41,7 @@ function Tenants() {
       <${Panel} title="Tenants" wide actions=${html`
           <span class="row-actions">
             <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" maxlength="128" value=${wanted}
-              onInput=${(event) => { setWanted(event.target.value); setPages([null]); }} />
+              onInput=${(event) => setWanted(event.target.value)} />
             <button onClick=${reload}>Refresh</button>
             <button onClick=${() => setWindow(html`<${NewTenant} onClose=${() => setWindow(null)} />`)}>New tenant</button>
           </span>`}>
@@ -51,8 +49,7 @@ function Tenants() {
         ${list.value && html`
           <${Table} caption="Tenants" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
             empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} />
-          <${Pager} isFirst=${pages.length === 1} hasMore=${list.value.has_more}
-            onBack=${() => setPages(pages.slice(0, -1))} onNext=${() => setPages([...pages, list.value.last_id])} />`}
+          <${Pager} ...${list.pager} />`}
       </${Panel}>
     </div>
     ${window}`;
