@@ -11,6 +11,7 @@ SloraError (the project's root)
 │   ├── PurgeBegun         the tenant is being deleted
 │   ├── Conflict           the name is taken
 │   ├── KeyConflict        the state of a key forbids the change
+│   ├── EngineConflict     the state of the engines forbids to restart one
 │   ├── InUse              not deleted, because aliases point at it
 │   ├── PinsFull           pins would use more of the page pool than they may
 │   ├── QuotaExceeded      the tenant's quota of versions or stored bytes
@@ -77,6 +78,7 @@ __all__ = [
     "BudgetExhausted",
     "ClientGone",
     "Conflict",
+    "EngineConflict",
     "ErrorAnswer",
     "ErrorObject",
     "Forbidden",
@@ -169,6 +171,10 @@ class PurgeBegun(ApiError):
 
 class KeyConflict(ApiError):
     """The state of a key forbids the change, for example because the key is revoked already."""
+
+
+class EngineConflict(ApiError):
+    """The state of the engines forbids to restart one of them. The message says why."""
 
 
 class InUse(ApiError):
@@ -330,6 +336,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (KeyConflict, _Rule(409, "conflict_error", "key_conflict", should_retry=False)),
     (InUse, _Rule(409, "conflict_error", "adapter_in_use", should_retry=False)),
     (AliasConflict, _Rule(409, "conflict_error", "alias_conflict", should_retry=False)),
+    (EngineConflict, _Rule(409, "conflict_error", "engine_conflict", should_retry=False)),
     (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),
     (QuotaExceeded, _Rule(409, "conflict_error", "quota_exceeded", should_retry=False)),
     (BadRequest, _Rule(400, _REQUEST)),

@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -34,11 +34,11 @@ class _Word(IntEnum):
     """The first words of a column.
 
     CHANGES: number of changes that the process has committed to the database, including those before a restart.
-    READY: 1 while the process is ready to answer requests. CONNECTIONS: number of its open connections.
+    SERVING: bit N is 1 while the process can send requests to engine N. CONNECTIONS: number of its open connections.
     """
 
     CHANGES = 0
-    READY = 1
+    SERVING = 1
     CONNECTIONS = 2
 
 
@@ -182,7 +182,7 @@ class HostBoard:
 
     def clear(self, process: int) -> None:
         """Clears the column of a process that has ended, which releases what it held."""
-        start = self._column(process) + _WORD_BYTES * _Word.READY
+        start = self._column(process) + _WORD_BYTES * _Word.SERVING
         end = self._column(process + 1)
         self._memory[start:end] = bytes(end - start)
 
@@ -221,11 +221,21 @@ class HostBoard:
         """Returns, for every other process, the number of changes that it has committed."""
         return tuple(self._read_others(_Word.CHANGES))
 
-    def set_ready(self, *, is_ready: bool) -> None:
-        self._words[self._word(self.process, _Word.READY)] = is_ready
+    def set_serving(self, engines: Iterable[bool]) -> None:
+        """Tells the other processes to which engines this process can send requests. There are at most 64 engines."""
+        bits = sum(is_serving << number for number, is_serving in enumerate(engines))
+        self._words[self._word(self.process, _Word.SERVING)] = bits
 
     def are_others_ready(self) -> bool:
-        return all(self._read_others(_Word.READY))
+        return all(self._read_others(_Word.SERVING))
+
+    def serves_elsewhere(self, engine: int) -> bool:
+        """Returns whether all other API processes can send requests to the engine with this number.
+
+        With workers, the main process answers no requests, so it does not count.
+        """
+        workers = (process for process in range(1, self.size.num_processes) if process != self.process)
+        return all(self._words[self._word(process, _Word.SERVING)] >> engine & 1 for process in workers)
 
     def set_connections(self, count: int) -> None:
         self._words[self._word(self.process, _Word.CONNECTIONS)] = count
@@ -234,7 +244,7 @@ class HostBoard:
         """Returns the lowest number of open connections among the other ready processes; None if no other process is
         ready.
         """
-        counts = zip(self._read_others(_Word.CONNECTIONS), self._read_others(_Word.READY), strict=True)
+        counts = zip(self._read_others(_Word.CONNECTIONS), self._read_others(_Word.SERVING), strict=True)
         return min((count for count, is_ready in counts if is_ready), default=None)
 
     def _read_others(self, word: _Word) -> list[int]:

@@ -772,6 +772,17 @@ class NewOperatorKeyRequest(BaseModel):
     expires_at: int | None = None
 
 
+class EngineRestart(BaseModel):
+    """POST /admin/engines/{name}/restart.
+
+    allow_outage: restart the engine even if no other engine serves. New requests are then refused until it serves
+        again.
+    """
+
+    model_config = STRICT
+    allow_outage: bool = False
+
+
 def _check_targets(value: Any) -> Any:
     """Converts the keys of an alias's targets from JSON strings to version numbers."""
     if value is None:

@@ -152,6 +152,11 @@ class RemoteEngine:
         return self._writer is not None and self._info is not None
 
     @property
+    def device(self) -> str | None:
+        """The device of the engine that was connected last; None before the first connection."""
+        return None if self._info is None else self._info.device
+
+    @property
     def is_leaving(self) -> bool:
         """Whether the engine drains. It gets no new requests, and another engine continues those in progress."""
         return self._is_leaving
@@ -186,7 +191,8 @@ class RemoteEngine:
                 while (message := await read_message(reader)) is not None:
                     self._receive(message)
             except (BrokenFrame, ConnectionError) as error:
-                _log.error("the connection to the engine failed: %s", error)
+                level = logging.INFO if self._is_leaving else logging.ERROR
+                _log.log(level, "the connection to the engine failed: %s", error)
             except asyncio.CancelledError:
                 self._unreported.clear()  # This process ends, so the engine records their usage.
                 raise
@@ -257,6 +263,11 @@ class RemoteEngine:
         for request_id in released:
             self._report_usage(request_id, None)
         self._streams.fail(EngineUnavailable(_LEFT))
+
+    def stop(self) -> None:
+        """Tells the engine to drain and to end, as SIGTERM does. Raises EngineUnavailable if it is not connected."""
+        self._write({"op": "stop"})
+        self.release()
 
     def _abort(self, request_id: str, index: int | None = None) -> None:
         # No await here: this function may run while its task is being cancelled.

@@ -60,6 +60,19 @@ class PoolEvent(NamedTuple):
     num_times: int
 
 
+class EngineState(NamedTuple):
+    """One of the engines of a server.
+
+    problem: why it gets no new requests; None if it serves. device: None before its first connection.
+    live: None while it does not answer.
+    """
+
+    name: str
+    problem: str | None
+    device: str | None
+    live: "LiveState | None"
+
+
 @dataclass(frozen=True, slots=True)
 class LiveState:
     """One observation of the engine.
@@ -71,6 +84,7 @@ class LiveState:
     work_tokens: tokens that were computed with any adapter, including adapters that are not listed.
     step: times of recent steps. steps_per_s, tokens_per_step: rates of the last seconds, prompts included.
     events: the most recent events, oldest first.
+    engines: the engines of a server, if this is their state together; otherwise empty.
     """
 
     time_s: float
@@ -86,3 +100,4 @@ class LiveState:
     steps_per_s: float
     tokens_per_step: float
     events: tuple[PoolEvent, ...]
+    engines: tuple[EngineState, ...] = ()

@@ -51,7 +51,7 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 
 Message = dict[str, Any]
 
@@ -197,7 +197,7 @@ def decode_stats(message: Message) -> EngineStats:
 
 def encode_live_state(state: LiveState, number: int) -> Message:
     # Not `asdict`: it would copy thousands of owners, which takes milliseconds.
-    fields = {name: getattr(state, name) for name in LiveState.__slots__}
+    fields = {name: getattr(state, name) for name in LiveState.__slots__ if name != "engines"}
     pages = state.page_map
     fields["page_map"] = [pages.stride, pages.cells, pages.owners]
     fields["pages"], fields["total"] = astuple(state.pages), astuple(state.total)

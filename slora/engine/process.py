@@ -156,6 +156,7 @@ class EngineServer:
     """Moves frames between the API processes and the engine's worker. Runs on the asyncio loop.
 
     journal: for the usage that no API process has recorded.
+    on_stop: called when an API process asks the engine to drain and to end.
     """
 
     def __init__(
@@ -164,9 +165,11 @@ class EngineServer:
         hello: Message,
         loader_connected: Callable[[], bool],
         journal: UsageJournal,
+        on_stop: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._journal = journal
+        self._on_stop = on_stop
         # Peer number -> relay. The peer may have disconnected.
         self._relays: dict[int, UsageRelay] = {}
         self._hello = hello
@@ -297,6 +300,8 @@ class EngineServer:
                 self._worker.post(RemoveAdapter(decode_version(message["version"])))
             case "purge":
                 self._purge(peer, message)
+            case "stop":
+                self._on_stop()
             case "pins":
                 self._worker.post(SetPins(decode_pins(message)))
             case "prewarm":
@@ -427,7 +432,9 @@ class EngineProcess:
         # A thread that waits for a GPU spins, so its CPU time is no sign of progress.
         self._heartbeat.computes_here = engine.info.device == "cpu"
         journal = UsageJournal(self._config.usage_directory)
-        self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected, journal)
+        self._server = EngineServer(
+            self._worker, encode_info(engine.info), self._loader_connected, journal, self._begin_stop
+        )
         self._config.socket.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
         watcher = asyncio.create_task(self._watch_loader(self._server))
@@ -445,7 +452,8 @@ class EngineProcess:
         self._has_recorded.set()
 
     def _begin_stop(self) -> None:
-        self._stopping = self._loop.create_task(self._drain())
+        if self._stopping is None:
+            self._stopping = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         if self._server is not None:

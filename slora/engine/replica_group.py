@@ -11,9 +11,9 @@ Engines may join and leave while the group runs: see `add` and `remove`.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence, Set
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +21,7 @@ from typing import TypeVar
 from slora.adapter_place import AdapterPlace
 from slora.engine.client import RemoteEngine, UsageListener
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
-from slora.engine.live_state import LiveState
+from slora.engine.live_state import EngineState, LiveState
 from slora.engine.merged_states import (
     explain_difference,
     merge_infos,
@@ -49,6 +49,8 @@ MAX_LOSSES = 3
 # Estimates for the router: the length of an answer without max_tokens, and the time of a token.
 _ANSWER_TOKENS = 256
 _TOKEN_S = 1e-3
+# How long a list of the engines may wait for their answers, which they give between two steps.
+_LISTING_S = 2.0
 _NONE_SERVES = "the engine is not running and is being started; send the request again"
 _PURGED = "the operator has purged the tenant of this request"
 
@@ -69,8 +71,19 @@ class _Replica:
     connection: asyncio.Task[None] | None = None
 
     @property
+    def problem(self) -> str | None:
+        """Why it gets no new requests; None if it serves."""
+        if self.mismatch is not None:
+            return self.mismatch
+        if not self.client.connected:
+            return "it is starting"
+        if self.client.is_leaving:
+            return "it stops, and is then started again"
+        return None if self.client.ready else "the loader is not connected"
+
+    @property
     def is_serving(self) -> bool:
-        return self.client.ready and self.mismatch is None
+        return self.problem is None
 
     @property
     def is_usable(self) -> bool:
@@ -109,6 +122,14 @@ class ReplicaGroup:
     def health(self) -> dict[str, bool]:
         """Whether each replica serves, by name."""
         return {replica.name: replica.is_serving for replica in self._by_name.values()}
+
+    @property
+    def problems(self) -> dict[str, str | None]:
+        """Why each replica gets no new requests, by name; None for a replica that serves."""
+        return {
+            replica.name: "it makes no progress" if self.is_stalled(replica.name) else replica.problem
+            for replica in self._by_name.values()
+        }
 
     @property
     def versions(self) -> Set[AdapterVersion]:
@@ -198,8 +219,34 @@ class ReplicaGroup:
         return merge_stats(await self._ask_all(lambda engine: engine.stats(), skip_stalled=True))
 
     async def observe(self, tenants: Collection[str]) -> LiveState:
-        states = await self._ask_all(lambda engine: engine.observe(tenants), skip_stalled=True)
-        return merge_live_states(states)
+        states = await self._ask_each(lambda engine: engine.observe(tenants), skip_stalled=True)
+        return replace(merge_live_states(list(states.values())), engines=self._list_engines(states))
+
+    async def list_engines(self) -> Sequence[EngineState]:
+        """Returns the state of each engine, also while none of them answers."""
+        try:
+            async with asyncio.timeout(_LISTING_S):
+                return (await self.observe(())).engines
+        except (EngineUnavailable, TimeoutError):
+            return self._list_engines({})
+
+    def can_stop(self, name: str) -> bool:
+        """Whether the engine is connected and does not stop already."""
+        client = self._by_name[name].client
+        return client.connected and not client.is_leaving
+
+    def stop_engine(self, name: str) -> None:
+        """Tells an engine to drain and to end. Raises EngineUnavailable if it is not connected.
+
+        The process that has started the engine starts it again.
+        """
+        self._by_name[name].client.stop()
+
+    def _list_engines(self, states: Mapping[str, LiveState]) -> tuple[EngineState, ...]:
+        return tuple(
+            EngineState(name, problem, self._by_name[name].client.device, states.get(name))
+            for name, problem in self.problems.items()
+        )
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         with suppress(EngineUnavailable):  # An engine that starts later does not have it.
@@ -223,20 +270,26 @@ class ReplicaGroup:
     async def _ask_all(
         self, ask: Callable[[RemoteEngine], Awaitable[_Reply]], *, skip_stalled: bool = False
     ) -> list[_Reply]:
-        """Returns the replies of all connected engines. Raises EngineUnavailable if none of them replies.
+        """Returns the replies of all connected engines. See `_ask_each`."""
+        return list((await self._ask_each(ask, skip_stalled=skip_stalled)).values())
+
+    async def _ask_each(
+        self, ask: Callable[[RemoteEngine], Awaitable[_Reply]], *, skip_stalled: bool = False
+    ) -> dict[str, _Reply]:
+        """Returns the replies of all connected engines, by name. Raises EngineUnavailable if none of them replies.
 
         skip_stalled: whether to leave out engines that make no progress. They reply late or never.
         """
-        asked = [
-            replica.client
+        asked = {
+            replica.name: replica.client
             for replica in self._by_name.values()
             if replica.client.connected and not (skip_stalled and self.is_stalled(replica.name))
-        ]
-        found = await asyncio.gather(*map(ask, asked), return_exceptions=True)
-        replies: list[_Reply] = []
-        for one in found:
+        }
+        found = await asyncio.gather(*map(ask, asked.values()), return_exceptions=True)
+        replies: dict[str, _Reply] = {}
+        for name, one in zip(asked, found, strict=True):
             if not isinstance(one, BaseException):
-                replies.append(one)
+                replies[name] = one
             elif not isinstance(one, EngineUnavailable):
                 raise one
         if not replies:

@@ -43,10 +43,12 @@ from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files
+from slora_api.generation.engines import Engines
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.usage_recorder import UsageRecorder
+from slora_api.host_board import BoardSize, HostBoard
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.live.live_feed import LiveFeed
 from slora_api.metrics.adapter_references import AdapterReferences
@@ -255,6 +257,7 @@ def running_platform(
         UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
         quarantine,
         Batches(database, Files(database, file_limits(chosen)), chosen.max_batches_per_tenant),
+        Engines(engine, metrics, HostBoard.create(BoardSize(1, 1)), database, 120.0),
         LiveFeed(engine, registry.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),
     )

@@ -3,7 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -13,7 +13,7 @@ from slora.cost_model import CostModel
 from slora.engine.client import UsageListener
 from slora.engine.histogram import HistogramCounts
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
-from slora.engine.live_state import LiveState, TenantState
+from slora.engine.live_state import EngineState, LiveState, TenantState
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
@@ -93,6 +93,7 @@ class ScriptedEngine:
     pins: the pins of each message. num_refused_pins: messages while it was not ready.
     prewarmed: the prewarmed adapters, with the share of each.
     acknowledged: requests whose usage was acknowledged.
+    names: the engine processes that it stands for. lost: those that do not serve, with the reason.
     loaded_adapters, waiting_adapters: what the statistics list.
     """
 
@@ -122,6 +123,8 @@ class ScriptedEngine:
     on_usage: UsageListener = lambda request_id, usage, timing: None
     live: LiveState = EMPTY
     num_observations: int = 0
+    names: Sequence[str] = ("engine",)
+    lost: dict[str, str] = field(default_factory=dict)
 
     @property
     def info(self) -> EngineInfo:
@@ -149,6 +152,8 @@ class ScriptedEngine:
         """Sets the answers of the next test, and undoes what the tests before it changed."""
         self.answers, self.embeddings = answers, embed
         self.hang, self.ready, self.on_request = False, True, lambda request: None
+        self.names = ("engine",)
+        self.lost.clear()
         self.requests.clear()
         self.hung.clear()
         self.aborted.clear()
@@ -233,11 +238,27 @@ class ScriptedEngine:
             CacheCounts(5, 600, 1000, {"t": 400}, ("t/abc", "t/def")),
         )  # fmt: skip
 
+    @property
+    def problems(self) -> dict[str, str | None]:
+        return {name: self.lost.get(name) for name in self.names}
+
+    async def list_engines(self) -> list[EngineState]:
+        return [
+            EngineState(name, problem, "cpu", None if problem else self.live)
+            for name, problem in self.problems.items()
+        ]
+
+    def can_stop(self, name: str) -> bool:
+        return name not in self.lost
+
+    def stop_engine(self, name: str) -> None:
+        self.lost[name] = "it stops, and is then started again"
+
     async def observe(self, tenants: Collection[str]) -> LiveState:
         self.num_observations += 1
         if not self.ready:
             raise EngineUnavailable("the engine is not ready")
-        return self.live
+        return replace(self.live, engines=tuple(await self.list_engines()))
 
     @property
     def versions(self) -> set[AdapterVersion]:

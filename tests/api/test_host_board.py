@@ -62,11 +62,26 @@ def test_a_tally_agrees_with_counting_whatever_the_order_of_changes(
     close(main)
 
 
+def test_an_engine_serves_elsewhere_if_all_other_workers_can_send_requests_to_it(
+    boards: list[HostBoard],
+) -> None:
+    main, one, two = boards
+    assert not one.serves_elsewhere(0)
+    two.set_serving([True, False, *[False] * 61, True])
+    assert [number for number in range(64) if one.serves_elsewhere(number)] == [0, 63]
+    assert not any(main.serves_elsewhere(number) for number in range(64)), "the first worker is not connected"
+    one.set_serving([False] * 63 + [True])
+    assert [number for number in range(64) if main.serves_elsewhere(number)] == [63]
+    alone = HostBoard.create(BoardSize(1, NUM_KEYS))
+    assert alone.serves_elsewhere(0)
+    alone.close()
+
+
 def test_what_a_dead_process_held_is_given_back(boards: list[HostBoard]) -> None:
     main, one, two = boards
     one.tally("answers").add("acme", 3)
     one.set_connections(4)
-    one.set_ready(is_ready=True)
+    one.set_serving([True])
     one.count_change()
     two.tally("answers").add("acme", 1)
     main.clear(1)

@@ -41,6 +41,8 @@ _HANDLERS = {
     "admin-key list": ("slora_api.cli.key", "show_operator_keys"),
     "admin-key rotate": ("slora_api.cli.key", "rotate"),
     "admin-key revoke": ("slora_api.cli.key", "revoke"),
+    "engine list": ("slora_api.cli.engine", "show"),
+    "engine restart": ("slora_api.cli.engine", "restart"),
     "audit log": ("slora_api.cli.audit", "log"),
     "adapter push": ("slora_api.cli.adapter", "push"),
     "adapter verify": ("slora.verify.verify_command", "verify"),
@@ -84,7 +86,7 @@ _QUOTA_HELP = {
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, admin-key, usage, audit and adapter pin
+  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, admin-key, engine, usage, audit and adapter pin
   SLORA_API_KEY    a tenant's key, for the commands adapter, usage, complete and compare
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub
 
@@ -301,6 +303,28 @@ def _duration(text: str) -> int:
             f"{text!r} is not a duration; give a number and s, m, h or d, such as 30d"
         )
     return int(number) * _UNIT_SECONDS[unit]
+
+
+def _add_engines(commands: _Commands) -> None:
+    engines = commands.group("engine", "list and restart the engine processes of a server (operator)")
+    engines.add("list", "list the engines, whether they serve, and what they compute", has_json=True)
+    restart = engines.add(
+        "restart", "restart an engine without a refused request, and wait until it serves again"
+    )
+    restart.epilog = (
+        "The engine gets no new requests, and the other engines continue its answers. If no other engine serves, the "
+        "restart is refused."
+    )
+    restart.add_argument("name", nargs="?", metavar="NAME", help="as in `slora engine list`")
+    restart.add_argument("--rolling", action="store_true", help="restart all engines, one after the other")
+    restart.add_argument(
+        "--allow-outage", action="store_true",
+        help="restart the engine even if no other engine serves: new requests are refused until it serves again",
+    )  # fmt: skip
+    restart.add_argument(
+        "--timeout", type=_duration, default=1800, metavar="TIME", dest="timeout_s",
+        help="how long to wait for each engine: a number and s, m, h or d (default 30m)",
+    )  # fmt: skip
 
 
 def _add_audit(commands: _Commands) -> None:
@@ -721,6 +745,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_migrate(commands)
     _add_backup(commands)
     _add_tenants_and_keys(commands)
+    _add_engines(commands)
     _add_audit(commands)
     _add_quotas(commands)
     _add_adapters(commands)

@@ -13,12 +13,12 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from slora.engine.live_state import LiveState, Quantiles, TenantState
+from slora.engine.live_state import EngineState, LiveState, Quantiles, TenantState
 from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageOwner
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["FrameMaker", "FrameObject"]
+__all__ = ["EngineObject", "FrameMaker", "FrameObject", "describe_engine"]
 
 # A frame has at most this many owners, because a cell is one byte. Owners beyond the limit share one number.
 _MAX_OWNERS = 250
@@ -124,8 +124,27 @@ class EventObject(TypedDict):
     times: int
 
 
+class EngineObject(TypedDict):
+    """One of the engines of the host. Numbers are null while it does not answer.
+
+    detail: why it gets no new requests; null while it serves. device: null before the engine has started once.
+    used_pages: pages of its pool that are not free. tokens_per_s: generated tokens.
+    """
+
+    name: str
+    serving: bool
+    detail: str | None
+    device: str | None
+    num_pages: int | None
+    used_pages: int | None
+    running: int | None
+    waiting: int | None
+    tokens_per_s: float | None
+    steps_per_s: float | None
+
+
 class FrameObject(TypedDict):
-    """The present state of the engine, as one viewer may see it. time: Unix time."""
+    """The present state of the engine, as one viewer may see it. time: Unix time. engines: empty for tenants."""
 
     object: Literal["live.frame"]
     time: float
@@ -133,6 +152,7 @@ class FrameObject(TypedDict):
     tenants: list[LiveTenantObject]
     traffic: TrafficObject
     adapters: list[WorkObject]
+    engines: list[EngineObject]
     events: list[EventObject]
 
 
@@ -164,6 +184,7 @@ class FrameMaker:
             "tenants": _list_tenants(state, tenant),
             "traffic": _describe_traffic(state, tenant),
             "adapters": _list_work(state, tenant, self._names),
+            "engines": [describe_engine(one) for one in state.engines] if tenant is None else [],
             "events": [
                 {
                     "number": one.number,
@@ -263,6 +284,22 @@ def _describe_traffic(state: LiveState, tenant: str | None) -> TrafficObject:
         "step": _quantiles(state.step),
         "steps_per_s": state.steps_per_s,
         "tokens_per_step": state.tokens_per_step,
+    }
+
+
+def describe_engine(engine: EngineState) -> EngineObject:
+    live = engine.live
+    return {
+        "name": engine.name,
+        "serving": engine.problem is None,
+        "detail": engine.problem,
+        "device": engine.device,
+        "num_pages": None if live is None else live.num_pages,
+        "used_pages": None if live is None else live.pages.total,
+        "running": None if live is None else live.total.running,
+        "waiting": None if live is None else live.total.waiting,
+        "tokens_per_s": None if live is None else live.total.tokens_per_s,
+        "steps_per_s": None if live is None else live.steps_per_s,
     }
 
 

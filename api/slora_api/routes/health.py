@@ -85,7 +85,7 @@ async def readyz(services: Wired) -> Readiness:
         raise Starting(f"Not ready: {missing}.")
     if services.reserve.is_full:
         return {"status": "ready", "read_only": True, "detail": "The disk of the data directory is full."}
-    lost = [name for name, serves in services.generator.metrics.read_replicas().items() if not serves]
+    lost = [f"{name} ({why})" for name, why in services.engines.problems.items() if why is not None]
     return {"status": "ready", "detail": f"Not serving: {', '.join(lost)}."} if lost else {"status": "ready"}
 
 

@@ -22,6 +22,7 @@ from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.fair_slots import FairSlots
+from slora_api.generation.engines import Engines
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
@@ -88,6 +89,7 @@ class Services:
     usage_shipper: UsageShipper
     quarantine: Quarantine
     batches: Batches
+    engines: Engines
     live: LiveFeed
     references: AdapterReferences
     gateway_answer: GatewayAnswer = field(default_factory=GatewayAnswer)

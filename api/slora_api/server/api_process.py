@@ -54,6 +54,7 @@ from slora_api.batches.batch_runner import BatchRunner
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import FileLimits, Files
 from slora_api.data_dir import DataDir
+from slora_api.generation.engines import Engines
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.readiness import Readiness
@@ -227,6 +228,7 @@ async def open_services(
         shipper,
         quarantine,
         Batches(database, Files(database, file_limits(settings)), settings.max_batches_per_tenant),
+        Engines(client, counted, board, database, settings.resume_seconds),
         LiveFeed(client, registry.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),
     )
@@ -315,7 +317,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         work = [
             *background_work(services, client),
             make_batch_runner(services).run(),
-            HostState(services.generator, board).follow(),
+            HostState(services.generator, services.engines, board).follow(),
             heartbeat.run(lambda: Progress(0, is_busy=False)),
         ]
         limit_garbage_collection()

@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+from slora_api.generation.engines import Engines
 from slora_api.generation.generation import Generator
 from slora_api.host_board import HostBoard
 
@@ -18,10 +19,10 @@ _PERIOD_S = 0.1
 class HostState:
     """Copies the state between the board and the `Readiness` and `Metrics` of `generator`."""
 
-    def __init__(self, generator: Generator, board: HostBoard) -> None:
+    def __init__(self, generator: Generator, engines: Engines, board: HostBoard) -> None:
         self._readiness = generator.readiness
         self._metrics = generator.metrics
-        self._client = generator.client
+        self._engines = engines
         self._board = board
 
     async def publish(self) -> None:
@@ -39,7 +40,7 @@ class HostState:
             await asyncio.sleep(_PERIOD_S)
 
     async def follow(self) -> None:
-        """Applies each new state, and reports whether this worker is ready, until cancelled. This runs in each
+        """Applies each new state, and reports which engines serve in this worker, until cancelled. This runs in each
         worker.
         """
         while True:
@@ -47,5 +48,5 @@ class HostState:
                 self._readiness.stalls = state["stalls"]
                 self._readiness.unfinished = state["unfinished"]
                 self._metrics.restarts = Counter(state["restarts"])
-            self._board.set_ready(is_ready=self._client.ready)
+            self._engines.publish()
             await asyncio.sleep(_PERIOD_S)

@@ -153,7 +153,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
             work.append(make_batch_runner(services).run())
             front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
         else:
-            work.append(HostState(generator, board).publish())
+            work.append(HostState(generator, services.engines, board).publish())
             metrics = open_metrics_files(stack, data, settings.api_workers)
             front = ApiWorkers(
                 flags, model.started_at, metrics, sockets, listener, board,

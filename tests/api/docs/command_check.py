@@ -120,7 +120,6 @@ _CHECKS: dict[str, Callable[[Sequence[str]], str | None]] = {
             "nvidia-smi",
             "nvidia-cuda-mps-control",
             "redis-cli",
-            "pkill",
             "psql",
             "vllm",
         ),

@@ -110,7 +110,8 @@ def test_the_first_program_of_the_readme_prints_the_answer(
 @pytest.fixture(scope="module")
 def demo_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocsSession]:
     data_dir = tmp_path_factory.mktemp("demo") / "data"
-    command = [*SLORA, "demo", "--port", "0", "--data-dir", str(data_dir)]
+    # A page restarts one engine after the other.
+    command = [*SLORA, "demo", "--port", "0", "--data-dir", str(data_dir), "--replicas", "2"]
     with running(command, environment(SLORA_ADMIN_KEY=ADMIN_KEY), data_dir) as served:
         served.wait_until_ready()
         yield DocsSession(served.url, ADMIN_KEY, data_dir, tmp_path_factory.mktemp("session") / "work")

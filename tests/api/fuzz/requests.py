@@ -17,6 +17,7 @@ from slora_api.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    EngineRestart,
     LoadLoraRequest,
     NewKeyRequest,
     NewOperatorKeyRequest,
@@ -54,6 +55,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/admin/tenants/{tenant}/quota": {"tokens_per_minute": 1000},
     "/admin/keys/{key_id}/quota": {"requests_per_minute": 1000},
     "/admin/keys/{key_id}/rotate": {"overlap_seconds": 60},
+    "/admin/engines/{name}/restart": {"allow_outage": False},
     "/v1/load_lora_adapter": {
         "lora_name": "local",
         "lora_path": "small",
@@ -79,6 +81,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/admin/tenants/{tenant}/quota": QuotaChanges,
     "/admin/keys/{key_id}/quota": QuotaChanges,
     "/admin/keys/{key_id}/rotate": RotateKeyRequest,
+    "/admin/engines/{name}/restart": EngineRestart,
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
 }

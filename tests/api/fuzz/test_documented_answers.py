@@ -130,6 +130,8 @@ def test_every_operation_succeeds_as_the_openapi_document_says(
     failed = {}
     with requests.Session() as session:
         for operation in _operations(document):
+            if operation.path.endswith("/restart"):
+                continue  # This server has one engine. tests/api/routes/test_engines.py compares the answer.
             known = names(operation)
             if operation.path == "/v1/batches":
                 bodies[operation.path] = _new_batch(known["file_id"])

@@ -128,7 +128,7 @@ def test_processes_that_share_a_socket_get_about_as_many_connections(num_clients
         shares = [Connections(ConnectionLimits(num_processes=2), board) for board in boards]
         with ExitStack() as stack:
             for board, connections in zip(boards, shares, strict=True):
-                board.set_ready(is_ready=True)
+                board.set_serving([True])
                 make = partial(HttpProtocol, connections, uvicorn.Config(answer_ok), ServerState())
                 # An event loop has one reader for a descriptor.
                 Acceptor(stack.enter_context(listener.dup()), connections, make).start()

@@ -5,7 +5,7 @@ import json
 from array import array
 from dataclasses import replace
 
-from slora.engine.live_state import AdapterWork, LiveState, PoolEvent, Quantiles, TenantState
+from slora.engine.live_state import AdapterWork, EngineState, LiveState, PoolEvent, Quantiles, TenantState
 from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageMap, PageOwner
 from slora_adapters.version import AdapterVersion
@@ -40,6 +40,13 @@ STATE = LiveState(
     ),
 )
 NAMES = {AdapterVersion("mine", _OWN): "own@1", AdapterVersion("rival", _SECRET): "hidden@7"}
+
+
+def test_only_operators_see_the_engines() -> None:
+    state = replace(STATE, engines=(EngineState("engine-0", "it is starting", "cpu", None),))
+    assert FrameMaker(state, NAMES).make("mine")["engines"] == []
+    (shown,) = FrameMaker(state, NAMES).make(None)["engines"]
+    assert (shown["name"], shown["serving"], shown["detail"]) == ("engine-0", False, "it is starting")
 
 
 def test_a_tenant_sees_itself_by_name_and_others_as_a_sum() -> None:

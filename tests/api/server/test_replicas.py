@@ -3,8 +3,12 @@
 import json
 import os
 import signal
+import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -16,8 +20,9 @@ from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import choose_cores, choose_gpus, engines_and_loader
 from slora_api.server.sockets import Sockets
 from slora_api.settings import Settings
+from tests.api.command import run_command
 from tests.api.conftest import Kit
-from tests.api.served import serving, wait_for
+from tests.api.served import ADMIN_KEY, serving, wait_for
 from tests.support.child_processes import find_children
 
 BODY = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
@@ -97,6 +102,67 @@ def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_eng
             assert "".join(texts) == alone["choices"][0]["text"]
             assert client.post("/v1/completions", json=BODY).status_code == 200
         wait_for(lambda: sum(map(served.metric, _serving_names())) == 2 or None, served.alive)  # type: ignore[arg-type]
+
+
+def test_an_operator_restarts_an_engine_in_the_middle_of_its_stream(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data", "--replicas", "2") as served:
+        served.wait_until_ready()
+        for number in range(2):
+            served.wait_for_metric(f'slora_replica_serving{{replica="engine-{number}"}}', 1)
+        with served.client(served.make_key("acme")) as client, served.client(ADMIN_KEY) as admin:
+            alone = client.post("/v1/completions", json=BODY).json()
+            with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+                lines = (line for line in stream.iter_lines() if line)
+                first = next(lines)
+                owner = next(one["name"] for one in _list_engines(admin) if one["running"])
+                assert admin.post(f"/admin/engines/{owner}/restart").status_code == 202
+                assert client.post("/v1/completions", json=BODY).status_code == 200
+                *rest, end = [first, *lines]
+            assert end == "data: [DONE]"
+            texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
+            assert "".join(texts) == alone["choices"][0]["text"]
+            wait_for(lambda: _is_restarted(_list_engines(admin), owner) or None, served.alive)
+
+
+@pytest.mark.soak
+def test_a_rolling_restart_with_several_workers_refuses_no_request(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data", "--replicas", "2", "--api-workers", "2") as served:
+        served.wait_until_ready()
+        is_over = threading.Event()
+        statuses: Counter[int] = Counter()
+
+        def send(key: str) -> None:
+            body = BODY | {"max_tokens": 30}
+            while not is_over.is_set():
+                with served.client(key) as client:  # A new connection, which either worker may accept.
+                    statuses[client.post("/v1/completions", json=body).status_code] += 1
+
+        key = served.make_key("acme")
+        threads = [threading.Thread(target=send, args=(key,)) for _ in range(4)]
+        with served.client(ADMIN_KEY) as admin:
+            wait_for(lambda: all(one["serving"] for one in _list_engines(admin)) or None, served.alive)
+            for thread in threads:
+                thread.start()
+            try:
+                ended = run_command(
+                    "engine", "restart", "--rolling", SLORA_URL=served.url, SLORA_ADMIN_KEY=ADMIN_KEY
+                )
+            finally:
+                is_over.set()
+                for thread in threads:
+                    thread.join()
+            assert ended.returncode == 0, ended.stderr
+            assert [one["restarts"] for one in _list_engines(admin)] == [1, 1]
+        assert statuses.keys() == {200} and statuses[200] > 10, statuses
+
+
+def _list_engines(admin: httpx.Client) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = admin.get("/admin/engines").raise_for_status().json()["data"]
+    return found
+
+
+def _is_restarted(engines: list[dict[str, Any]], name: str) -> bool:
+    return next(one["serving"] and one["restarts"] == 1 for one in engines if one["name"] == name)
 
 
 def _serving_names() -> list[str]:

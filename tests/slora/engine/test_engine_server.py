@@ -46,7 +46,7 @@ class PatientWorker(EngineWorker):
 @asynccontextmanager
 async def listening(worker: EngineWorker) -> AsyncIterator[tuple[EngineServer, Path]]:
     with tempfile.TemporaryDirectory() as root, closing(UsageJournal(Path(root) / "usage")) as journal:
-        server = EngineServer(worker, {"op": "hello"}, lambda: True, journal)
+        server = EngineServer(worker, {"op": "hello"}, lambda: True, journal, lambda: None)
         path = Path(root) / "engine.sock"
         listener = await asyncio.start_unix_server(server.serve, path)
         try:

@@ -58,10 +58,14 @@ class FakeEngine:
         self.socket, self.name = socket, socket.stem
         self._journal, self.hello = journal, encode_info(info)
         self._writers: list[asyncio.StreamWriter] = []
+        self.num_stops = 0
+
+    def _note_stop(self) -> None:
+        self.num_stops += 1
 
     async def start(self) -> None:
         self._worker = PatientWorker()
-        self.server = EngineServer(self._worker, self.hello, lambda: True, self._journal)
+        self.server = EngineServer(self._worker, self.hello, lambda: True, self._journal, self._note_stop)
         self.socket.unlink(missing_ok=True)
         self._listener = await asyncio.start_unix_server(self._serve, self.socket)
 
@@ -264,6 +268,53 @@ def test_an_engine_that_drains_hands_its_requests_over_and_records_no_usage() ->
             assert await stream == [7, 8]
             assert bench.usage == {"r": RequestUsage(1, 0, 3)}
             assert bench.group._answers == {}
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_told_to_stop_hands_its_requests_over_at_once() -> None:
+    async def main() -> None:
+        async with running_bench(2) as bench:
+            stream = asyncio.create_task(read(bench.group.generate(ask())))
+            left = await bench.wait_for_owner()
+            left.send(7)
+            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
+            assert bench.group.can_stop(left.name)
+            bench.group.stop_engine(left.name)
+            assert not bench.group.can_stop(left.name)
+            other = await bench.wait_for_other_owner(left)
+            await wait_until(lambda: left.num_stops == 1 and left.num_aborted == 1)
+            assert bench.group.problems == {
+                left.name: "it stops, and is then started again",
+                other.name: None,
+            }
+            await left.die()
+            await wait_until(lambda: bench.group.problems[left.name] == "it is starting")
+            assert not bench.group.can_stop(left.name)
+            with pytest.raises(EngineUnavailable):
+                bench.group.stop_engine(left.name)
+            other.send(8, FinishReason.STOP)
+            assert await stream == [7, 8]
+            assert bench.usage == {"r": RequestUsage(1, 0, 3)}
+
+    asyncio.run(main())
+
+
+def test_the_reason_why_an_engine_gets_no_requests_is_known() -> None:
+    async def main() -> None:
+        async with running_bench(2) as bench:
+            first, second = (engine.name for engine in bench.engines)
+            bench.group.is_stalled = lambda name: name == first
+            assert bench.group.problems == {first: "it makes no progress", second: None}
+            bench.group.is_stalled = lambda name: False
+            await bench.engines[0].die()
+            odd = bench.engines[0] = bench.make_engine(0, dtype="bfloat16")
+            await odd.start()
+            await wait_until(lambda: bench.group._by_name[first].mismatch is not None)
+            assert bench.group.problems == {
+                first: "its dtype is bfloat16, but that of the other replicas is float32",
+                second: None,
+            }
 
     asyncio.run(main())
 

@@ -94,7 +94,8 @@ def draw_screen(
         counts = history.count_recent()
         shown = "   ".join(f"{name} {counts[kind]}" for kind, name in _EVENT_KINDS.items())
         lines += [Line(f"last 60 s  {shown}"), Line("")]
-        tables = [_list_tenants(frame), _list_adapters(frame)]
+        engines = [_list_engines(frame)] if len(frame["engines"]) > 1 else []
+        tables = [*engines, _list_tenants(frame), _list_adapters(frame)]
         if height is None:
             for table in tables:
                 lines += [*table, Line("")]
@@ -140,6 +141,22 @@ def _draw_pool(pool: Mapping[str, Any], width: int) -> Iterator[Line]:
             styles.append((len(text), len(text) + 1, color))
             text += f"{mark} {name} {counts[content]}  "
     yield Line(text.rstrip(), tuple(styles))
+
+
+def _list_engines(frame: Frame) -> list[Line]:
+    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("ENGINE", lambda one: one["name"]),
+        ("STATE", lambda one: "serving" if one["serving"] else one["detail"]),
+        ("DEVICE", lambda one: one["device"] or "-"),
+        (
+            "POOL",
+            lambda one: "-" if one["num_pages"] is None else f"{one['used_pages'] / one['num_pages']:.0%}",
+        ),
+        ("RUNNING", lambda one: "-" if one["running"] is None else str(one["running"])),
+        ("WAITING", lambda one: "-" if one["waiting"] is None else str(one["waiting"])),
+        ("STEPS/S", lambda one: "-" if one["steps_per_s"] is None else _number(one["steps_per_s"])),
+    ]
+    return _tabulate(frame["engines"], columns, num_names=3)
 
 
 def _list_tenants(frame: Frame) -> list[Line]:

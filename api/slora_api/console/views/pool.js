@@ -2,6 +2,7 @@
 
 import { Chart, Marks } from "../chart.js";
 import { colorOf, cssColor } from "../colors.js";
+import { Engines } from "./engines.js";
 import { useLive } from "../live.js";
 import { Figure, Notice, Panel, Table, formatCount, formatNumber, formatShare, sortByName, useWidth } from "../ui.js";
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
@@ -178,6 +179,7 @@ export function View({ me }) {
         </dl>
         <${PageMap} pool=${pool} />
       </${Panel}>
+      ${frame.engines.length > 1 && html`<${Engines} engines=${frame.engines} />`}
       <${Panel} title="The last minutes">
         <${Chart} title="Pages by content" points=${points} series=${series} stacked height=${300} format=${formatNumber}
           events=${events} />

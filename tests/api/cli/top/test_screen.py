@@ -2,11 +2,14 @@
 
 import copy
 import time
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import pytest
 
+from slora.engine.live_state import EngineState
+from slora.pool.page_counts import PageCounts
 from slora_api.cli.top.screen import Line, LiveHistory, draw_screen
 from slora_api.cli.top.terminal import paint
 from slora_api.live.frame import FrameMaker
@@ -45,6 +48,22 @@ def test_an_operator_sees_all_tenants_in_80_columns() -> None:
         "own@1           mine             30%",
         "(base model)    mine             10%",
     ]
+
+
+def test_several_engines_have_a_row_each_and_one_engine_has_none() -> None:
+    engines = (
+        EngineState("engine-0", None, "cuda:0", replace(STATE, pages=PageCounts(kv=4))),
+        EngineState("engine-1", "it is starting", None, None),
+    )
+    frame = copy.deepcopy(dict(FrameMaker(replace(STATE, engines=engines), NAMES).make(None)))
+    assert draw(frame)[8:12] == [
+        "ENGINE          STATE           DEVICE          POOL  RUNNING  WAITING  STEPS/S",
+        "engine-0        serving         cuda:0           40%        5        6     20.0",
+        "engine-1        it is starting  -                  -        -        -        -",
+        "",
+    ]
+    del frame["engines"][1]
+    assert "ENGINE" not in "\n".join(draw(frame))
 
 
 def test_a_tenant_sees_others_as_a_sum() -> None:
