@@ -74,7 +74,7 @@ $(VENV)/bin/python:
 # numba compiles the kernels while pip installs the other packages.
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
-	$(PIP) "$(TORCH)" numba $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) "$(TORCH)" numba tqdm $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile float32 & compiling=$$!; \
 	$(PIP) -e ".[serve,redis,postgresql,cpu]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@

@@ -30,6 +30,7 @@ from bench.structured import write_tokenizer
 from bench.table import Row
 from bench.workload import write_model
 from slora.simulation.request_log import percentile
+from slora_kernels.progress_bar import track_progress
 from tests.api.served import Served, serving, wait_for
 
 _CLIENTS, _TOKENS, _PAUSE_S = 2, 32, 0.5
@@ -71,7 +72,7 @@ def _measure(model: Path, data: Path, rounds: int, seconds: float) -> dict[str, 
         asyncio.run(_chat(served.url, key, seconds, Sample(), seed=0))
         with served.client(other) as client:
             file_id = _upload(client)
-            for number in range(rounds):
+            for number in track_progress("Rounds", range(rounds), "round"):
                 asyncio.run(_chat(served.url, key, seconds, samples[_WITHOUT], seed=number))
                 with _batch(served, client, file_id, samples[_BESIDE]):
                     asyncio.run(_chat(served.url, key, seconds, samples[_BESIDE], seed=number))

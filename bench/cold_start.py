@@ -23,6 +23,7 @@ from bench.live_platform import Platform, Setup, Sizes, live_platform, running_r
 from bench.table import Row
 from bench.tier_rates import TierRates, drop_from_page_cache
 from slora_adapters.store.redis_store import open_redis_store
+from slora_kernels.progress_bar import track_progress
 from tests.redis_server import RedisServer
 
 RANKS = (16, 128, 512)
@@ -110,7 +111,7 @@ def _measure_files(scene: _Scene, rounds: int) -> None:
     with live_platform(scene.depot, scene.sizes, *scene.flags) as platform:
         for adapter in (*scene.adapters, scene.pusher):  # everything has run and every page was written to
             platform.first_token_s(adapter)
-        for _ in range(rounds):
+        for _ in track_progress("Rounds", range(rounds), "round"):
             for adapter in scene.adapters:
                 path, num_bytes = scene.depot.tensor_file(adapter), adapter.num_bytes
                 platform.make_cold([adapter])
@@ -132,7 +133,7 @@ def _measure_redis(scene: _Scene, server: RedisServer, client: "redis.Redis[byte
     with live_platform(scene.depot, scene.sizes, "--redis", server.url, *scene.flags) as platform:
         for adapter in (*scene.adapters, scene.pusher):
             platform.first_token_s(adapter)
-        for _ in range(rounds):
+        for _ in track_progress("Rounds", range(rounds), "round"):
             for adapter in scene.adapters:
                 platform.make_cold([adapter])
                 sent = client.info("stats")["total_net_output_bytes"]

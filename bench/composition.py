@@ -19,6 +19,7 @@ from bench.parts import Tables, run_parts
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import SMALL, make_adapter, prompts, write_model
+from slora_kernels.progress_bar import track_progress
 
 BAR = Bar("composed over plain", lambda row: "composed" in row, "of plain", 0.8)
 _INPUT_TOKENS = 64
@@ -45,7 +46,7 @@ def _compare(stepped: SteppedEngine, batch: int, count: int, num_wholes: int, *,
     composed = [(num_wholes + 2 * first, num_wholes + 2 * first + 1) for (first,) in plain]
     rounds, seconds = (1, 2.0) if quick else (6, 10.0)
     taken: dict[str, list[float]] = {"plain": [], "composed": []}
-    for _ in range(rounds):
+    for _ in track_progress("Rounds", range(rounds), "round"):
         for name, adapters in (("plain", plain), ("composed", composed)):
             taken[name] += run_steps(stepped, asked, adapters, seconds)
     rates = {name: batch / statistics.median(steps) for name, steps in taken.items()}

@@ -23,6 +23,7 @@ from bench.serving import MODEL
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import prompts
+from slora_kernels.progress_bar import track_progress
 from tests.api.console.browser import open_page, running_browser
 from tests.api.served import ADMIN_KEY, EOS
 
@@ -52,7 +53,7 @@ def viewer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     runs: dict[str, list[float]] = {"without viewers": [], f"{_VIEWERS} viewers": []}
     num_bytes: list[int] = []
     with _platform(setup, 16 + output_tokens) as platform:
-        for number in range(2 * pairs + 1):
+        for number in track_progress("Rounds", range(2 * pairs + 1), "round"):
             asked = drawn[number * _STREAMS : (number + 1) * _STREAMS]
             name = list(runs)[number % 2]
             tokens_per_s, read = asyncio.run(
@@ -131,7 +132,7 @@ def paint_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     """Each round has a browser context of its own, whose cache is empty."""
     figures: list[tuple[float, float]] = []
     with _platform(setup, 16) as platform, running_browser() as browser:
-        for _ in range(1 if quick else 9):
+        for _ in track_progress("Paints", range(1 if quick else 9), "paint"):
             with open_page(browser, platform.url) as console:
                 console.sign_in(ADMIN_KEY, "pool")
                 console.page.wait_for_load_state("load")

@@ -40,6 +40,7 @@ from slora.simulation.routed_engines import RoutedEngines
 from slora.simulation.simulation import Policies, Setup
 from slora.simulation.traces import S2, zipf_trace
 from slora.simulation.virtual_source import FetchCosts
+from slora_kernels.progress_bar import track_progress
 
 REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)
 ADAPTERS = AdapterSettings(S2.ranks, REMOTE)
@@ -143,7 +144,7 @@ def calibration_rows(
 ) -> list[Row]:
     """Means over the seeds, and the greatest error of a seed."""
     rows: list[Row] = []
-    for rate in rates:
+    for rate in track_progress("Rates", rates, "rate"):
         runs = [calibrate(rate, seconds, seed) for seed in range(seeds)]
         for name in runs[0]:
             first, second = (fmean(run[name][i] for run in runs) for i in (0, 1))
@@ -191,7 +192,7 @@ def policy_rows(num_replicas: int, seconds: float) -> list[Row]:
 def size_rows(num_replicas: int, seconds: float = 300.0) -> list[Row]:
     """The same without events: only the mean load differs."""
     rows: list[Row] = []
-    for rate in (0.5, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2):
+    for rate in track_progress("Rates", (0.5, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2), "rate"):
         traffic = make_traffic(Demand(100 * num_replicas, rate * num_replicas, seconds))
         load = float(traffic.total_tokens.sum()) / seconds / num_replicas / bound_capacity(traffic)
         row = run_fleet("slora", num_replicas, traffic, None)

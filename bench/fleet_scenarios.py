@@ -25,6 +25,7 @@ from slora.simulation.fleet.fleet import Fleet, Loss, RouterPolicy
 from slora.simulation.fleet.replica_model import ReplicaSettings
 from slora.simulation.fleet.traffic import Demand, Traffic, make_traffic
 from slora.simulation.request_log import SLO_S
+from slora_kernels.progress_bar import track_progress
 
 
 class Scene(NamedTuple):
@@ -90,7 +91,7 @@ def scenario_rows(num_replicas: int, seconds: float = 600.0) -> list[Row]:
         traffic = make_traffic(replace(demand, viral=(*viral_s, share)))
         scenes[name] = base._replace(traffic=traffic)
     rows = []
-    for name, scene in scenes.items():
+    for name, scene in track_progress("Scenes", list(scenes.items()), "scene"):
         fleet, row = run_scene(scene)
         rows.append({"scenario": name, **row, "others p99": others_p99_s(fleet)})
     return rows

@@ -16,6 +16,7 @@ from bench.live_platform import Platform, Setup, Sizes, live_platform, running_r
 from bench.table import Row
 from bench.tier_rates import TierRates
 from slora_adapters.store.redis_store import open_redis_store
+from slora_kernels.progress_bar import track_progress
 
 NUM_ADAPTERS = 32
 RANK = 32
@@ -80,7 +81,7 @@ def _measure(
     cold: dict[int, list[float]] = {tenants: [] for tenants in storms}
     warm: dict[int, list[float]] = {tenants: [] for tenants in storms}
     floors: list[float] = []
-    for _ in range(rounds):
+    for _ in track_progress("Rounds", range(rounds), "round"):
         for tenants, deposits in storms.items():
             for others in storms.values():
                 platform.make_cold(others)

@@ -22,6 +22,7 @@ from bench.ping_redis import RedisPinger
 from bench.table import Row
 from slora.simulation.request_log import percentile
 from slora_adapters.store.redis_store import open_redis_store
+from slora_kernels.progress_bar import track_progress
 
 NUM_DECODING = 4
 SMALL_RANK, LARGE_RANK = 16, 640
@@ -93,7 +94,7 @@ class _Watch:
             decoding = [asyncio.create_task(self._decode(client, deposit)) for deposit in self._small]
             try:
                 alone_s = _FIRST_WATCH_S
-                for _ in range(rounds):
+                for _ in track_progress("Rounds", range(rounds), "round"):
                     found = _Round()
                     start = time.perf_counter()
                     await asyncio.sleep(alone_s)

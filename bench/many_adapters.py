@@ -30,6 +30,7 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
+from slora_kernels.progress_bar import track_progress
 from tests.api.platform import bearer
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer
 from tests.postgresql_server import running_postgresql
@@ -77,7 +78,7 @@ def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[R
                 for count, url in zip(counts, urls[kind], strict=True)
             }
             found: dict[tuple[str, int], list[Row]] = {which: [] for which in populated}
-            for _ in range(rounds):
+            for _ in track_progress("Rounds", range(rounds), "round"):
                 for which, place in populated.items():
                     found[which].append(_measure(folder / "model", place))
     columns = list(found[SQLITE, counts[0]][0])

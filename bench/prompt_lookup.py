@@ -22,6 +22,7 @@ from bench.parts import Tables, run_parts
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import prompts, write_model
+from slora_kernels.progress_bar import track_progress
 
 _INPUT_TOKENS, _OUTPUT_TOKENS = 64, 256
 _MAX_DRAFT_TOKENS = 15
@@ -58,7 +59,7 @@ def compare_answers(
 ) -> Row:
     batch, num_wrong = len(asked), 0
     rates: dict[str, list[float]] = {"plain": [], "drafting": []}
-    for number in range(rounds + 1):  # the first round warms up
+    for number in track_progress("Rounds", range(rounds + 1), "round"):  # the first round warms up
         plain_s, expected = _answer(plain, asked, temperature)
         drafting_s, answers = _answer(drafting, asked, temperature)
         for mine, right in zip(answers, expected, strict=True):

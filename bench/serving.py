@@ -42,6 +42,7 @@ from bench.table import Row
 from bench.workload import ModelSize, prompts
 from slora.simulation.request_log import percentile
 from slora.simulation.traces import Trace, slora_trace, zipf_trace
+from slora_kernels.progress_bar import track_progress
 from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, environment, running
 from tests.api.served import Served as Server
 
@@ -99,7 +100,7 @@ def trace_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
         deposits = depot.add(_RANK, [(f"tenant-{at}", f"adapter-{at}") for at in range(scale.num_adapters)])
         sizes = Sizes.with_room(depot, deposits, _STREAMS, 2 * scale.lengths[1])
         with live_platform(depot, sizes, *setup.flags) as platform:
-            for name, trace in traces.items():
+            for name, trace in track_progress("Traces", list(traces.items()), "trace"):
                 platform.make_cold(deposits)
                 served, seconds = asyncio.run(_replay(platform, trace, deposits))
                 rows.append({"trace": name, **serving_row(served, seconds, _LIMITS)})
@@ -128,7 +129,7 @@ def http_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
             platform.set_quota("bench", _QUOTA)
             alone = ContenderProcess(slora_launch(1), wanted, folder / "engine.log")
             try:
-                for number in range(rounds + 1):  # the first is a warm-up
+                for number in track_progress("Rounds", range(rounds + 1), "round"):  # the first is a warm-up
                     asked = drawn[number * _STREAMS : (number + 1) * _STREAMS]
                     measured = alone.run(Run(asked, [None] * _STREAMS, output_tokens))
                     tokens_per_s = asyncio.run(_stream_all(platform, asked, output_tokens))
@@ -187,7 +188,7 @@ def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
         }
         with servers["real"].client(ADMIN_KEY) as admin:
             admin.patch(f"/admin/tenants/{_LIMITED}/quota", json=_QUOTA).raise_for_status()
-        for number in range(rounds + 1):  # the first is a warm-up
+        for number in track_progress("Rounds", range(rounds + 1), "round"):  # the first is a warm-up
             for layer in layers:
                 run = asyncio.run(
                     _measure_layer(servers[layer.kind], keys[layer], layer.prompt, num_requests)

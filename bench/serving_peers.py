@@ -44,6 +44,7 @@ from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import RANKS, SMALL, prompts
 from slora.simulation.traces import zipf_trace
+from slora_kernels.progress_bar import track_progress
 from tests.api.served import environment
 
 __all__ = [
@@ -147,7 +148,7 @@ def peer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     else:
         with peer_depot(setup) as depot:
             deposits = _add_mixed(depot, max(case.num_adapters for case in cases))
-            for case in cases:
+            for case in track_progress("Cases", cases):
                 chosen = deposits[: case.num_adapters]
                 rows += server_rows(_SLORA, open_slora(depot, deposits, chosen, setup.flags), launch, case)
                 rows += server_rows(_VLLM, open_vllm(launch, depot, chosen), launch, case)
@@ -388,7 +389,7 @@ def popularity_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
             endpoint = Endpoint(platform.url, key, depot, [one.name for one in used])
             loading = Mix(num_used, num_streams, None).draw(scale.num_requests, 0)
             asyncio.run(_run_streams(endpoint, loading, scale.tokens, num_streams))
-            for number in range(scale.rounds):
+            for number in track_progress("Rounds", range(scale.rounds), "round"):
                 for mix in mixes:
                     drawn = mix.draw(scale.num_requests, number)
                     run = asyncio.run(_run_streams(endpoint, drawn, scale.tokens, mix.num_streams))

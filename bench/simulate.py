@@ -26,6 +26,7 @@ from slora.simulation.machine import Machine
 from slora.simulation.simulation import Policies, PoolMeter, Setup, Simulation
 from slora.simulation.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
 from slora.simulation.virtual_source import FetchCosts
+from slora_kernels.progress_bar import track_progress
 
 NUM_TENANTS = 20
 # An object store near by: a rank 64 adapter of 128 MiB takes 0.7 s.
@@ -139,7 +140,7 @@ def policy_rows(names: list[str], length: Length) -> list[Row]:
     """The default's row of each scene is repeated under every option, for reading."""
     rows: list[Row] = []
     default = Policies()
-    for name in names:
+    for name in track_progress("Scenes", names, "scene"):
         base = replay(name, default, length)
         for option, values in VALUES.items():
             for value in values:

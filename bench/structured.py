@@ -38,6 +38,7 @@ from slora.sampling_params import SamplingParams
 from slora.structured_output import StructuredOutput
 from slora.text.spelling import read_spelling
 from slora_adapters.loader.source import DirectorySource
+from slora_kernels.progress_bar import track_progress
 from slora_kernels.token_masks import mask_logits
 from tests.api.served import serving
 
@@ -133,7 +134,7 @@ def batch_rows(model: Path, rounds: int) -> Iterator[Row]:
     batches.measure(0.0, None), batches.measure(0.0, schemas)
     for temperature in (0.0, 1.0):
         plain, formed = [], []
-        for _ in range(rounds):
+        for _ in track_progress("Rounds", range(rounds), "round"):
             plain.append(batches.measure(temperature, None))
             formed.append(batches.measure(temperature, schemas))
         ratios = [with_form / without for with_form, without in zip(formed, plain, strict=True)]
@@ -201,7 +202,8 @@ async def _measure_first_tokens(url: str, key: str, count: int) -> dict[str, lis
     seconds: dict[str, list[float]] = {_PLAIN: [], _SEEN: [], _NEW: []}
     prompt = prompts(1, PROMPT_TOKENS)[0]
     async with SseClient(url) as client:
-        for number in range(-2, count):  # the first rounds start the process that checks forms
+        # The first rounds start the process that checks forms.
+        for number in track_progress("Rounds", range(-2, count), "round"):
             forms = {_PLAIN: {}, _SEEN: {"guided_json": make_schema(0)}}
             forms[_NEW] = {"guided_json": make_schema(1000 + number)}
             for kind, form in forms.items():

@@ -19,6 +19,7 @@ from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
 from bench.workload import SMALL, prompts
 from slora.engine_config import free_ram_bytes
+from slora_kernels.progress_bar import track_progress
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.
 _IN_TURN = 64
@@ -134,7 +135,7 @@ def throughput_rows(fleet: Fleet, plan: Plan, logs: Path) -> list[Row]:
     try:
         _start(fleet, plan, logs, contenders)
         for cell in cells:
-            for number in range(plan.rounds + 1):  # the first is a warm-up
+            for number in track_progress("Rounds", range(plan.rounds + 1), "round"):  # the first is a warm-up
                 _run_round(fleet, plan, cell, contenders, meter.measure(), number)
     finally:
         contenders.stop()

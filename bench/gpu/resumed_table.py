@@ -12,6 +12,7 @@ import torch
 import triton
 
 from bench.table import Row
+from slora_kernels.progress_bar import show_progress
 
 
 class ResumedTable:
@@ -40,15 +41,18 @@ class ResumedTable:
         whether all cases are there."""
         end = time.monotonic() + seconds
         done = [row.items() for row in self.rows()]
-        for key, measure in cases:
-            if any(key.items() <= row for row in done):
-                continue
-            if time.monotonic() >= end:
-                return False
-            row = {**self._where, **key, **measure()}
-            with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            self._rows.append(row)
+        # The cases are made one at a time, so their number is not known before.
+        with show_progress("Cases", None, "case") as advance:
+            for key, measure in cases:
+                if any(key.items() <= row for row in done):
+                    continue
+                if time.monotonic() >= end:
+                    return False
+                row = {**self._where, **key, **measure()}
+                with self._path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                self._rows.append(row)
+                advance(1)
         return True
 
 

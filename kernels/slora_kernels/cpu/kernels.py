@@ -34,6 +34,7 @@ from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
+from slora_kernels.progress_bar import track_progress
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.token_masks import mask_logits
@@ -101,7 +102,7 @@ class NumbaKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        for worker in _workers(geometry.kv_format):
+        for worker in track_progress("CPU kernels", _workers(geometry.kv_format), "kernel"):
             _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 

@@ -16,6 +16,7 @@ import torch
 
 from slora_kernels.cpu.kernels import KV_KERNELS, NUM_KERNELS, compile_kernel
 from slora_kernels.kv_format import KVFormat
+from slora_kernels.progress_bar import show_progress
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,11 +39,16 @@ def main() -> None:
     jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
     print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
     # A forked process does not have to import torch and numba again.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+    with (
+        ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool,
+        show_progress("CPU kernels", len(jobs), "kernel") as advance,
+    ):
         waiting = [pool.submit(_compile, *job) for job in jobs]
         for num_done, done in enumerate(as_completed(waiting), 1):
             done.result()
-            print(f"  {num_done} of {len(jobs)} after {time.monotonic() - started_at:.0f} s", flush=True)
+            advance(1)
+            if not sys.stderr.isatty():
+                print(f"  {num_done} of {len(jobs)} after {time.monotonic() - started_at:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

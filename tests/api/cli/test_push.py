@@ -9,9 +9,9 @@ import pytest
 
 from slora_api.cli.main import main
 from tests.adapters.hand_made import make_members, write_directory
-from tests.adapters.terminal import Terminal
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from slora.weights import weight_blocks, weight_reader
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight
 from slora.weights.weight_reader import LinearPart, WeightReader
-from tests.adapters.terminal import Terminal
+from tests.support.terminal import Terminal
 
 CPU = torch.device("cpu")
 # Row counts that neither fill a block nor divide it, in all dtypes of checkpoints.

@@ -4,23 +4,26 @@ Nothing is shown unless standard error is a terminal, so logs and pipes stay fre
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from tqdm import tqdm
 from tqdm.utils import CallbackIOWrapper
 
-__all__ = ["count_reads", "show_progress"]
+__all__ = ["count_reads", "show_progress", "track_progress"]
+
+T = TypeVar("T")
 
 
 @contextmanager
 def show_progress(
-    label: str, total: int, unit: str = "B", *, is_quiet: bool = False
+    label: str, total: int | None, unit: str = "B", *, is_quiet: bool = False
 ) -> Iterator[Callable[[int], Any]]:
     """Shows a bar during the block. Yields a function that advances the bar by a number of units.
 
-    total: number of units. unit: name of the unit, such as "B" for bytes. is_quiet: show nothing, even on a terminal.
+    total: number of units; None if it is not known. unit: name of the unit, such as "B" for bytes. is_quiet: show
+    nothing, even on a terminal.
     """
     with tqdm(
         total=total,
@@ -31,6 +34,14 @@ def show_progress(
         disable=is_quiet or not sys.stderr.isatty(),
     ) as bar:
         yield bar.update
+
+
+def track_progress(label: str, items: Sequence[T], unit: str = "case") -> Iterator[T]:
+    """Yields the items. Shows a bar, which advances when the caller has finished with an item."""
+    with show_progress(label, len(items), unit) as advance:
+        for item in items:
+            yield item
+            advance(1)
 
 
 def count_reads(file: IO[bytes], advance: Callable[[int], Any]) -> IO[bytes]:

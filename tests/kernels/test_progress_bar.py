@@ -2,11 +2,12 @@
 
 import io
 import sys
+import time
 
 import pytest
 
-from slora_adapters.progress_bar import count_reads, show_progress
-from tests.adapters.terminal import Terminal
+from slora_kernels.progress_bar import count_reads, show_progress, track_progress
+from tests.support.terminal import Terminal
 
 
 def test_a_terminal_shows_what_is_done_and_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,6 +15,15 @@ def test_a_terminal_shows_what_is_done_and_the_rate(monkeypatch: pytest.MonkeyPa
     with show_progress("Copying", 4, "blob") as advance:
         advance(4)
     assert "Copying" in terminal.getvalue() and "blob/s" in terminal.getvalue()
+
+
+def test_a_loop_shows_which_part_of_its_items_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    shown = []
+    for item in track_progress("Rounds", range(3), "round"):
+        time.sleep(0.11)  # A bar is drawn ten times a second.
+        shown.append(f"{item}.00/3.00" in terminal.getvalue())
+    assert shown == [True] * 3 and "round/s" in terminal.getvalue()
 
 
 def test_nothing_is_shown_without_a_terminal_or_if_the_caller_is_quiet(
