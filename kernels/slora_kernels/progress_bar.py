@@ -29,7 +29,7 @@ def show_progress(
         total=total,
         desc=label,
         unit=unit,
-        unit_scale=True,
+        unit_scale=unit == "B",
         leave=False,
         disable=is_quiet or not sys.stderr.isatty(),
     ) as bar:

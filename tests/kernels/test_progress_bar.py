@@ -22,7 +22,7 @@ def test_a_loop_shows_which_part_of_its_items_is_done(monkeypatch: pytest.Monkey
     shown = []
     for item in track_progress("Rounds", range(3), "round"):
         time.sleep(0.11)  # A bar is drawn ten times a second.
-        shown.append(f"{item}.00/3.00" in terminal.getvalue())
+        shown.append(f"{item}/3" in terminal.getvalue())
     assert shown == [True] * 3 and "round/s" in terminal.getvalue()
 
 
