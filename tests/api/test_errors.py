@@ -43,6 +43,7 @@ CASES = [
     (AliasConflict("x"), 409, "conflict_error", "alias_conflict"),
     (BadAlias("x"), 400, "invalid_request_error", "invalid_alias"),
     (errors.PinsFull("x"), 409, "conflict_error", "pins_full"),
+    (errors.EngineConflict("x"), 409, "conflict_error", "engine_conflict"),
     (errors.QuotaExceeded("x"), 409, "conflict_error", "quota_exceeded"),
     (errors.InspectionFailed("x"), 503, "service_unavailable", "inspection_failed"),
     (errors.BadRequest("x", "field", "code"), 400, "invalid_request_error", "code"),

@@ -33,7 +33,8 @@ export function Chart({ title, points, series, format, stacked = false, height =
   const rows = series.map((one) => shown.map((point) => one.value(point)));
   const sums = stacked ? shown.map((_, at) => rows.reduce((sum, row) => sum + (row[at] ?? 0), 0)) : rows.flat();
   const bound = roundUp(Math.max(...sums.filter((value) => value !== null), 0));
-  const x = (time) => LEFT + ((width - LEFT) * (time - begin)) / (end - begin);
+  // Two observations may have the same time, for instance while the clock of the server is set.
+  const x = (time) => LEFT + ((width - LEFT) * (time - begin)) / (end - begin || 1);
   const y = (value) => TOP + (height - TOP - BOTTOM) * (1 - value / bound);
   const at = cursor === null ? shown.length - 1 : Math.min(cursor, shown.length - 1);
 

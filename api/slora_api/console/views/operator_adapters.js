@@ -90,7 +90,8 @@ export function OperatorAdapters() {
           move aliases and roll back.</p>
       </${Panel}>
       <${Panel} title="Pinned adapters" wide>
-        <p class="note">A pinned adapter is loaded before it is needed and is never evicted.</p>
+        <p class="note">A pinned adapter is loaded before it is needed, and is evicted only if a request could not run
+          otherwise.</p>
         <${ErrorNotice} error=${pins.error} />
         ${pins.value && html`<${Table} caption="Pinned adapters" columns=${pinColumns} rows=${pins.value.data}
           rowKey=${(one) => one.id} empty="No adapter is pinned." />

@@ -178,6 +178,8 @@ export function View({ me }) {
           <${Figure} name="Free" value=${formatCount(counts.free)} unit=${share(counts.free)} />
         </dl>
         <${PageMap} pool=${pool} />
+        ${frame.engines.length > 1 && html`<p class="note">The pools of ${frame.engines.length} engines, one after the
+          other.</p>`}
       </${Panel}>
       ${frame.engines.length > 1 && html`<${Engines} engines=${frame.engines} />`}
       <${Panel} title="The last minutes">

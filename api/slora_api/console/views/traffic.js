@@ -75,6 +75,10 @@ export function View({ me }) {
       <${Panel} title="Step time of the engine">
         <${Chart} title="Step time" points=${points} format=${formatSeconds} series=${times("step")} />
       </${Panel}>
+      <${Panel} title="Tokens in a step">
+        <${Chart} title="Tokens in a step" points=${points} format=${formatNumber}
+          series=${[{ name: "tokens", color: "var(--c3)", value: (point) => point.traffic.tokens_per_step }]} />
+      </${Panel}>
     </div>
     <div class="panels halves">
       <${Panel} title="Batch by adapter"><${Work} adapters=${adapters}
