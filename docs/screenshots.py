@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
 ADAPTERS = Path(__file__).parent.parent / "demo" / "adapters"
-MAX_BYTES = 150_000
+MAX_BYTES = 170_000
 TENANT = "acme"
 ADMIN_KEY = "the-key-of-the-screenshots"
 URL = "http://127.0.0.1:8459"
