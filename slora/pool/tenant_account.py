@@ -10,8 +10,9 @@ requests, pages or API keys: the API has already authenticated the tenant.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
+from slora.pool.service_span import ServiceSpan
 from slora.tenant_share import TenantShare
 
 # Added to a tenant's priority class for its background requests. It exceeds every class that operators can set.
@@ -23,6 +24,7 @@ class TenantAccount:
 
     is_background: whether it is the account of the tenant's background requests.
     service: virtual token counter (VTC, OSDI'24): grows by tokens / weight.
+    charged: the tokens that were charged since the engine's start. reported: those that `pop_spans` has returned.
     num_pages: number of pool pages that the account owns, held and cached.
     num_cached: number of cached pages that the account owns.
     min_pages: the floor in pages; 0: no floor.
@@ -32,6 +34,8 @@ class TenantAccount:
     """
 
     __slots__ = (
+        "_changed",
+        "charged",
         "is_background",
         "max_pages",
         "min_pages",
@@ -41,15 +45,24 @@ class TenantAccount:
         "num_preemptions",
         "num_prefix_evictions",
         "num_waiting",
+        "reported",
         "service",
         "share",
     )
 
-    def __init__(self, name: str, *, is_background: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        is_background: bool = False,
+        changed: "dict[TenantAccount, None] | None" = None,
+    ) -> None:
+        """changed: gets each account that is charged."""
+        self._changed = {} if changed is None else changed
         self.name = name
         self.is_background = is_background
         self.share = TenantShare()
-        self.service = 0.0
+        self.service = self.charged = self.reported = 0.0
         self.num_pages = 0
         self.num_cached = 0
         self.min_pages = 0
@@ -71,6 +84,8 @@ class TenantAccount:
         Worked example: 30 tokens cost a tenant of weight 2 as much as 15 tokens cost a tenant of weight 1.
         """
         self.service += tokens / self.share.weight
+        self.charged += tokens
+        self._changed[self] = None
 
     @property
     def is_above_floor(self) -> bool:
@@ -93,6 +108,8 @@ class TenantAccounts:
         self._num_pages = num_pages
         self._interactive: dict[str, TenantAccount] = {}
         self._background: dict[str, TenantAccount] = {}
+        # The accounts that were charged since `pop_spans` returned them, oldest charge first.
+        self._changed: dict[TenantAccount, None] = {}
         # Every change creates a new list, so that the evictor can detect a change by identity.
         self.bounded: list[TenantAccount] = []
 
@@ -117,10 +134,24 @@ class TenantAccounts:
         accounts = self._background if is_background else self._interactive
         tenant = accounts.get(name)
         if tenant is None:
-            tenant = accounts[name] = TenantAccount(name, is_background=is_background)
+            tenant = TenantAccount(name, is_background=is_background, changed=self._changed)
+            accounts[name] = tenant
             if is_background:
                 self._apply(tenant, self.find(name).share)
         return tenant
+
+    def find_known(self, name: str, *, is_background: bool) -> TenantAccount | None:
+        """Returns an account if there is one."""
+        return (self._background if is_background else self._interactive).get(name)
+
+    def pop_spans(self, most: int) -> list[ServiceSpan]:
+        """Returns what was charged since the last call, for `most` accounts at most. The next call has the rest."""
+        spans = []
+        for account in list(islice(self._changed, most)):
+            del self._changed[account]
+            spans.append(ServiceSpan(account.name, account.is_background, account.reported, account.charged))
+            account.reported = account.charged
+        return spans
 
     def find_both(self, name: str) -> list[TenantAccount]:
         """Returns the tenant's accounts: none, the interactive one, or both."""

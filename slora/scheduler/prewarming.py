@@ -11,7 +11,7 @@ may prewarm their own adapters as often as they like, because prewarming uses on
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from slora.adapter_place import AdapterPlace
 from slora.pool.unified_paging import UnifiedPaging
@@ -48,6 +48,11 @@ class Prewarming:
             return AdapterPlace.POOL if resident.is_loaded else AdapterPlace.LOADING
         self._requested[version] = None
         return AdapterPlace.HOST if version in self._fetched else AdapterPlace.FETCHING
+
+    @property
+    def requested(self) -> Set[AdapterVersion]:
+        """The adapters to prewarm whose fetch has not ended yet."""
+        return self._requested.keys()
 
     def remove(self, version: AdapterVersion) -> None:
         """Ends the prewarming of a deleted adapter."""

@@ -37,16 +37,20 @@ Plain Python without tensors or sockets. The same inputs, which include the time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import Costs
 from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.grammar.grammar_source import GrammarSource
+from slora.pool.service_span import ServiceSpan
 from slora.pool.swap_space import SwapSpace
 from slora.pool.unified_paging import UnifiedPaging
 from slora.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.routing.backlog import Backlog
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
+from slora.scheduler.backlog_estimate import estimate_backlog
 from slora.scheduler.beams import Beams
 from slora.scheduler.budgets.background_budget import BackgroundBudget
 from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
@@ -58,8 +62,10 @@ from slora.scheduler.pins import Pins
 from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.prewarming import Prewarming
+from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.sequence import AdapterSlot, Sequence
 from slora.scheduler.served_counts import ServedRequests
+from slora.scheduler.service_elsewhere import ServiceElsewhere
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler_config import SchedulerConfig
@@ -115,6 +121,10 @@ class Scheduler:
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
+        queue = self._lifecycle.queue
+        self._elsewhere = (
+            ServiceElsewhere(self.paging.tenants, queue, costs) if isinstance(queue, FairQueue) else None
+        )
         self._preemption = Preemption(self.paging, self._lifecycle, self.swapping)
         self._beams = Beams(self._lifecycle)
         self._admission = Admission(
@@ -136,6 +146,17 @@ class Scheduler:
         """Returns the numbers of running sequences and of waiting sequences, each by tenant."""
         running = Counter(sequence.tenant.name for sequence in self._batch)
         return running, Counter(one.tenant.name for one in self._lifecycle.unfinished) - running
+
+    def estimate_backlog(self) -> Backlog:
+        return estimate_backlog(
+            self._lifecycle.unfinished, self.num_waiting, self.num_running, self._costs, self._config
+        )
+
+    @property
+    def wanted_adapters(self) -> frozenset[AdapterVersion]:
+        """The adapters that are in the pool, and those that are fetched for requests or prewarms."""
+        resident = (one.version for one in self.paging.residency)
+        return frozenset(chain(resident, self.adapters.waited_for, self.prewarming.requested))
 
     @property
     def num_awaiting_adapter(self) -> int:
@@ -216,6 +237,11 @@ class Scheduler:
             self.paging.kv.remove_tenant(account)
         self.swapping.finish_step()
         return list(ended.values())
+
+    def add_service_elsewhere(self, engine: str, spans: Iterable[ServiceSpan]) -> None:
+        """Counts what another engine has charged to tenants. See `ServiceElsewhere`."""
+        if self._elsewhere is not None:
+            self._elsewhere.add(engine, spans)
 
     def advance_clock(self, now: float) -> None:
         """Advances the clock that measures page-seconds. now: seconds on the clock of `schedule`."""

@@ -3,6 +3,8 @@
 This is exact but slow: an engine simulates each of its steps.
 """
 
+import math
+import sys
 from collections.abc import Sequence
 
 from slora.routing.replica_state import ReplicaState, RoutedWork
@@ -16,22 +18,65 @@ class RoutedEngines:
     """Replays a trace on `num_replicas` engines. The router knows the current state of each engine at each arrival.
 
     token_s: seconds of work per token, from which the load of an engine is estimated.
+    share_s: seconds between two reports of what an engine has charged to tenants, to the other engines. None: the
+        engines do not know of each other's service.
     """
 
-    def __init__(self, setup: Setup, num_replicas: int, router: Router, token_s: float) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        num_replicas: int,
+        router: Router,
+        token_s: float,
+        *,
+        share_s: float | None = None,
+    ) -> None:
         self.engines = {f"replica-{i}": Simulation(setup) for i in range(num_replicas)}
         self._router = router
         self._token_s = token_s
+        self._share_s = math.inf if share_s is None else share_s
+        self._share_at = self._share_s
 
-    def run(self, trace: Trace) -> Results:
+    def run(self, trace: Trace, *, until_s: float | None = None) -> Results:
+        """Replays a trace until all requests have ended, or until `until_s`."""
         for request in trace:
-            for engine in self.engines.values():
-                engine.advance(request.arrival_s)
+            if until_s is not None and request.arrival_s >= until_s:
+                break
+            self._advance(request.arrival_s)
             name = self._router.choose(self._describe(request), self.report_states())[0]
             self.engines[name].submit(request)
+        if until_s is not None:
+            self._advance(until_s)
+            return summarize(self.outcomes())
         for engine in self.engines.values():
             engine.run([])
         return summarize(self.outcomes())
+
+    def charged(self, tenant: int) -> float:
+        """Returns what all engines have charged to a tenant, in virtual tokens."""
+        accounts = (engine.scheduler.paging.tenants for engine in self.engines.values())
+        return sum(one.find(f"tenant-{tenant}").charged for one in accounts)
+
+    def _advance(self, until_s: float) -> None:
+        while self._share_at < until_s:
+            self._advance_engines(self._share_at)
+            self._share_service()
+            self._share_at += self._share_s
+        self._advance_engines(until_s)
+
+    def _advance_engines(self, until_s: float) -> None:
+        for engine in self.engines.values():
+            engine.advance(until_s)
+
+    def _share_service(self) -> None:
+        spans = {
+            name: engine.scheduler.paging.tenants.pop_spans(sys.maxsize)
+            for name, engine in self.engines.items()
+        }
+        for name, engine in self.engines.items():
+            for other, charged in spans.items():
+                if other != name:
+                    engine.scheduler.add_service_elsewhere(other, charged)
 
     def outcomes(self) -> list[Outcome]:
         return [outcome for engine in self.engines.values() for outcome in engine.outcomes.values()]

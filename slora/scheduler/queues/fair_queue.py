@@ -107,13 +107,20 @@ class FairQueue:
         tenant = max(candidates, key=tenant_preemption_order).tenant
         return max((one for one in candidates if one.tenant is tenant), key=_preemption_order)
 
+    def measure_class(self, priority: int) -> tuple[float, float]:
+        """Returns the least counter of the waiting tenants of a priority class, and the sum of their weights.
+
+        If no tenant waits, the counter is that of the last tenant that waited.
+        """
+        waiting = [tenant for tenant in self._heaps if tenant.share.priority == priority]
+        least = min((tenant.service for tenant in waiting), default=self._last_service.get(priority, 0.0))
+        return least, sum(tenant.share.weight for tenant in waiting)
+
     def _lift(self, tenant: TenantAccount) -> None:
         # Only tenants of the same class count. A tenant of a later class may have a very small counter, because earlier
         # classes go first. Raising a counter only to such a small value would let its tenant lock out the other tenants
         # of its own class for a long time.
-        group = tenant.share.priority
-        services = (other.service for other in self._heaps if other.share.priority == group)
-        tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))
+        tenant.service = max(tenant.service, self.measure_class(tenant.share.priority)[0])
 
 
 def _tenant_order(tenant: TenantAccount) -> tuple[int, float]:

@@ -1,0 +1,82 @@
+"""Engines that know of each other's service divide their service among tenants as one engine does.
+
+All engines run the production scheduler behind the production router, on a virtual clock.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+from bench.machines import A10G_7B
+from slora.routing.router import Penalties, Router
+from slora.simulation.routed_engines import RoutedEngines
+from slora.simulation.simulation import Setup
+from slora.simulation.traces import Trace, TraceRequest
+
+SETUP = Setup(A10G_7B, (8,), num_tenants=3, max_num_seqs=24)
+TOKEN_S = 1.2e-3
+# An engine serves about 5 of these requests in a second. The batch is full, so the fair queue decides who is next.
+PROMPT, ANSWER = 40, 200
+SECONDS = 40.0
+# Adapters of the first tenant, with homes at all engines.
+HOMES = range(0, 36, 3)
+SPREAD, PINNED, NEW = 0, 1, 2
+
+
+def backlog(tenant: int, adapters: Sequence[int], rate: float, start_s: float = 0.0) -> Trace:
+    """More requests of a tenant than are served, for its adapters in turn."""
+    number = round(rate * (SECONDS - start_s))
+    return [
+        TraceRequest(
+            start_s + index / rate,
+            tenant,
+            adapters[index % len(adapters)],
+            PROMPT,
+            ANSWER,
+            tenant << 20 | index,
+        )
+        for index in range(number)
+    ]
+
+
+def make_engines(num_replicas: int, share_s: float | None) -> RoutedEngines:
+    # Each adapter has one home for ever.
+    router = Router(penalties=Penalties(0, 1e9, 1e9), homes_per_replica_of_traffic=0.0)
+    return RoutedEngines(SETUP, num_replicas, router, TOKEN_S, share_s=share_s)
+
+
+def jain(shares: Sequence[float]) -> float:
+    return sum(shares) ** 2 / (len(shares) * sum(one**2 for one in shares))
+
+
+def measure(num_replicas: int, share_s: float | None, trace: Trace, tenants: Sequence[int]) -> list[float]:
+    """Returns what the tenants receive in the second half of the time."""
+    engines = make_engines(num_replicas, share_s)
+    trace = sorted(trace, key=lambda request: request.arrival_s)
+    engines.run([one for one in trace if one.arrival_s < SECONDS / 2], until_s=SECONDS / 2)
+    before = [engines.charged(tenant) for tenant in tenants]
+    engines.run([one for one in trace if one.arrival_s >= SECONDS / 2], until_s=SECONDS)
+    return [engines.charged(tenant) - start for tenant, start in zip(tenants, before, strict=True)]
+
+
+def spread_and_pinned() -> Trace:
+    """Both tenants send more than twice what they are served."""
+    return [*backlog(SPREAD, HOMES, 14.0), *backlog(PINNED, [1], 7.0)]
+
+
+def test_engines_that_do_not_know_of_each_other_favour_the_tenant_that_uses_more_of_them() -> None:
+    spread, pinned = measure(2, None, spread_and_pinned(), (SPREAD, PINNED))
+    assert spread > 2.5 * pinned and jain([spread, pinned]) < 0.82
+
+
+@pytest.mark.parametrize("share_s", [0.1, 1.0])
+def test_a_tenant_at_one_engine_gets_as_much_as_one_at_two_engines(share_s: float) -> None:
+    shares = measure(2, share_s, spread_and_pinned(), (SPREAD, PINNED))
+    assert jain(shares) > 0.99
+
+
+def test_a_new_tenant_is_not_punished_for_what_others_received_before() -> None:
+    trace = spread_and_pinned() + backlog(NEW, [2, 5, 8, 11, 14, 17], 14.0, SECONDS / 2)
+    shares = measure(2, 0.1, trace, (SPREAD, PINNED, NEW))
+    # Its first requests wait until others have left the full batches.
+    assert shares[2] > 0.85 * sum(shares) / 3 and jain(shares) > 0.98
