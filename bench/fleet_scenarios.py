@@ -11,7 +11,7 @@ other numbers of homes and other intervals of reports.
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,7 +127,8 @@ def scaling_rows(num_replicas: int, seconds: float = 3600.0) -> list[Row]:
 
 def sweep_rows(num_replicas: int, seconds: float = 300.0, rates: Sequence[float] = (0.75, 0.95)) -> list[Row]:
     def scale(factor: float) -> Penalties:
-        return Penalties(*(factor * seconds for seconds in astuple(DEFAULT_PENALTIES)))
+        scaled = {name: factor * seconds for name, seconds in asdict(DEFAULT_PENALTIES).items()}
+        return Penalties(**(scaled | {"host_share": DEFAULT_PENALTIES.host_share}))
 
     def change(**fields: float) -> Penalties:
         return replace(DEFAULT_PENALTIES, **fields)

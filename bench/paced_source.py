@@ -27,6 +27,10 @@ class PacedSource:
         self._arrivals: list[tuple[float, int, Fetched | FetchFailed]] = []  # a heap by time
         self._order = itertools.count()
 
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        return frozenset()
+
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         return CacheCounts()
 

@@ -123,6 +123,10 @@ class RandomSource:
         """Returns the version of an adapter. Each adapter has a tenant of its own, as in S-LoRA's benchmark."""
         return AdapterVersion(f"tenant-{number}", f"{number:064x}")
 
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        return frozenset()
+
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         return CacheCounts()
 

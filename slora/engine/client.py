@@ -27,10 +27,12 @@ from slora.engine.messages import (
     encode_add,
     encode_pins,
     encode_prewarm,
+    encode_served,
     encode_version,
 )
 from slora.engine.open_streams import OpenStreams
 from slora.engine.pin import Pin
+from slora.engine.reported_state import ReportedState
 from slora.errors import EngineUnavailable, SloraError
 from slora.request import EngineRequest, RequestTiming, RequestUsage, TokenDelta
 from slora.tenant_share import TenantShare
@@ -48,6 +50,8 @@ _LEFT = "the engine stopped while it processed this request; send the request ag
 # Receives the id, the usage and the timing of an ended request. Usage and timing are None if the engine died before it
 # reported the usage. A refused request also has no timing.
 UsageListener = Callable[[str, RequestUsage | None, RequestTiming | None], None]
+# Receives the engine, and its spans as the message `report` has them.
+ServiceListener = Callable[[str, list[Any]], None]
 
 
 class EngineClient(Protocol):
@@ -120,9 +124,13 @@ class EngineClient(Protocol):
 
 
 class RemoteEngine:
-    """An EngineClient over a Unix socket. The coroutine `run` must run for as long as the client is used."""
+    """An EngineClient over a Unix socket. The coroutine `run` must run for as long as the client is used.
+
+    state: what the engine has reported, for the router.
+    """
 
     def __init__(self, socket: Path) -> None:
+        self.state = ReportedState()
         self._socket = socket
         self._info: EngineInfo | None = None
         # Why this process cannot talk to the connected engine; None if it can.
@@ -138,6 +146,7 @@ class RemoteEngine:
         self._versions: set[AdapterVersion] = set()
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
         self._on_begin: Callable[[str], None] = lambda request_id: None
+        self._on_service: ServiceListener = lambda engine, spans: None
         # The requests whose usage the engine has not reported yet. A dict keeps their order.
         self._unreported: dict[str, None] = {}
         self._recorded: list[str] = []
@@ -218,6 +227,18 @@ class RemoteEngine:
         """
         self._on_begin = listener
 
+    def listen_for_service(self, listener: ServiceListener) -> None:
+        """Sets the function that is called with what the engine has charged to tenants."""
+        self._on_service = listener
+
+    def tell_service_elsewhere(self, engine: str, spans: list[Any]) -> None:
+        """Tells the engine what another engine has charged. Nothing is sent while the engine does not read."""
+        writer = self._writer
+        if writer is None or self._info is None:
+            return
+        if writer.transport.get_write_buffer_size() < _MAX_FRAME_BUFFER:
+            write_message(writer, encode_served(engine, spans))
+
     def acknowledge_usage(self, request_id: str) -> None:
         if not self._recorded:  # Send one message for all requests that share a sync of the journal.
             asyncio.get_running_loop().call_soon(self._send_recorded)
@@ -292,6 +313,7 @@ class RemoteEngine:
         except SloraError:
             self._report_usage(request.request_id, RequestUsage())
             raise
+        self.state.add_sent(request)
         # If the connection is lost, `_disconnect` reports the usage and fails the stream.
         with suppress(EngineUnavailable):
             await _drain(writer)
@@ -331,6 +353,10 @@ class RemoteEngine:
             case "usage":
                 for ended in decode_usage(message):
                     self._report_usage(*ended)
+            case "report":
+                self.state.receive(message)
+                if message["spans"]:
+                    self._on_service(message["engine"], message["spans"])
             case "stats":
                 self._resolve_reply(message, decode_stats(message))
             case "live":
@@ -364,6 +390,7 @@ class RemoteEngine:
         self._writer = None
         self._loader_connected = self._is_leaving = False
         self._versions.clear()
+        self.state.clear()
         for request_id in list(self._unreported):
             self._report_usage(request_id, None)
         self._streams.fail(EngineUnavailable(_DIED))

@@ -6,7 +6,7 @@ API keys.
 
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from slora.adapter_place import AdapterPlace
@@ -18,6 +18,7 @@ from slora.engine.live_state import LiveState
 from slora.engine.live_view import LiveView
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
+from slora.engine.report import MAX_SPANS, EngineReport
 from slora.engine.request_check import check_request, find_stop_token_ids
 from slora.engine_config import EngineConfig
 from slora.errors import RequestFailed, RequestRefused, StepFailed
@@ -25,6 +26,7 @@ from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
+from slora.pool.service_span import ServiceSpan
 from slora.request import EndedRequest, EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
@@ -150,6 +152,7 @@ class Engine:
             shape=model.shape(self._runner.dtype_name),
             can_embed=self._runner.can_embed,
             num_ranks=config.tensor_parallel_size,
+            prefix_cache=config.prefix_cache,
         )
 
     @property
@@ -283,6 +286,23 @@ class Engine:
         """Ends the thread that compiles grammars, and the other ranks. The engine must not be used afterwards."""
         self._grammars.close()
         self._group.close()
+
+    def report(self, num_taken: int) -> EngineReport:
+        """Returns the state for routers. What was charged is reported once.
+
+        num_taken: see `EngineReport`.
+        """
+        return EngineReport(
+            num_taken,
+            self._scheduler.estimate_backlog(),
+            self._scheduler.wanted_adapters,
+            self._source.cached_versions,
+            tuple(self._tenants.pop_spans(MAX_SPANS)),
+        )
+
+    def add_service_elsewhere(self, engine: str, spans: Iterable[ServiceSpan]) -> None:
+        """Counts what another engine has charged to tenants, so that all engines together are fair."""
+        self._scheduler.add_service_elsewhere(engine, spans)
 
     def observe(self, tenants: Collection[str]) -> LiveState:
         """The current state, for consoles. tenants: the tenants that must be listed, even if they are small."""

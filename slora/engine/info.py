@@ -24,6 +24,7 @@ class EngineInfo:
     full_page_bytes: size of a page on each tensor-parallel rank. shape: the sizes of the whole model.
     can_embed: whether the model's hidden states can be read, which embeddings need.
     num_ranks: number of tensor-parallel ranks.
+    prefix_cache: which cached prefixes a request may reuse, see `EngineConfig`.
     """
 
     model_name: str
@@ -44,6 +45,7 @@ class EngineInfo:
     shape: ModelShape
     can_embed: bool = True
     num_ranks: int = 1
+    prefix_cache: str = "tenant"
 
     def count_rank_bytes(self, packed_bytes: int, target_modules: Collection[str]) -> int:
         """Returns the bytes that an adapter takes in the page pool of each tensor-parallel rank.

@@ -3,10 +3,11 @@
 The field `op` names the kind of message:
 
 API to engine:  add, abort, remove_adapter, purge (of a tenant), pins (replaces all earlier pins), prewarm, stats,
-                observe (for consoles), recorded (requests whose usage is durable)
-engine to API:  hello (EngineInfo, once), status, begun (requests that have joined the batch), outputs (one frame per
-                step), usage (of ended requests, before their last outputs), stats, place (the reply to prewarm), purged
-                (the reply to purge), live (the reply to observe)
+                observe (for consoles), recorded (requests whose usage is durable), served (what another engine has
+                charged to tenants)
+engine to API:  hello (EngineInfo, once), status, report (EngineReport, about ten times a second), begun (requests that
+                have joined the batch), outputs (one frame per step), usage (of ended requests, before their last
+                outputs), stats, place (the reply to prewarm), purged (the reply to purge), live (the reply to observe)
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.live_state import AdapterWork, LiveState, PoolEvent, Quantiles, TenantState
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
+from slora.engine.report import EngineReport
 from slora.errors import (
     AdapterFetchFailed,
     ContextTooLong,
@@ -30,6 +32,7 @@ from slora.errors import (
 )
 from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageMap, PageOwner
+from slora.pool.service_span import ServiceSpan
 from slora.pooling import Pooling
 from slora.request import (
     EmittedTokens,
@@ -51,7 +54,7 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 Message = dict[str, Any]
 
@@ -161,6 +164,38 @@ def decode_info(message: Message) -> EngineInfo:
     info["shape"] = ModelShape.from_plain(info["shape"])
     info["eos_token_ids"] = tuple(info["eos_token_ids"])
     return EngineInfo(**info)
+
+
+def encode_report(report: EngineReport, last: EngineReport, engine: str) -> Message:
+    """Encodes the changes since the report `last`. engine: identifies this start of the engine.
+
+    The caller adds `num_taken`, which differs between the API processes.
+    """
+    return {
+        "op": "report",
+        "engine": engine,
+        "backlog": report.backlog,
+        "resident": _encode_changes(report.resident, last.resident),
+        "on_host": _encode_changes(report.on_host, last.on_host),
+        "spans": report.spans,
+    }
+
+
+def _encode_changes(
+    versions: frozenset[AdapterVersion], last: frozenset[AdapterVersion]
+) -> tuple[list[list[str]], list[list[str]]]:
+    if versions is last:
+        return [], []
+    return [*map(encode_version, versions - last)], [*map(encode_version, last - versions)]
+
+
+def encode_served(engine: str, spans: list[Any]) -> Message:
+    """Encodes what an engine has charged, for another engine. spans: as the message `report` has them."""
+    return {"op": "served", "engine": engine, "spans": spans}
+
+
+def decode_served(message: Message) -> tuple[str, list[ServiceSpan]]:
+    return message["engine"], [ServiceSpan(*row) for row in message["spans"]]
 
 
 def encode_purged(purge: TenantPurge, number: int) -> Message:

@@ -17,12 +17,14 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,17 @@ from slora.engine.messages import (
     decode_add,
     decode_pins,
     decode_prewarm,
+    decode_served,
     decode_version,
     encode_info,
     encode_live_state,
     encode_output,
     encode_purged,
+    encode_report,
     encode_stats,
     encode_usage,
 )
+from slora.engine.report import EngineReport
 from slora.engine.usage_relay import UsageRelay
 from slora.engine.worker import (
     Abort,
@@ -122,11 +127,17 @@ def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collectio
 
 
 class _Peer:
-    """One connected API process. The engine knows its requests as `<peer number>:<request id>`."""
+    """One connected API process. The engine knows its requests as `<peer number>:<request id>`.
+
+    num_taken: number of its requests that the engine's thread has taken.
+    """
 
     def __init__(self, number: int, writer: asyncio.StreamWriter, relay: UsageRelay) -> None:
         self.number = number
         self.relay = relay
+        self.num_taken = 0
+        # The number of each request that is not taken yet, among those of all API processes.
+        self._posted: deque[int] = deque()
         self._writer = writer
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -143,6 +154,15 @@ class _Peer:
             self._writer.transport.abort()
             return
         self._frames.put_nowait(encode(message))
+
+    def note_posted(self, number: int) -> None:
+        """Adds a request. It is taken as soon as the engine's thread has taken `number` requests of all processes."""
+        self._posted.append(number)
+
+    def note_taken(self, number: int) -> None:
+        while self._posted and self._posted[0] <= number:
+            self._posted.popleft()
+            self.num_taken += 1
 
     async def write(self) -> None:
         """Writes queued frames for as long as the connection lasts. A slow reader blocks only this task, in drain()."""
@@ -175,7 +195,10 @@ class EngineServer:
         self._hello = hello
         self._loader_connected = loader_connected
         self._peers: dict[int, _Peer] = {}
-        self._num_peers = 0
+        self._num_peers = self._num_posted = 0
+        self._report = EngineReport()
+        # Identifies this start of the engine in reports.
+        self._engine = secrets.token_hex(8)
         self._is_draining = False
         # Set after each message of an API process, and when one has disconnected.
         self._received = asyncio.Event()
@@ -187,6 +210,7 @@ class EngineServer:
         peer = self._peers[self._num_peers] = _Peer(self._num_peers, writer, relay)
         peer.send(self._hello)
         peer.send(self._status())
+        self._send_report([peer], replace(self._report, spans=()), EngineReport())
         writing = asyncio.create_task(peer.write())
         try:
             while (message := await read_message(reader)) is not None:
@@ -276,6 +300,16 @@ class EngineServer:
             if number in self._peers:
                 self._peers[number].send({"op": "begun", "ids": ids})
 
+    def deliver_report(self, report: EngineReport) -> None:
+        self._send_report(self._peers.values(), report, self._report)
+        self._report = report
+
+    def _send_report(self, peers: Iterable[_Peer], report: EngineReport, last: EngineReport) -> None:
+        message = encode_report(report, last, self._engine)
+        for peer in peers:
+            peer.note_taken(report.num_taken)
+            peer.send(message | {"num_taken": peer.num_taken})
+
     def broadcast_status(self) -> None:
         for peer in self._peers.values():
             peer.send(self._status())
@@ -306,6 +340,8 @@ class EngineServer:
                 self._worker.post(SetPins(decode_pins(message)))
             case "prewarm":
                 self._prewarm(peer, message)
+            case "served":
+                self._worker.add_service_elsewhere(*decode_served(message))
             case "stats":
                 self._answer_stats(peer, message["number"])
             case "observe":
@@ -320,8 +356,11 @@ class EngineServer:
         except RequestRefused as error:
             peer.send(encode_usage([EndedRequest(message["id"], RequestUsage())]))
             self.deliver([StepOutput(engine_id, error=error)], [])
+            peer.note_posted(self._num_posted)
             return
         peer.relay.add(message["id"], request)
+        self._num_posted += 1
+        peer.note_posted(self._num_posted)
         self._worker.post(Add(request))
 
     def _prewarm(self, peer: _Peer, message: Message) -> None:
@@ -381,7 +420,7 @@ class EngineProcess:
         self._log_format = log_format
         self._heartbeat = heartbeat
         self._loop = asyncio.new_event_loop()
-        self._worker = EngineWorker(self._deliver, self._deliver_begun)
+        self._worker = EngineWorker(self._deliver, self._deliver_begun, self._deliver_report)
         self._server: EngineServer | None = None
         self._started: asyncio.Future[Engine] = self._loop.create_future()
         self._stopped = asyncio.Event()
@@ -435,6 +474,7 @@ class EngineProcess:
         self._server = EngineServer(
             self._worker, encode_info(engine.info), self._loader_connected, journal, self._begin_stop
         )
+        self._worker.post(Wake())  # The first report may have come before the server existed.
         self._config.socket.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
         watcher = asyncio.create_task(self._watch_loader(self._server))
@@ -496,6 +536,11 @@ class EngineProcess:
         if self._server is not None:
             server = self._server
             _call_in(self._loop, lambda: server.deliver_begun(engine_ids))
+
+    def _deliver_report(self, report: EngineReport) -> None:
+        if self._server is not None:
+            server = self._server
+            _call_in(self._loop, lambda: server.deliver_report(report))
 
     def _wake(self) -> None:
         """Tells the engine that an adapter or a grammar has arrived. May be called from any thread."""

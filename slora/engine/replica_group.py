@@ -16,7 +16,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slora.adapter_place import AdapterPlace
 from slora.engine.client import RemoteEngine, UsageListener
@@ -31,9 +31,11 @@ from slora.engine.merged_states import (
 )
 from slora.engine.open_answer import OpenAnswer
 from slora.engine.pin import Pin
+from slora.engine.reported_state import count_answer_tokens
 from slora.errors import EngineUnavailable, RequestFailed, RequestRefused
+from slora.pool.prefix_key import extend_keys, root_key
 from slora.request import EngineRequest, RequestTiming, RequestUsage, TokenDelta
-from slora.routing.replica_state import ReplicaState, RoutedWork
+from slora.routing.replica_state import RoutedWork
 from slora.routing.router import Router
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -46,9 +48,9 @@ _Reply = TypeVar("_Reply")
 
 # A request is given up after this many engines began to compute it and died without a new token of it.
 MAX_LOSSES = 3
-# Estimates for the router: the length of an answer without max_tokens, and the time of a token.
-_ANSWER_TOKENS = 256
-_TOKEN_S = 1e-3
+# Requests of a tenant that begin with the same tokens are sent to the same engine, if its load allows. A shorter common
+# beginning saves little.
+_PREFIX_TOKENS = 64
 # How long a list of the engines may wait for their answers, which they give between two steps.
 _LISTING_S = 2.0
 _NONE_SERVES = "the engine is not running and is being started; send the request again"
@@ -60,14 +62,12 @@ class _Replica:
     """One engine.
 
     mismatch: why it cannot serve beside the others; None if it can.
-    open_tokens: estimated tokens of its requests.
     connection: the task that keeps the client connected.
     """
 
     name: str
     client: RemoteEngine
     mismatch: str | None = None
-    open_tokens: int = 0
     connection: asyncio.Task[None] | None = None
 
     @property
@@ -161,6 +161,7 @@ class ReplicaGroup:
         replica = self._by_name[name] = _Replica(name, RemoteEngine(socket))
         replica.client.listen_for_usage(partial(self._receive_usage, replica))
         replica.client.listen_for_begins(partial(self._note_begin, replica))
+        replica.client.listen_for_service(partial(self._pass_on_service, replica))
         if self._tasks is not None:
             self._connect(replica)
 
@@ -299,17 +300,27 @@ class ReplicaGroup:
     async def _compute(self, answer: OpenAnswer) -> AsyncGenerator[list[TokenDelta], None]:
         """Computes the rest of an answer on one engine. Raises EngineUnavailable if the engine is lost."""
         request = answer.request
-        num_tokens = len(request.prompt_token_ids) + (request.sampling.max_tokens or _ANSWER_TOKENS)
-        replica = self._choose(RoutedWork(request.tenant, request.versions, None, num_tokens))
-        run = answer.begin_run(replica.name)
-        replica.open_tokens += num_tokens
-        try:
-            async with aclosing(replica.client.generate(run)) as deltas:
-                async for arrived in deltas:
-                    if kept := answer.take(arrived):
-                        yield kept
-        finally:
-            replica.open_tokens -= num_tokens
+        replica = self._choose_for(request)
+        async with aclosing(replica.client.generate(answer.begin_run(replica.name))) as deltas:
+            async for arrived in deltas:
+                if kept := answer.take(arrived):
+                    yield kept
+
+    def _choose_for(self, request: EngineRequest) -> _Replica:
+        num_tokens = len(request.prompt_token_ids) + count_answer_tokens(request)
+        prefix = self._find_prefix_key(request)
+        return self._choose(RoutedWork(request.tenant, request.versions, prefix, num_tokens))
+
+    def _find_prefix_key(self, request: EngineRequest) -> bytes | None:
+        """Returns the key of the first blocks of the prompt, as in the engines' prefix caches."""
+        info = self._info
+        if info is None or info.prefix_cache == "off":
+            return None
+        scope = "" if info.prefix_cache == "public" and not request.adapters else request.tenant
+        tokens = request.prompt_token_ids[: max(_PREFIX_TOKENS, info.block_tokens)]
+        keys: list[bytes] = []
+        extend_keys(keys, root_key(scope, request.adapters, uses_long_rope=False), tokens, info.block_tokens)
+        return keys[-1] if keys else None
 
     def _choose(self, work: RoutedWork) -> _Replica:
         usable = [replica for replica in self._by_name.values() if replica.is_usable]
@@ -318,12 +329,7 @@ class ReplicaGroup:
             if not best:
                 raise EngineUnavailable(_NONE_SERVES)
             return best[0]
-        states = [
-            ReplicaState(
-                replica.name, replica.client.versions, frozenset(), 0, 0, _TOKEN_S * replica.open_tokens
-            )
-            for replica in best
-        ]
+        states = [replica.client.state.describe(replica.name) for replica in best]
         return self._by_name[self._router.choose(work, states)[0]]
 
     async def _prepare_retry(self, answer: OpenAnswer, error: EngineUnavailable) -> None:
@@ -385,6 +391,12 @@ class ReplicaGroup:
         answer = self._answers.get(request_id)
         if answer is not None and answer.owner == replica.name:
             answer.has_begun = True
+
+    def _pass_on_service(self, replica: _Replica, engine: str, spans: list[Any]) -> None:
+        """Tells the other engines what an engine has charged to tenants. All API processes do so; it counts once."""
+        for other in self._by_name.values():
+            if other is not replica:
+                other.client.tell_service_elsewhere(engine, spans)
 
     def _receive_usage(
         self, replica: _Replica, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None

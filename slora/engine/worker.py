@@ -6,6 +6,8 @@ happen on this one thread. Sockets are outside this module.
 
 import logging
 import queue
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +16,9 @@ from slora.engine.engine import Engine
 from slora.engine.info import EngineStats, TenantPurge
 from slora.engine.live_state import LiveState
 from slora.engine.pin import Pin
+from slora.engine.report import REPORT_S, EngineReport
 from slora.errors import RequestRefused
+from slora.pool.service_span import ServiceSpan
 from slora.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
 from slora.tenant_share import TenantShare
 from slora_adapters.heartbeat import Progress
@@ -25,6 +29,8 @@ _log = logging.getLogger(__name__)
 # Seconds of idle time before the engine checks that no page was lost. The check walks every page, so it must not delay
 # a request that closely follows another.
 _IDLE_BEFORE_CHECK_S = 1.0
+# The most frames of other engines' service that are kept until the next step. Later frames include what is dropped.
+_MAX_ELSEWHERE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +107,25 @@ class EngineWorker:
     deliver: called on the engine's thread with the outputs of each step, and with the usage of each request that has
         ended since the last call. A request's usage comes with its last output. `deliver` must not block.
     tell_begun: see `Engine.step`. It is called on the engine's thread, and must not block.
+    tell_report: called in the same way with a report each `REPORT_S`, and not while nothing changes.
     """
 
     def __init__(
         self,
         deliver: Callable[[list[StepOutput], list[EndedRequest]], None],
         tell_begun: Callable[[list[str]], None] = lambda ids: None,
+        tell_report: Callable[[EngineReport], None] | None = None,
     ) -> None:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver = deliver
         self._tell_begun = tell_begun
+        self._tell_report = tell_report
+        # When the next report is due; None: not before the next step or command.
+        self._report_due_at: float | None = None
+        self._reported_at = float("-inf")
+        self._num_taken = 0
+        # What other engines have charged since the last step. The oldest are dropped.
+        self._elsewhere: deque[tuple[str, list[ServiceSpan]]] = deque(maxlen=_MAX_ELSEWHERE)
         # Written by the engine's thread; read by others.
         self._num_completed = 0
         self._is_idle = False
@@ -119,6 +134,10 @@ class EngineWorker:
         """Adds a command to the inbox. May be called from any thread."""
         self._inbox.put(command)
 
+    def add_service_elsewhere(self, engine: str, spans: list[ServiceSpan]) -> None:
+        """Adds what another engine has charged, which counts from the next step on. May be called from any thread."""
+        self._elsewhere.append((engine, spans))
+
     def measure(self) -> Progress:
         """Number of steps and commands so far, and whether there is work now. May be called from any thread."""
         return Progress(self._num_completed, not self._is_idle or not self._inbox.empty())
@@ -126,14 +145,19 @@ class EngineWorker:
     def run(self, engine: Engine) -> None:
         """Runs steps until the command `Stop`. Raises AssertionError if pages were lost."""
         checked = True
+        self._owe_report()
         while True:
             self._num_completed += 1
+            self._report_if_due(engine)
             command = self._next(engine, waiting_s=None if checked else _IDLE_BEFORE_CHECK_S)
             if command is None and not engine.has_work:
-                if not checked:
+                if not checked and self._report_due_at is None:
                     engine.check_invariants()
                     checked = True
                 continue
+            self._owe_report()
+            while self._elsewhere:
+                engine.add_service_elsewhere(*self._elsewhere.popleft())
             while command is not None:
                 if isinstance(command, Stop):
                     self._deliver([], engine.pop_usage())
@@ -148,10 +172,13 @@ class EngineWorker:
     def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
         """Returns the next command, or None if there is none.
 
-        It waits only while the engine has no work: for `waiting_s`, or until a deadline or retry is due.
+        It waits only while the engine has no work: for `waiting_s`, or until a deadline, a retry or a report is due.
         """
         due_s = engine.next_due_in_s
         if due_s is not None:
+            waiting_s = due_s if waiting_s is None else min(waiting_s, due_s)
+        if self._report_due_at is not None:
+            due_s = max(0.0, self._report_due_at - time.monotonic())
             waiting_s = due_s if waiting_s is None else min(waiting_s, due_s)
         try:
             if engine.has_work:
@@ -163,9 +190,20 @@ class EngineWorker:
         finally:
             self._is_idle = False
 
+    def _owe_report(self) -> None:
+        if self._tell_report is not None and self._report_due_at is None:
+            self._report_due_at = self._reported_at + REPORT_S
+
+    def _report_if_due(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if self._tell_report is not None and self._report_due_at is not None and now >= self._report_due_at:
+            self._report_due_at, self._reported_at = None, now
+            self._tell_report(engine.report(self._num_taken))
+
     def _execute(self, command: Command, engine: Engine) -> None:
         match command:
             case Add(request):
+                self._num_taken += 1
                 try:
                     engine.add(request)
                 except RequestRefused as error:

@@ -28,16 +28,17 @@ class Penalties:
     The request goes to the replica with the least sum. So a replica is never chosen if its load is more than
     `stranger_s + prefix_s` above the least load.
 
-    host_s: the adapter is in the host cache, but not in the pool.
-    home_s, spare_s, stranger_s: the adapter is in neither. The replica is one of the adapter's homes, comes next after
-        its homes, or is any other replica.
+    home_s, spare_s, stranger_s: the adapter is neither in the pool nor in the host cache. The replica is one of the
+        adapter's homes, comes next after its homes, or is any other replica.
+    host_share: the share of these penalties if the adapter is in the host cache. Homes are still preferred, because
+        several replicas may have one host cache.
     prefix_s: the replica is not the first candidate for the request's prefix.
     """
 
-    host_s: float = 0.1
     home_s: float = 0.5
     spare_s: float = 2.0
     stranger_s: float = 4.0
+    host_share: float = 0.2
     prefix_s: float = 0.25
 
 
@@ -182,5 +183,6 @@ class Router:
         seconds = 0.0
         for version in versions:
             if version not in replica.resident:
-                seconds = max(seconds, self._penalties.host_s if version in replica.on_host else cold_s)
+                share = self._penalties.host_share if version in replica.on_host else 1.0
+                seconds = max(seconds, share * cold_s)
         return seconds

@@ -53,6 +53,10 @@ class VirtualSource:
     def num_pinned(self) -> int:
         return self._pins.total()
 
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        return frozenset()
+
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         return CacheCounts()
 

@@ -68,6 +68,10 @@ class ScriptedSource:
     def is_pinned(self, packed: PackedAdapter) -> bool:
         return any(packed is copy for copy in self._copies.values())
 
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        return frozenset()
+
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         return CacheCounts()
 

@@ -31,11 +31,20 @@ class CachedVersions:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._sizes: dict[AdapterVersion, int] = {}
+        self._versions: frozenset[AdapterVersion] | None = None
+
+    @property
+    def versions(self) -> frozenset[AdapterVersion]:
+        """The cached adapters. Without an update in between, the same object is returned."""
+        if self._versions is None:
+            self._versions = frozenset(self._sizes)
+        return self._versions
 
     def update(self, added: Iterable[tuple[AdapterVersion, int]], removed: Iterable[AdapterVersion]) -> None:
         for version in removed:
             self._sizes.pop(version, None)
         self._sizes.update(added)
+        self._versions = None
 
     def count(self, most: int, labels: Collection[str]) -> CacheCounts:
         """Returns a summary. most: maximum number of tenants in it. labels: adapters to look for in the cache."""

@@ -128,6 +128,11 @@ class LoaderClient:
         """
         return self._paces
 
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        with self._changed:
+            return self._cached.versions
+
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         with self._changed:
             return self._cached.count(most, labels)

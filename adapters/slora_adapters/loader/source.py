@@ -69,6 +69,10 @@ class AdapterSource(Protocol):
         a load are missing.
         """
 
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        """The adapters in the host cache of this source. While they do not change, the same object is returned."""
+
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         """Returns what the host cache of this source holds; see `CachedVersions.count`."""
 
@@ -130,6 +134,11 @@ class DirectorySource:
     def paces(self) -> Mapping[str, float]:
         """Always empty, because the engine does not use the paces of this source."""
         return {}
+
+    @property
+    def cached_versions(self) -> frozenset[AdapterVersion]:
+        """Always empty, because this source has no host cache."""
+        return frozenset()
 
     def count_cached(self, most: int, labels: Collection[str]) -> CacheCounts:
         """Returns empty counts, because this source has no host cache."""

@@ -31,6 +31,9 @@ from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode, read_message, send
 from tests.support.engine_stack import wait_until
 
+# What the engine sends to a new API process.
+FIRST = ["hello", "status", "report"]
+
 
 class PatientWorker(EngineWorker):
     """A worker that does not run, so that a test can inspect its pending commands."""
@@ -106,7 +109,7 @@ def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
             good_reader, good_writer = await asyncio.open_unix_connection(path)
             bad_reader, bad_writer = await asyncio.open_unix_connection(path)
             bad_writer.write(encode(encode_add(ask("left behind"))) + frame)
-            assert [(await read_message(bad_reader))["op"] for _ in range(2)] == ["hello", "status"]
+            assert [(await read_message(bad_reader))["op"] for _ in FIRST] == FIRST
             assert await read_message(bad_reader) is None, "the connection stays open"
             assert Abort("2:left behind") in worker.posted
             good_writer.write(encode(encode_add(ask("r"))))
@@ -114,7 +117,7 @@ def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
                 lambda: any(isinstance(one, Add) and one.request.request_id == "1:r" for one in worker.posted)
             )
             server.deliver([StepOutput("1:r", TokenDelta((7,)))], [])
-            assert [(await read_message(good_reader))["op"] for _ in range(2)] == ["hello", "status"]
+            assert [(await read_message(good_reader))["op"] for _ in FIRST] == FIRST
             row = ["r", *encode_output(StepOutput("r", TokenDelta((7,))))[1:]]
             assert (await read_message(good_reader))["outputs"] == [[*row[:1], [7], *row[2:]]]
             for writer in (good_writer, bad_writer):
@@ -168,7 +171,8 @@ def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
             timing = RequestTiming(1.0, 0.5, True, 2.0, 2.5, None, 3.0, 4)
             ended = EndedRequest("1:a", RequestUsage(1, 2, 3, 4, 0.5), timing)
             server.deliver(outputs, [ended, EndedRequest("1:b", RequestUsage())])
-            await read_message(reader), await read_message(reader)
+            for _ in FIRST:
+                await read_message(reader)
             usage, tokens = await read_message(reader), await read_message(reader)
             assert decode_usage(usage) == [
                 ended._replace(request_id="a"),
@@ -191,7 +195,8 @@ def test_accepted_drafts_of_a_step_share_a_frame() -> None:
                 writer.write(encode(encode_add(ask(name))))
             await wait_until(lambda: len(worker.posted) == 2)
             server.deliver([StepOutput(f"1:{name}", TokenDelta((7, 8))) for name in ("a", "b")], [])
-            await read_message(reader), await read_message(reader)
+            for _ in FIRST:
+                await read_message(reader)
             tokens = await read_message(reader)
             assert [(row[0], row[1]) for row in tokens["outputs"]] == [("a", [7, 8]), ("b", [7, 8])]
             writer.close()

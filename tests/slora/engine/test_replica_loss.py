@@ -369,6 +369,38 @@ def test_a_request_whose_connection_broke_is_billed_once_and_whole() -> None:
     asyncio.run(main())
 
 
+def test_a_request_that_is_released_after_the_drain_ended_is_billed_once_and_whole() -> None:
+    """The engine has recorded the usage so far by then, which may enter the ledger first."""
+
+    async def main() -> None:
+        async with running_bench(2) as bench:
+            recorder = UsageRecorder(bench.group, bench.journal)
+            opened = recorder.open(PartialAnswer(ask()))
+            stream = asyncio.create_task(read(bench.group.generate(opened.answer.request)))
+            first = await bench.wait_for_owner()
+            first.send(7)
+            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
+            cut = EndedRequest(first.added[-1].request_id, RequestUsage(2, 0, 1), TIMING)
+            # No await in between: the engine gives up the drain before the API process has read that it drains.
+            first.server._is_draining = True
+            first.server.broadcast_status()
+            first.server.abandon_all()
+            first.server.deliver([], [cut])
+            with closing(Database(bench.root / "slora.db")) as database:
+                shipper = UsageShipper(bench.journal, bench.root / "usage", UsageLedger(database), None)
+                await asyncio.to_thread(shipper.ship)
+                query = select(schema.usage_records.c.prompt_tokens, schema.usage_records.c.generated_tokens)
+                assert database.read(query) == [(2, 1)]
+                second = await bench.wait_for_other_owner(first)
+                second.send(8, FinishReason.STOP)
+                assert await stream == [7, 8]
+                await recorder.wait([opened])
+                await asyncio.to_thread(shipper.ship)
+                assert database.read(query) == [(1, 3)]
+
+    asyncio.run(main())
+
+
 def test_a_stalled_engine_gets_requests_only_if_no_other_engine_serves() -> None:
     async def main() -> None:
         async with running_bench(2) as bench:
