@@ -8,6 +8,7 @@ import pytest
 from slora.engine.engine import Engine
 from slora.engine.info import EngineStats
 from slora.engine.pin import Pin
+from slora.engine.report import REPORT_S, EngineReport
 from slora.engine.worker import (
     Abort,
     Add,
@@ -86,6 +87,28 @@ def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit:
         worker.post(RemoveAdapter(version))
         assert stats_of(worker).resident_adapters == 0
     source.close()
+
+
+def test_a_worker_reports_its_requests_and_charges_and_then_nothing_until_there_is_work(
+    kit: ModelKit,
+) -> None:
+    reports: queue.SimpleQueue[EngineReport] = queue.SimpleQueue()
+    worker = EngineWorker(lambda outputs, ended: None, tell_report=reports.put)
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 100)
+    with working(worker, engine):
+        worker.post(Add(ask("base")))
+        worker.post(Add(ask("adapted", versions["odd_rank"])))
+        found = [reports.get(timeout=WAIT_S)]
+        while found[-1].num_taken < 2 or found[-1].backlog.load_s:
+            found.append(reports.get(timeout=WAIT_S))
+        assert found[-1].resident == {versions["odd_rank"]}
+        assert found[-1].backlog[:2] == (0, 0) and found[-1].backlog.answer_token_s > 0
+        spans = [span for report in found for span in report.spans]
+        assert [span.start for span in spans] == [0.0, *(span.end for span in spans[:-1])]
+        assert spans[-1].end == engine._tenants.find("t").charged > 0
+        with pytest.raises(queue.Empty):
+            reports.get(timeout=5 * REPORT_S)
 
 
 def test_a_refused_request_is_answered_and_an_aborted_one_is_not(kit: ModelKit) -> None:
