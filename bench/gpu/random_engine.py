@@ -65,8 +65,7 @@ class EngineSize:
     def weight_bytes(self) -> int:
         """Size of the weights that a decode step reads: all but the embedding, of which it reads single rows."""
         shape = self.spec().shape(self.dtype)
-        linears = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
-        return shape.element_bytes * (linears + shape.hidden_size * shape.vocab_size)
+        return shape.element_bytes * (shape.num_weights + shape.hidden_size * shape.vocab_size)
 
 
 LLAMA_8B = EngineSize(MODELS["llama-8b"], "cuda", 64 << 30, 8192)

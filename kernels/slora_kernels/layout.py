@@ -26,7 +26,8 @@ packed adapter does not depend on the KV format.
 This module does not import torch, because the loader and API processes import it.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,7 +42,7 @@ SEGMENT_BYTES = 256
 # The maximum number of modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
 # Linears whose output does not change K and V of the same layer.
-_WITHOUT_KV = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_WITHOUT_KV = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate")
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -111,8 +112,9 @@ class LoraSite:
 class ModelShape:
     """The sizes of a decoder that decide the layout of pages and adapters.
 
-    linears: the linears of one layer, in the order that all tables use.
+    linears: the linears that layers have, in the order that all tables use. Experts are not among them.
     groups: for each group, the indexes of consecutive linears that read the same input.
+    groups_of_layer: for each layer, the indexes of the groups that it has. Empty: each layer has all groups.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
 
     A module is one linear of one layer, or the embedding, or the head. A site is one group of one layer, or the
@@ -128,6 +130,7 @@ class ModelShape:
     element_bytes: int
     linears: tuple[LinearShape, ...]
     groups: tuple[tuple[int, ...], ...]
+    groups_of_layer: tuple[tuple[int, ...], ...] = ()
     layers_path: str = "model.layers"
     embedding_path: str = "model.embed_tokens"
     head_path: str = "lm_head"
@@ -142,6 +145,9 @@ class ModelShape:
         )
         widths = [{self.linears[m].in_width for m in group} for group in self.groups]
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
+        assert len(self.groups_of_layer) in (0, self.num_layers), (
+            f"groups_of_layer has {len(self.groups_of_layer)} entries for {self.num_layers} layers"
+        )
 
     def __hash__(self) -> int:
         # The loader looks up cached tables for each tensor of an adapter, with the model's shape as the key. Hashing
@@ -157,15 +163,21 @@ class ModelShape:
         """
         linears = tuple(LinearShape(**linear) for linear in fields["linears"])
         groups = tuple(tuple(group) for group in fields["groups"])
-        return ModelShape(**{**fields, "linears": linears, "groups": groups})
+        of_layer = tuple(tuple(groups) for groups in fields["groups_of_layer"])
+        return ModelShape(**{**fields, "linears": linears, "groups": groups, "groups_of_layer": of_layer})
 
     @property
     def num_modules(self) -> int:
-        return self.num_layers * len(self.linears) + 2
+        return len(self.modules)
 
     @property
     def num_sites(self) -> int:
-        return self.num_layers * len(self.groups) + 2
+        return len(self.sites)
+
+    @property
+    def num_weights(self) -> int:
+        """The number of elements of all linears' weights. Experts, embedding and head are not counted."""
+        return sum(module.in_width * module.out_width for module in self.modules[:-2])
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
@@ -198,23 +210,31 @@ class ModelShape:
         The head does not affect K or V. In the last layer, only the linears that compute K and V affect them. Modules
         of earlier layers change the hidden states that the last layer reads.
         """
-        last = self.module_id(self.num_layers - 1, 0)
+        last = self.num_layers - 1
         free = {
-            last + index
-            for index, linear in enumerate(self.linears)
-            if linear.path.rpartition(".")[2] in _WITHOUT_KV
+            self.module_id(last, index)
+            for index in self.layer_linears(last)
+            if self.linears[index].path.rpartition(".")[2] in _WITHOUT_KV
         }
         adapted = {module for module, rank in enumerate(ranks) if rank}
         return not adapted <= free | {self.head_module}
 
+    def layer_groups(self, layer: int) -> tuple[int, ...]:
+        """The indexes in `groups` of the groups that the layer has."""
+        return self.groups_of_layer[layer] if self.groups_of_layer else tuple(range(len(self.groups)))
+
+    def layer_linears(self, layer: int) -> tuple[int, ...]:
+        """The indexes in `linears` of the linears that the layer has."""
+        return tuple(index for group in self.layer_groups(layer) for index in self.groups[group])
+
     def module_id(self, layer: int, linear: int) -> int:
-        """The id of module `linears[linear]` in a layer."""
-        return layer * len(self.linears) + linear
+        """The id of module `linears[linear]` in a layer that has it."""
+        return _find_first_ids(self)[layer][0] + self.layer_linears(layer).index(linear)
 
     def layer_sites(self, layer: int) -> tuple[LoraSite, ...]:
         """The sites of one layer, in the order of `groups`."""
-        first = layer * len(self.groups)
-        return self.sites[first : first + len(self.groups)]
+        first = _find_first_ids(self)[layer][1]
+        return self.sites[first : first + len(self.layer_groups(layer))]
 
     def page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
         """Bytes of one page in one layer (K and V of one block).
@@ -237,10 +257,25 @@ class ModelShape:
 
 
 @cache
+def _find_first_ids(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """For each layer, the ids of its first module and of its first site."""
+    firsts, module, site = [], 0, 0
+    for layer in range(shape.num_layers):
+        firsts.append((module, site))
+        module += len(shape.layer_linears(layer))
+        site += len(shape.layer_groups(layer))
+    return tuple(firsts)
+
+
+@cache
 def _list_modules(shape: ModelShape) -> tuple[LinearShape, ...]:
-    layers = [f"{shape.layers_path}.{layer}" for layer in range(shape.num_layers)]
+    linears = (
+        replace(linear, path=f"{shape.layers_path}.{layer}.{linear.path}")
+        for layer in range(shape.num_layers)
+        for linear in (shape.linears[index] for index in shape.layer_linears(layer))
+    )
     return (
-        *(LinearShape(f"{at}.{x.path}", x.in_width, x.out_width) for at in layers for x in shape.linears),
+        *linears,
         LinearShape(shape.embedding_path, shape.vocab_size, shape.hidden_size),
         LinearShape(shape.head_path, shape.hidden_size, shape.vocab_size),
     )
@@ -248,18 +283,16 @@ def _list_modules(shape: ModelShape) -> tuple[LinearShape, ...]:
 
 @cache
 def _list_sites(shape: ModelShape) -> tuple[LoraSite, ...]:
-    linears = [
-        [shape.module_id(layer, m) for m in group]
-        for layer in range(shape.num_layers)
-        for group in shape.groups
+    modules = shape.modules
+    sizes = [
+        len(shape.groups[group]) for layer in range(shape.num_layers) for group in shape.layer_groups(layer)
     ]
-    members = [*linears, [shape.embedding_module], [shape.head_module]]
-    return tuple(
-        LoraSite(
-            group, ids[0], shape.modules[ids[0]].in_width, tuple(shape.modules[m].out_width for m in ids)
-        )
-        for group, ids in enumerate(members)
-    )
+    sites, first = [], 0
+    for site, size in enumerate([*sizes, 1, 1]):
+        members = modules[first : first + size]
+        sites.append(LoraSite(site, first, members[0].in_width, tuple(m.out_width for m in members)))
+        first += size
+    return tuple(sites)
 
 
 def llama_shape(
@@ -306,6 +339,39 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
         for path, group in zip(paths, members, strict=True)
     )
     return replace(shape, linears=linears, groups=tuple((m,) for m in range(len(linears))))
+
+
+def mix_experts(shape: ModelShape, sparse_layers: Collection[int], shared_width: int | None) -> ModelShape:
+    """Returns the shape of a Llama-like decoder in which experts replace the MLP of `sparse_layers`.
+
+    The experts' own linears and their router are not part of the shape, because adapters can't change them.
+
+    shared_width: intermediate width of the expert that computes all tokens of a sparse layer, and whose output is
+    multiplied by a gate. None: there is no such expert.
+    """
+    groups = [[shape.linears[index] for index in group] for group in shape.groups]
+    attention, dense, shared = groups[:2], groups[2:], []
+    if len(sparse_layers) == shape.num_layers:
+        dense = []
+    if shared_width is not None:
+        hidden, path = shape.hidden_size, "mlp.shared_expert"
+        gate, up = (LinearShape(f"{path}.{name}", hidden, shared_width) for name in ("gate_proj", "up_proj"))
+        down = LinearShape(f"{path}.down_proj", shared_width, hidden)
+        shared = [[gate, up], [down], [LinearShape("mlp.shared_expert_gate", hidden, 1)]]
+    first_shared = len(attention) + len(dense)
+    of_dense = tuple(range(first_shared))
+    of_sparse = (*range(len(attention)), *range(first_shared, first_shared + len(shared)))
+    of_layer = (of_sparse if layer in sparse_layers else of_dense for layer in range(shape.num_layers))
+    kept = [*attention, *dense, *shared]
+    starts = itertools.accumulate(map(len, kept), initial=0)
+    return replace(
+        shape,
+        linears=tuple(linear for group in kept for linear in group),
+        groups=tuple(
+            tuple(range(start, start + len(group))) for start, group in zip(starts, kept, strict=False)
+        ),
+        groups_of_layer=tuple(of_layer) if dense else (),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,16 @@
     linear              a rank holds             LoRA A          LoRA B
     q, k, v, gate, up   rows of the weight       whole           the same rows
     o, down             columns of the weight    the same cols   whole
+    shared_expert_gate  whole                    whole           whole
     embedding           tokens of the vocabulary the same tokens whole
     head                tokens of the vocabulary whole           the same tokens
 
 With this division, adapters need no communication of their own. After o and down, each rank has a partial sum of the
 base model's output, and adds B(A_i x_i) to it before the base model's own sum over ranks.
+
+Each expert of a mixture is divided like an MLP. Every rank holds the whole router, and so chooses the same experts. The
+sum over ranks adds up the outputs of all experts at once. The gate of a shared expert is one number for each token, by
+which each rank multiplies its own partial sum.
 
 All ranks have parts of the same shape, so one adapter layout and one page table serve all ranks. Where there are fewer
 KV heads than ranks, several ranks hold the same head. A vocabulary that does not divide is padded.
@@ -22,7 +27,7 @@ from functools import cached_property
 
 from slora_kernels.layout import LinearShape, ModelShape
 
-__all__ = ["ModulePart", "Partition"]
+__all__ = ["ModulePart", "Partition", "refuse_uneven_width"]
 
 # For the last part of a linear's path, the kinds of its outputs in order. Fused linears have several.
 _OUTPUTS = {
@@ -34,7 +39,10 @@ _OUTPUTS = {
     "up_proj": ("mlp",),
     "gate_up_proj": ("mlp", "mlp"),
 }
-_INPUTS = {"o_proj": "query", "down_proj": "mlp"}
+# Linears whose inputs are divided.
+_INPUTS = ("o_proj", "down_proj")
+# Linears that every rank holds whole.
+_WHOLE = ("shared_expert_gate",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Partition:
             return
         shape, size = self.shape, self.size
         names = {linear.path.rpartition(".")[2] for linear in shape.linears}
-        if unknown := sorted(names - _OUTPUTS.keys() - _INPUTS.keys()):
+        if unknown := sorted(names - _OUTPUTS.keys() - {*_INPUTS, *_WHOLE}):
             raise ValueError(
                 f"this model has linears that can't be divided among ranks: {', '.join(unknown)}"
             )
@@ -78,11 +86,11 @@ class Partition:
                 f"this model has {shape.num_kv_heads} KV heads; choose a number of ranks that divides it, or a "
                 f"multiple of it, instead of {size}"
             )
-        if self._mlp_width % size:
-            raise ValueError(
-                f"this model's MLPs have {self._mlp_width} columns (intermediate_size), which can't be divided among "
-                f"{size} ranks; choose a size that divides {self._mlp_width}"
-            )
+        for linear in shape.linears:
+            if linear.path.endswith("down_proj"):
+                is_shared = "shared_expert" in linear.path
+                what, prefix = ("shared experts", "shared_expert_") if is_shared else ("MLPs", "")
+                refuse_uneven_width(what, f"{prefix}intermediate_size", linear.in_width, size)
 
     @cached_property
     def rank_shape(self) -> ModelShape:
@@ -120,31 +128,49 @@ class Partition:
             return self._linear_part(module, rank)
         return ModulePart(range(module.in_width), (range(module.out_width),))
 
-    @property
-    def _mlp_width(self) -> int:
-        return next(linear.in_width for linear in self.shape.linears if linear.path.endswith("down_proj"))
+    def cut(self, width: int, rank: int) -> range:
+        """The rank's part of `width` columns or rows that divide evenly."""
+        part = width // self.size
+        return range(rank * part, (rank + 1) * part)
 
     def _linear_part(self, linear: LinearShape, rank: int) -> ModulePart:
         name = linear.path.rpartition(".")[2]
+        if name in _WHOLE:
+            return ModulePart(range(linear.in_width), (range(linear.out_width),))
         if name in _INPUTS:
-            return ModulePart(self._cut(_INPUTS[name], rank), (range(linear.out_width),))
+            return ModulePart(self.cut(linear.in_width, rank), (range(linear.out_width),))
         outputs, start = [], 0
         for kind in _OUTPUTS[name]:
-            cut = self._cut(kind, rank)
+            width = self._width(kind, linear)
+            cut = self._cut_heads(rank) if kind == "kv" else self.cut(width, rank)
             outputs.append(range(start + cut.start, start + cut.stop))
-            start += self._width(kind)
+            start += width
         return ModulePart(range(linear.in_width), tuple(outputs))
 
-    def _width(self, kind: str) -> int:
+    def _width(self, kind: str, linear: LinearShape) -> int:
+        """The number of a linear's outputs of one kind."""
         if kind == "mlp":
-            return self._mlp_width
+            name = linear.path.rpartition(".")[2]
+            return linear.out_width // len(_OUTPUTS[name])
         heads = self.shape.num_heads if kind == "query" else self.shape.num_kv_heads
         return heads * self.shape.head_dim
 
-    def _cut(self, kind: str, rank: int) -> range:
-        if kind == "kv" and self.shape.num_kv_heads < self.size:
-            width = self.shape.head_dim
-            first = rank * self.shape.num_kv_heads // self.size
-        else:
-            width, first = self._width(kind) // self.size, rank
+    def _cut_heads(self, rank: int) -> range:
+        """The rank's part of the columns of all KV heads. Ranks share heads if there are fewer heads than ranks."""
+        num_heads, width = self.shape.num_kv_heads, self.shape.head_dim
+        if num_heads >= self.size:
+            return self.cut(num_heads * width, rank)
+        first = rank * num_heads // self.size
         return range(first * width, (first + 1) * width)
+
+
+def refuse_uneven_width(what: str, field: str, width: int, size: int) -> None:
+    """Raises ValueError if the columns of MLPs or experts can't be divided among `size` ranks.
+
+    what: the noun for the parts in the message. field: the field of config.json with their width.
+    """
+    if width % size:
+        raise ValueError(
+            f"this model's {what} have {width} columns ({field}), which can't be divided among {size} ranks; choose a "
+            f"size that divides {width}"
+        )

@@ -103,8 +103,10 @@ class Roofline:
         attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * prompt_tokens / 2
         reads = QUANTIZED_READS if size.is_quantized else WEIGHT_READS
         kv_reads = KV_FP8_READS if kv_format is KVFormat.FP8 else KV_READS
-        sites = shape.num_layers * sum(
-            any(shape.linears[m].path in adapted for m in group) for group in shape.groups
+        sites = sum(
+            any(shape.linears[m].path in adapted for m in shape.groups[group])
+            for layer in range(shape.num_layers)
+            for group in shape.layer_groups(layer)
         )
         copied = device.host_bandwidth * HOST_COPIES
         num_sums = 2 * shape.num_layers + 1 if num_ranks > 1 else 0

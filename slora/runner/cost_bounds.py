@@ -40,7 +40,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
 
     Worked example: 1e9 weights in the layers need 2e9 FLOP per token. On 8 cores that takes from 0.25 ms to 20 s.
     """
-    weights = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
+    weights = shape.num_weights
     flop = 2 * weights
     fastest = _GPU_FLOPS if on_gpu else _CORE_FLOPS * (os.cpu_count() or 1)
     bandwidth = _GPU_BANDWIDTH if on_gpu else _HOST_BANDWIDTH

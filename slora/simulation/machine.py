@@ -51,9 +51,11 @@ class Machine:
         def rank_of(path: str) -> int:
             return rank if path in self.adapted else 0
 
-        ranks = [rank_of(linear.path) for linear in self.shape.linears] * self.shape.num_layers
-        ends = rank_of(self.shape.embedding_path), rank_of(self.shape.head_path)
-        return lay_out_adapter(self.shape, [*ranks, *ends])
+        shape = self.shape
+        linears = (index for layer in range(shape.num_layers) for index in shape.layer_linears(layer))
+        ranks = [rank_of(shape.linears[index].path) for index in linears]
+        ends = rank_of(shape.embedding_path), rank_of(shape.head_path)
+        return lay_out_adapter(shape, [*ranks, *ends])
 
     def pages_of(self, num_bytes: int) -> int:
         return -(-num_bytes // self.full_page_bytes)

@@ -1,10 +1,11 @@
 """The layout of adapters knows which of them change K or V."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
-from slora_kernels.layout import LinearShape, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.layout import LinearShape, ModelShape, lay_out_adapter, llama_shape, mix_experts
 
 SHAPE = llama_shape(
     num_layers=3,
@@ -38,3 +39,34 @@ def test_a_linear_of_an_unknown_name_counts_as_changing_k_and_v(name: str) -> No
     shape = replace(SHAPE, linears=(LinearShape(name, 64, 64),), groups=((0,),))
     assert changes_kv(shape, LAST + name)
     assert not changes_kv(shape, "lm_head")
+
+
+def test_layers_with_experts_lack_the_linears_of_an_mlp() -> None:
+    shape = mix_experts(SHAPE, {0, 2}, None)
+    paths = [module.path.removeprefix("model.layers.") for module in shape.modules]
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert paths == [
+        *(f"{layer}.{path}" for layer in range(3) for path in (attention + mlp if layer == 1 else attention)),
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    assert [shape.modules[site.first_module].path for site in shape.layer_sites(2)] == [
+        "model.layers.2.self_attn.q_proj",
+        "model.layers.2.self_attn.o_proj",
+    ]
+    assert shape.modules[shape.module_id(1, 6)].path == "model.layers.1.mlp.down_proj"
+    assert [site.group for site in shape.sites] == list(range(shape.num_sites))
+    assert ModelShape.from_plain(json.loads(json.dumps(asdict(shape)))) == shape
+
+
+def test_a_model_with_experts_in_all_layers_has_no_linears_of_an_mlp() -> None:
+    shape = mix_experts(SHAPE, {0, 1, 2}, None)
+    assert [linear.path for linear in shape.linears] == [f"self_attn.{name}_proj" for name in "qkvo"]
+
+
+def test_a_shared_expert_of_the_last_layer_changes_no_k_and_no_v() -> None:
+    shape = mix_experts(SHAPE, {1, 2}, 32)
+    for path in ("shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"):
+        assert not changes_kv(shape, f"{LAST}mlp.{path}")
+        assert changes_kv(shape, f"model.layers.1.mlp.{path}")

@@ -1,19 +1,21 @@
 import pytest
 
-from slora_kernels.layout import fuse_groups, llama_shape
+from slora_kernels.layout import ModelShape, fuse_groups, llama_shape, mix_experts
 from slora_kernels.partition import ModulePart, Partition
 
 # 8 heads of 4 columns, 2 KV heads, MLPs of 24 columns, 10 tokens.
 SHAPE = llama_shape(2, 16, 8, 2, 4, 24, 10, 4)
 FUSED = fuse_groups(SHAPE, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
+SHARED = mix_experts(SHAPE, {1}, 16)
 
-@pytest.mark.parametrize("shape", [SHAPE, FUSED])
+
+@pytest.mark.parametrize("shape", [SHAPE, FUSED, SHARED], ids=["linears", "fused", "experts"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_the_parts_of_all_ranks_cover_each_module_and_have_the_widths_of_the_rank_shape(
-    shape: object, size: int
+    shape: ModelShape, size: int
 ) -> None:
-    partition = Partition(SHAPE if shape is SHAPE else FUSED, size)
+    partition = Partition(shape, size)
     whole, part_shape = partition.shape, partition.rank_shape
     for module_id, (module, of_rank) in enumerate(zip(whole.modules, part_shape.modules, strict=True)):
         parts = [partition.part(module_id, rank) for rank in range(size)]
@@ -53,6 +55,11 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
         (SHAPE, 3, "8 attention heads, which can't be divided among 3 ranks"),
         (llama_shape(1, 16, 12, 4, 4, 24, 10, 4), 6, "4 KV heads; choose a number of ranks that divides it"),
         (llama_shape(1, 16, 8, 2, 4, 20, 10, 4), 8, "20 columns .intermediate_size., which can't be divided"),
+        (
+            mix_experts(SHAPE, {1}, 20),
+            8,
+            "20 columns .shared_expert_intermediate_size., which can't be divided",
+        ),
     ],
 )
 def test_a_size_that_does_not_divide_the_model_is_refused(shape: object, size: int, message: str) -> None:
