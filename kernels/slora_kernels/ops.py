@@ -78,6 +78,14 @@ class Kernels(Protocol):
         values: int8 or float8_e4m3fn [N, K]. scales: float32 [N]. bias: [N] of x's dtype, or None.
         """
 
+    def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
+        """Multiplies each group of rows with a weight of its own: x [S, K] -> [S, N] of x's dtype.
+
+        Group e has the rows from `starts[e]` to `starts[e + 1]` of x. Its output is x times weight[e] transposed.
+        weight: [E, N, K] of x's dtype; or int8 or float8_e4m3fn with scales float32 [E, N], as for `quantized_linear`.
+        starts: int32 [E + 1], ascending, from 0 to S.
+        """
+
     def rotate_and_write_kv(
         self,
         qkv: Tensor,

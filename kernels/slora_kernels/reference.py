@@ -61,6 +61,13 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
+def grouped_linear(x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
+    """x [S, K], weight [E, N, K] (times scales [E, N, 1]), starts [E + 1] -> [S, N]: each row by its group's weight."""
+    exact = weight.double() if scales is None else weight.double() * scales.double()[..., None]
+    group_of_row = torch.repeat_interleave(torch.arange(len(weight), device=x.device), starts.diff())
+    return torch.einsum("sk,snk->sn", x.double(), exact[group_of_row]).to(x.dtype)
+
+
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first R of D dimensions. heads float64 [T, num, D]; cos and sin [T, R/2], of the tokens' positions.
 

@@ -25,6 +25,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.grouped_matmuls import grouped_linear
 from slora_kernels.layout import LARGEST_E4M3, LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
 from slora_kernels.lora_matmuls import HostLoraTile, expand_tiles, plan_tiles, shrink_tiles
@@ -297,6 +298,9 @@ class TorchKernels:
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, values, scales, bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
+        return grouped_linear(x, weight, scales, starts)
 
     def rotate_and_write_kv(
         self,

@@ -31,6 +31,7 @@ from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
 from slora_kernels.cpu.job_fields import JobWords, begin_job, operand_dtype, pack_field, pack_row, pack_rows
 from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan
 from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.grouped_matmuls import grouped_linear
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
@@ -157,6 +158,9 @@ class NumbaKernels:
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, values, scales, bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
+        return grouped_linear(x, weight, scales, starts)
 
     def rotate_and_write_kv(
         self,

@@ -6,6 +6,7 @@ The models stress the kernels in different ways:
 - Gemma-2-9B: heads of 256, soft cap, window, norms in float32, GELU.
 - Phi-3-mini: heads of 96, which is not a power of two, and one KV head per query head.
 - Qwen3-8B: norms of q and k heads.
+- Qwen3-30B-A3B: 128 experts in each layer.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
@@ -175,6 +177,19 @@ def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Lau
             yield f"Llama-3.1-8B, {form} weights, {num_tokens} tokens", launch
 
 
+def _bind_experts(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
+    """The launches of experts in a decode step, a mixed step and a prefill step, for weights of each dtype."""
+    num_experts, num_rows, width = 128, 1536, 2048
+    starts, scales = torch.zeros(num_experts + 1, dtype=torch.int32), torch.ones(num_experts, num_rows)
+    for form in (dtype, *forms):
+        # One weight stands for all experts, so that they take no memory.
+        weight = torch.zeros(1, num_rows, width, dtype=form).expand(num_experts, -1, -1)
+        for num_tokens in (1, 4 * _TOKENS, 16 * _TOKENS):
+            x = torch.zeros(num_tokens * num_experts, width, dtype=dtype)
+            launch, _ = bind_grouped_linear(x, weight, None if form == dtype else scales, starts)
+            yield f"Qwen3-30B-A3B, {form} experts, {num_tokens} tokens each", launch
+
+
 def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
     """The attention launches over fp8 pages, for the most common model and for the model with the widest heads."""
     for model, heads, rule in (
@@ -197,5 +212,6 @@ def bind_all(
     for bound in (_bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)
+    yield from _bind_experts(dtype, forms)
     if KVFormat.FP8 in kv_formats:
         yield from _bind_fp8_kv(dtype)

@@ -24,6 +24,7 @@ from slora_kernels.batch import (
     TileLimits,
 )
 from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
@@ -95,6 +96,11 @@ class TritonKernels:
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         launch, out = bind_quantized_linear(x, values, scales, bias)
+        self._launch(launch)
+        return out
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
+        launch, out = bind_grouped_linear(x, weight, scales, starts)
         self._launch(launch)
         return out
 

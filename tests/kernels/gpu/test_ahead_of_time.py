@@ -46,6 +46,8 @@ WIDE_LOADS = {
     "_mask_logits_kernel": set(),
     # Prefill is bound by its matrix product. The conversion of numbers in registers decides the data layout.
     "_quantized_linear_kernel": set(),
+    # As above for 8-bit weights. `test_bulk_loads_of_every_kernel_are_16_bytes_wide` checks the other weights.
+    "_grouped_linear_kernel": {"token_starts"},
 }
 PRODUCTS = {
     "_lora_shrink_kernel": SMALL_PRODUCTS,
@@ -53,6 +55,8 @@ PRODUCTS = {
     "_paged_attention_decode_kernel": SMALL_PRODUCTS,
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
+# Kernels whose products run on matrix units in all cases, but not always with the same instruction.
+LINEARS = ("_quantized_linear_kernel", "_grouped_linear_kernel")
 FP8_KV = "KV in fp8"
 # Each target takes one core for a minute.
 QUICK = (("sm_90", "bfloat16"),)
@@ -146,6 +150,8 @@ def test_bulk_loads_of_every_kernel_are_16_bytes_wide(compiled: list[CompiledKer
     decodes = [k for k in compiled if k.kernel == "_quantized_linear_kernel" and " 16 tokens" in k.case]
     for kernel in decodes:
         assert kernel.load_bytes["row_starts"] == kernel.load_bytes["token_starts"] == (16,), kernel
+    experts = [k for k in compiled if f"torch.{k.dtype} experts" in k.case]
+    assert experts and all(kernel.load_bytes["row_starts"] == (16,) for kernel in experts)
 
 
 def test_kv_in_fp8_is_compiled_where_it_is_served(compiled: list[CompiledKernel]) -> None:
@@ -156,7 +162,7 @@ def test_kv_in_fp8_is_compiled_where_it_is_served(compiled: list[CompiledKernel]
 
 def test_products_of_16_bit_numbers_run_on_matrix_units(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
-        if kernel.kernel == "_quantized_linear_kernel" and kernel.dtype != "float32":
+        if kernel.kernel in LINEARS and kernel.dtype != "float32":
             assert kernel.product is not None, kernel
         elif kernel.dtype != "float32":
             assert kernel.product == PRODUCTS.get(kernel.kernel, {}).get(kernel.target), kernel

@@ -1,0 +1,37 @@
+"""Groups of rows times a weight for each group, in torch: one matmul for each group that has rows.
+
+The host reads the bounds of the groups, so on a GPU this waits for the device.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slora_kernels.quantized_matmuls import quantized_linear
+
+__all__ = ["grouped_linear", "multiply_groups"]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
+    """x [S, K], weight [E, N, K], scales float32 [E, N] or None, starts int32 [E + 1] -> [S, N] of x's dtype."""
+
+    def multiply(group: int, rows: Tensor) -> Tensor:
+        if scales is None:
+            return F.linear(rows, weight[group])
+        return quantized_linear(rows, weight[group], scales[group], None)
+
+    return multiply_groups(x, starts, multiply)
+
+
+def multiply_groups(x: Tensor, starts: Tensor, multiply: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Calls `multiply(group, rows)` for each group that has rows, and returns the results below each other.
+
+    x [S, K] has at least one row.
+    """
+    bounds = itertools.pairwise(starts.tolist())
+    return torch.cat(
+        [multiply(group, x[start:end]) for group, (start, end) in enumerate(bounds) if start < end]
+    )
