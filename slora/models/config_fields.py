@@ -83,6 +83,13 @@ class ConfigFields:
             raise self.refusal(name, "; it must be a list of strings")
         return tuple(values)
 
+    def wholes(self, name: str) -> tuple[int, ...]:
+        """Returns a list of whole numbers from 0. An absent list is empty."""
+        values = self._value(name, [])
+        if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+            raise self.refusal(name, "; it must be a list of whole numbers from 0")
+        return tuple(values)
+
     def table(self, name: str) -> dict[str, Any]:
         value = self._fields.get(name)
         if value is not None and not isinstance(value, dict):

@@ -1,10 +1,11 @@
-"""Our decoder over flat tokens: fused qkv and gate_up, paged attention, and LoRA on each linear.
+"""Our decoder over flat tokens: fused qkv and gate_up, paged attention, experts, and LoRA on each linear.
 
 It serves every family that `ModelConfig` can describe. The families differ only in data, which is read when the weights
 are loaded. One forward pass computes prefill chunks and decode rows of many sequences. There is no batch axis, only the
 tokens of the step. Sequences, adapters and pages appear only as the batch's tables.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +16,12 @@ from slora.device.collectives import ALONE, Collectives
 from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import CudaSideStream, SideStream
 from slora.device.step_batch import StepBatch
+from slora.models.expert_choice import ExpertChoice
 from slora.models.lora_deltas import LoraDeltas
+from slora.models.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from slora.models.model_config import ModelConfig
 from slora.models.rotary import cos_sin_tables
+from slora.weights.expert_linear import ExpertLinear
 from slora.weights.linear import Linear, multiply
 from slora.weights.packed_weight import pack_weight
 from slora.weights.weight_reader import LinearPart, WeightReader
@@ -45,17 +49,10 @@ class DecoderLayer:
     mlp_post_norm: Tensor | None
     qkv: Linear
     output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
     def packed(self) -> "DecoderLayer":
-        return replace(
-            self,
-            qkv=self.qkv.packed(),
-            output=self.output.packed(),
-            gate_up=self.gate_up.packed(),
-            down=self.down.packed(),
-        )
+        return replace(self, qkv=self.qkv.packed(), output=self.output.packed(), mlp=self.mlp.packed())
 
 
 class Decoder:
@@ -148,6 +145,7 @@ class _Forward:
     ) -> None:
         self._collectives = collectives
         self._activation = config.activation
+        self._experts = config.experts
         self._eps = config.rms_norm_eps
         self._batch = batch
         self._memory = memory
@@ -165,7 +163,7 @@ class _Forward:
         for index, layer in enumerate(layers):
             attended = self._norm(self._attend(hidden, layer, index), layer.attention_post_norm)
             hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            output = self._norm(self._transform(hidden, layer), layer.mlp_post_norm)
+            output = self._norm(self._transform(hidden, layer.mlp), layer.mlp_post_norm)
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps)
         rows = self._batch.output_rows
@@ -180,9 +178,26 @@ class _Forward:
         attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
         return self._collectives.sum(self._apply(attended, layer.output))
 
-    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> Tensor:
-        gated = self._kernels.act_mul(self._apply(hidden, layer.gate_up), self._activation)
-        return self._collectives.sum(self._apply(gated, layer.down))
+    def _transform(self, hidden: Tensor, mlp: Mlp) -> Tensor:
+        if isinstance(mlp, DenseMlp):
+            return self._collectives.sum(self._apply_mlp(hidden, mlp))
+        return self._collectives.sum(self._mix_experts(hidden, mlp))
+
+    def _apply_mlp(self, hidden: Tensor, mlp: DenseMlp) -> Tensor:
+        gated = self._kernels.act_mul(self._apply(hidden, mlp.gate_up), self._activation)
+        return self._apply(gated, mlp.down)
+
+    def _mix_experts(self, hidden: Tensor, mlp: SparseMlp) -> Tensor:
+        kernels, experts = self._kernels, self._experts
+        assert experts is not None, "a layer has experts that the config does not describe"
+        choice = ExpertChoice.of(multiply(hidden, mlp.router), experts)
+        gate_up = mlp.gate_up.apply(choice.spread(hidden), choice.starts, kernels)
+        gated = kernels.act_mul(gate_up, self._activation)
+        mixed = choice.combine(mlp.down.apply(gated, choice.starts, kernels))
+        if mlp.shared is None:
+            return mixed
+        gate = torch.sigmoid(self._apply(hidden, mlp.shared.gate))
+        return mixed + gate * self._apply_mlp(hidden, mlp.shared.mlp)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
@@ -226,9 +241,8 @@ class _WeightLoader:
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"
         window = config.window_of_layer[index]
-        biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
-        sites = zip(self._partition.rank_shape.layer_sites(index), biased, strict=True)
-        qkv, output, gate_up, down = (self._linear(site, biased=bias) for site, bias in sites)
+        qkv, output, *mlp_sites = self._partition.rank_shape.layer_sites(index)
+        is_sparse = config.experts is not None and index in config.experts.layers
 
         def norm(place: str) -> Tensor:
             return self.norm(f"{prefix}.{place}_layernorm", config.hidden_size)
@@ -242,10 +256,46 @@ class _WeightLoader:
             # Without post norms, the norm before the MLP is stored as post_attention_layernorm.
             mlp_norm=norm("pre_feedforward" if config.post_norms else "post_attention"),
             mlp_post_norm=norm("post_feedforward") if config.post_norms else None,
-            qkv=qkv,
-            output=output,
-            gate_up=gate_up,
-            down=down,
+            qkv=self._linear(qkv, biased=config.qkv_bias),
+            output=self._linear(output, biased=config.output_bias),
+            mlp=self._experts(prefix, mlp_sites) if is_sparse else self._mlp(mlp_sites),
+        )
+
+    def _mlp(self, sites: Sequence[LoraSite]) -> DenseMlp:
+        gate_up, down = (self._linear(site, biased=self._config.mlp_bias) for site in sites)
+        return DenseMlp(gate_up, down)
+
+    def _experts(self, layer: str, shared_sites: Sequence[LoraSite]) -> SparseMlp:
+        """layer: prefix of the layer's tensors. shared_sites: the sites of the shared expert, if there is one."""
+        config, reader = self._config, self._reader
+        assert config.experts is not None
+        experts, facts = config.experts, config.experts.facts
+        hidden, width, block = config.hidden_size, experts.width, f"{layer}.{facts.block}"
+        cut, whole = self._partition.cut(width, self._rank), range(hidden)
+
+        def stack(*parts: tuple[str, tuple[int, int], range, range]) -> ExpertLinear:
+            names = [f"{block}.experts.{expert}" for expert in range(experts.count)]
+            return ExpertLinear(
+                reader.linear(
+                    [
+                        LinearPart(f"{name}.{linear}.weight", shape, (rows,), columns)
+                        for name in names
+                        for linear, shape, rows, columns in parts
+                    ]
+                ),
+                experts.count,
+            )
+
+        shared = None
+        if shared_sites:
+            *mlp_sites, gate_site = shared_sites
+            gate = reader.matrix(f"{block}.shared_expert_gate.weight", 1, hidden)
+            shared = SharedExpert(self._mlp(mlp_sites), Linear(gate, None, gate_site))
+        return SparseMlp(
+            router=reader.matrix(f"{block}.gate.weight", experts.count, hidden),
+            gate_up=stack(*((name, (width, hidden), cut, whole) for name in (facts.gate, facts.up))),
+            down=stack((facts.down, (hidden, width), whole, cut)),
+            shared=shared,
         )
 
     def _query_key_norm(self, prefix: str) -> QueryKeyNorm:

@@ -45,6 +45,8 @@ _TRAINING = {
     "initializer_range",
     "pretraining_tp",
     "resid_pdrop",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
 }
 _BOOKKEEPING = {
     "_attn_implementation",
@@ -76,6 +78,7 @@ _BOOKKEEPING = {
     "num_labels",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "prefix",
     "problem_type",
@@ -208,9 +211,13 @@ def _refuse(fields: ConfigFields, known: set[str], fixed: Mapping[str, object]) 
 def _read_by(family: Family) -> set[str]:
     read = _READ | family.defaults.keys() | family.bias_fields | family.softcap_fields
     read |= family.ignored | {family.activation_field}
+    if family.experts is not None:
+        read |= family.experts.fields
     match family.windows:
         case "all":
             read.add("sliding_window")
+        case "switched":
+            read |= {"sliding_window", "use_sliding_window"}
         case "late":
             read |= {"sliding_window", "use_sliding_window", "max_window_layers"}
         case "pattern":

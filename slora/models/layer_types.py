@@ -15,7 +15,7 @@ def read_layer_types(fields: ConfigFields, rule: WindowRule, num_layers: int) ->
         raise fields.refusal(
             "layer_types", f"; it must hold {FULL} or {SLIDING} for each of {num_layers} layers"
         )
-    if rule in ("none", "all") and given != _implied(fields, rule, num_layers):
+    if rule in ("none", "all", "switched") and given != _implied(fields, rule, num_layers):
         raise fields.refusal("layer_types", "; all layers of this model_type have the same type")
     return given
 
@@ -44,6 +44,8 @@ def _implied(fields: ConfigFields, rule: WindowRule, num_layers: int) -> tuple[s
             slides = [False] * num_layers
         case "all":
             slides = ["sliding_window" in fields] * num_layers
+        case "switched":
+            slides = [fields.flag("use_sliding_window") and "sliding_window" in fields] * num_layers
         case "late":
             used = fields.flag("use_sliding_window") and "sliding_window" in fields
             first = fields.whole("max_window_layers", least=0)

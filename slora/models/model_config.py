@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from slora.errors import ConfigError
 from slora.models.config_fields import ConfigFields, read_json_object
+from slora.models.expert_config import ExpertConfig, read_experts
 from slora.models.known_fields import refuse_unknown_fields
 from slora.models.layer_types import read_layer_types, read_windows
 from slora.models.model_family import FAMILIES, Family
 from slora.models.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
 from slora.models.stored_quantization import StoredQuantization, read_quantization
-from slora_kernels.layout import ModelShape, fuse_groups, llama_shape
+from slora_kernels.layout import ModelShape, fuse_groups, llama_shape, mix_experts
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -34,6 +35,7 @@ class ModelConfig:
     attention_softcap, final_softcap: scaled scores and logits s become softcap * tanh(s / softcap). None: no softcap.
     embedding_scale: factor on embeddings. The decoder rounds it to the model's dtype. None: no factor.
     qk_norm: RMSNorm of each query and key head before rotation.
+    experts: the experts that replace the MLP in some layers; None: all layers have MLPs.
     post_norms: norms also after attention and after the MLP, before their outputs are added to the residual.
     norm_offset: norms multiply by 1 + weight.
     fused_linears: q, k and v are one linear, gate and up another, in the checkpoint and for adapters.
@@ -50,6 +52,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    experts: ExpertConfig | None
     activation: Activation
     max_positions: int
     ropes: tuple[Rope, ...]
@@ -108,6 +111,8 @@ class ModelConfig:
         )
         if self.fused_linears:
             shape = fuse_groups(shape, *_FUSED_PATHS)
+        if self.experts is not None:
+            shape = mix_experts(shape, self.experts.layers, self.experts.shared_width)
         return replace(shape, layers_path=f"{self.root}.layers", embedding_path=f"{self.root}.embed_tokens")
 
 
@@ -126,6 +131,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
     max_positions = max(max_positions, *map(_count_positions, ropes))
     hidden_size = fields.whole("hidden_size")
     attention_bias = "attention_bias" in family.bias_fields and fields.flag("attention_bias")
+    has_qkv_bias = "qkv_bias" in family.bias_fields and fields.flag("qkv_bias")
     return ModelConfig(
         family=str(model_type),
         vocab_size=fields.whole("vocab_size"),
@@ -135,6 +141,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         num_kv_heads=_num_kv_heads(fields),
         head_dim=head_dim,
         intermediate_size=fields.whole("intermediate_size"),
+        experts=None if family.experts is None else read_experts(fields, family.experts, num_layers),
         activation=_activation(fields, family),
         max_positions=max_positions,
         ropes=ropes,
@@ -148,7 +155,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         qk_norm=family.qk_norm,
         post_norms=family.post_norms,
         norm_offset=family.norm_offset,
-        qkv_bias=family.qkv_bias or attention_bias,
+        qkv_bias=family.qkv_bias or attention_bias or has_qkv_bias,
         output_bias=attention_bias,
         mlp_bias="mlp_bias" in family.bias_fields and fields.flag("mlp_bias"),
         fused_linears=family.fused_linears,

@@ -9,10 +9,48 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # Which layers have a sliding window. none: no layer. all: every layer, if sliding_window is set.
-# late: layers from max_window_layers on, if use_sliding_window is set.
+# late: layers from max_window_layers on, if use_sliding_window is set. switched: every layer, if both are set.
 # pattern: all layers except every sliding_window_pattern-th one.
-WindowRule = Literal["none", "all", "late", "pattern"]
+WindowRule = Literal["none", "all", "late", "switched", "pattern"]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """The facts about the experts of one family.
+
+    count_fields: the names of the field with the number of experts. default_count: the number without such a field.
+    width_field: the field with the intermediate width of one expert.
+    normalizes: the weights of a token's chosen experts are always divided by their sum. Otherwise norm_topk_prob
+    decides.
+    has_dense_layers: decoder_sparse_step and mlp_only_layers say which layers have an MLP instead of experts.
+    has_shared_expert: a further expert computes all tokens. Its output is multiplied by a gate.
+    block: the path of the experts and of their router within a layer in checkpoints.
+    gate, up, down: the names of an expert's linears in checkpoints.
+    """
+
+    count_fields: tuple[str, ...]
+    default_count: int
+    width_field: str
+    normalizes: bool = False
+    has_dense_layers: bool = True
+    has_shared_expert: bool = False
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields of config.json that describe the experts."""
+        fields = {*self.count_fields, self.width_field, "num_experts_per_tok"}
+        if not self.normalizes:
+            fields.add("norm_topk_prob")
+        if self.has_dense_layers:
+            fields |= {"decoder_sparse_step", "mlp_only_layers"}
+        if self.has_shared_expert:
+            fields.add("shared_expert_intermediate_size")
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +71,7 @@ class Family:
     post_norms: the outputs of attention and MLP are normalized before they are added to the residual.
     norm_offset: a norm's weight is stored as its difference from one.
     scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
+    experts: the facts about the experts that replace MLPs; None: all layers have MLPs.
 
     The last four fields are for a decoder that is part of a larger model:
     config_field: the field of config.json that describes the decoder.
@@ -58,6 +97,7 @@ class Family:
     post_norms: bool = False
     norm_offset: bool = False
     scaled_embedding: bool = False
+    experts: ExpertFacts | None = None
     config_field: str | None = None
     root: str = "model"
     stored_root: str = "model"
@@ -65,6 +105,11 @@ class Family:
 
 
 _ATTENTION_BIAS = frozenset({"attention_bias"})
+_QWEN_MOE_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "decoder_sparse_step": 1,
+}
 _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -111,6 +156,54 @@ _FAMILIES: Mapping[str, Family] = {
         windows="late",
         bias_fields=_ATTENTION_BIAS,
         qk_norm=True,
+    ),
+    "mixtral": Family(
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+        },
+        windows="all",
+        experts=ExpertFacts(
+            ("num_local_experts", "num_experts"),
+            8,
+            "intermediate_size",
+            normalizes=True,
+            has_dense_layers=False,
+            block="block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+    ),
+    "qwen2_moe": Family(
+        {
+            **_QWEN_MOE_DEFAULTS,
+            "num_key_value_heads": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        ignored=frozenset({"sliding_window", "max_window_layers"}),
+        bias_fields=frozenset({"qkv_bias"}),
+        experts=ExpertFacts(("num_experts",), 60, "moe_intermediate_size", has_shared_expert=True),
+    ),
+    "qwen3_moe": Family(
+        {
+            **_QWEN_MOE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        ignored=frozenset({"max_window_layers"}),
+        windows="switched",
+        bias_fields=_ATTENTION_BIAS,
+        qk_norm=True,
+        experts=ExpertFacts(("num_experts", "num_local_experts"), 128, "moe_intermediate_size"),
     ),
     "phi3": Family(
         {

@@ -10,7 +10,7 @@ from typing import Any
 from slora.errors import ConfigError
 from slora.models.model_config import ModelConfig
 from slora_kernels.layout import ModelShape
-from slora_kernels.partition import Partition
+from slora_kernels.partition import Partition, refuse_uneven_width
 
 __all__ = ["ELEMENT_BYTES", "REFUSED_EXIT_CODE", "ModelSpec"]
 
@@ -90,6 +90,9 @@ class ModelSpec:
                 "and models computed by them can't be divided; set tensor_parallel_size to 1"
             )
         try:
+            if self.decoder is not None and self.decoder.experts is not None:
+                experts = self.decoder.experts
+                refuse_uneven_width("experts", experts.facts.width_field, experts.width, num_ranks)
             return Partition(self.shape(dtype), num_ranks)
         except ValueError as error:
             raise ConfigError(f"tensor_parallel_size is {num_ranks}: {error}") from error

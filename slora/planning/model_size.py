@@ -5,6 +5,7 @@ from pathlib import Path
 
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
+from slora.models.expert_config import ExpertConfig
 from slora.models.model_config import ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
 from slora_kernels.layout import ModelShape
@@ -20,7 +21,8 @@ _SAMPLING_BYTES = 24
 class ModelSize:
     """Bytes and operations of a model, or of the part that one tensor-parallel rank computes.
 
-    weight_bytes: size of all weights and tables on the device. step_bytes: the part of them that each step reads.
+    weight_bytes: size of all weights and tables on the device. step_bytes: the part of them that each step reads. A
+    step of many tokens uses all experts.
     token_flop: operations in the layers for one token, without attention. head_flop: operations for one row of logits.
     """
 
@@ -50,29 +52,70 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
             2.0 * head,
             is_quantized=False,
         )
-    numbers = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
-    rows = shape.num_layers * sum(linear.out_width for linear in shape.linears)
+    linears = shape.modules[:-2]
+    experts = _count_experts(model, config.tensor_parallel_size)
+    # The decoder keeps a shared expert's gate in the dtype of the model, like the router.
+    gates = sum(linear.in_width for linear in linears if linear.out_width == 1)
+    numbers = shape.num_weights - gates + experts.numbers
+    rows = sum(linear.out_width for linear in linears if linear.out_width > 1) + experts.rows
     is_quantized = config.quantization != "auto" or model.quantization is not None
-    linears = numbers + rows * _FLOAT_BYTES if is_quantized else numbers * element
+    layers = numbers + rows * _FLOAT_BYTES if is_quantized else numbers * element
+    layers += (gates + experts.router_numbers) * element
     matrices = head * element * (1 if model.tie_word_embeddings else 2)
     return ModelSize(
-        weight_bytes=linears
+        weight_bytes=layers
         + matrices
         + _measure_vectors(model, shape, config.tensor_parallel_size, element)
         + _measure_rotary(model, config),
-        step_bytes=linears + head * element,
-        token_flop=2.0 * numbers,
+        step_bytes=layers + head * element,
+        token_flop=2.0 * (shape.num_weights + experts.router_numbers + experts.numbers_of_token),
         head_flop=2.0 * head,
         is_quantized=is_quantized,
     )
 
 
-def measure_activations(shape: ModelShape, num_tokens: int, num_rows: int) -> int:
-    """Approximate bytes of the largest step's activations. num_rows: number of sequences that sample a token."""
+@dataclass(frozen=True, slots=True)
+class _ExpertCounts:
+    """Counts over all layers, for one rank.
+
+    numbers, rows: elements and rows of the experts' weights. numbers_of_token: elements that one token is multiplied
+    with. router_numbers: elements of the routers.
+    """
+
+    numbers: int = 0
+    rows: int = 0
+    numbers_of_token: int = 0
+    router_numbers: int = 0
+
+
+def _count_experts(model: ModelConfig, num_ranks: int) -> _ExpertCounts:
+    experts, hidden = model.experts, model.hidden_size
+    if experts is None:
+        return _ExpertCounts()
+    width, num_layers = experts.width // num_ranks, len(experts.layers)
+    return _ExpertCounts(
+        numbers=num_layers * experts.count * 3 * width * hidden,
+        rows=num_layers * experts.count * (2 * width + hidden),
+        numbers_of_token=num_layers * experts.chosen * 3 * width * hidden,
+        router_numbers=num_layers * experts.count * hidden,
+    )
+
+
+def measure_activations(
+    shape: ModelShape, experts: ExpertConfig | None, num_tokens: int, num_rows: int, num_ranks: int
+) -> int:
+    """Approximate bytes of the largest step's activations.
+
+    shape: of one rank's part. num_rows: number of sequences that sample a token.
+    """
     widest = max(linear.out_width for linear in shape.linears)
     by_token = shape.element_bytes * (
         4 * shape.hidden_size + 3 * widest + 2 * shape.num_heads * shape.head_dim
     )
+    if experts is not None:
+        # For each expert of a token: its input or output in two orders, the intermediate columns, and float32 products.
+        row = 2 * shape.hidden_size + 3 * experts.width // num_ranks
+        by_token += experts.chosen * (row * shape.element_bytes + shape.hidden_size * _FLOAT_BYTES)
     return num_tokens * by_token + num_rows * shape.vocab_size * _SAMPLING_BYTES
 
 

@@ -302,7 +302,13 @@ class _Planner:
         config, spec = self._question.config, self._question.spec
         # One rank samples, from the logits of the whole vocabulary.
         shape = replace(self._shape, vocab_size=spec.vocab_size)
-        return measure_activations(shape, config.token_budget("cuda"), config.max_num_seqs)
+        return measure_activations(
+            shape,
+            spec.decoder.experts if spec.decoder is not None else None,
+            config.token_budget("cuda"),
+            config.max_num_seqs,
+            config.tensor_parallel_size,
+        )
 
     def _measure_memory(self) -> Memory:
         question, machine = self._question, self._machine()

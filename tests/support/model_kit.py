@@ -8,7 +8,13 @@ from pathlib import Path
 from slora.models.model_spec_reader import read_model_spec
 from slora_kernels.kv_format import KVFormat
 from tests.support.oracle import Oracle
-from tests.support.peft_adapters import FUSED_KINDS, KINDS, WHOLE_KINDS, make_adapter
+from tests.support.peft_adapters import (
+    EXPERT_KINDS,
+    FUSED_KINDS,
+    KINDS,
+    WHOLE_KINDS,
+    make_adapter,
+)
 from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
 
 # A and B with this standard deviation make weight deltas about as large as the base weights.
@@ -41,10 +47,11 @@ class ModelKit:
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     """One adapter of each kind, as fields of LoraConfig, with the names of the model's own linears."""
-    if model in (
-        "mixtral",
-        "phimoe",
-    ):  # In a mixture of experts, every token passes only through the attention linears
+    if model in ("mixtral", "qwen3_moe", "qwen3_moe_mixed"):
+        return EXPERT_KINDS
+    if (
+        model == "phimoe"
+    ):  # A token passes through all linears of attention, but not through those of all experts.
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
     if model in OTHER_MODELS:
         return WHOLE_KINDS

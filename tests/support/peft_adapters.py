@@ -41,6 +41,22 @@ FUSED_KINDS: dict[str, dict[str, object]] = {
     },
     "some_layers": {**KINDS["some_layers"], "target_modules": ["qkv_proj", "gate_up_proj"]},
 }
+# Kinds for Mixtral and Qwen3-MoE. There, PEFT 0.21 takes "all-linear" and the names of an MLP's linears for parameters
+# of experts, which this server does not adapt. PEFT does not do this for Qwen2-MoE.
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERT_KINDS: dict[str, dict[str, object]] = {
+    "r8_on_q_and_v": KINDS["r8_on_q_and_v"],
+    "r16_on_attention": {"r": 16, "lora_alpha": 16, "target_modules": _ATTENTION},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 9,
+        "target_modules": _ATTENTION,
+        "rank_pattern": {"q_proj": 9, r"layers\.1\..*v_proj": 2},
+        "alpha_pattern": {"self_attn.o_proj": 5, r"layers\.(0|2)\.self_attn\.\w+": 13},
+    },
+    "rslora": {"r": 7, "lora_alpha": 4, "use_rslora": True, "target_modules": _ATTENTION},
+    "some_layers": {**KINDS["some_layers"], "target_modules": ["k_proj", "o_proj"]},
+}
 # Kinds for models whose linears have other names: adapters on all linears, or on all linears of one layer.
 WHOLE_KINDS: dict[str, dict[str, object]] = {
     "r16_on_all": {"r": 16, "lora_alpha": 16},

@@ -16,11 +16,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 128
@@ -69,6 +72,9 @@ _FAMILIES = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
@@ -139,6 +145,50 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": [_SLIDING, _FULL, _SLIDING],
         },
     ),
+    "mixtral": (
+        "mixtral",
+        {"hidden_size": 48, "intermediate_size": 40, "num_local_experts": 4, "sliding_window": 21},
+    ),
+    # Each token has one expert, whose weight is its probability. The layer in the middle has an MLP.
+    "qwen3_moe_mixed": (
+        "qwen3_moe",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 72,
+            "moe_intermediate_size": 20,
+            "head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 8,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+    # Its first layer has an MLP, and the others have a shared expert.
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 88,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [0],
+        },
+    ),
     "phi3_window": ("phi3", {"hidden_size": 64, "intermediate_size": 88, "sliding_window": 23}),
     "phi3_longrope": (
         "phi3",
@@ -202,7 +252,6 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "olmo2": _LLAMA_LIKE,
-    "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "sliding_window": None},
     # The router is a linear that returns a tuple.
     "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
 }

@@ -215,6 +215,8 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
         # Compilation takes half a minute.
         pytest.param("qwen2", "float16", marks=pytest.mark.soak),
         ("gemma2", "bfloat16"),
+        # Rounding may choose other experts, in both programs.
+        pytest.param("qwen2_moe", "bfloat16", marks=pytest.mark.soak),
         # It has the scaled embeddings and the wide norms of gemma2.
         pytest.param("gemma3_text", "bfloat16", marks=pytest.mark.soak),
     ],

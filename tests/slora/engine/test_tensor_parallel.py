@@ -38,7 +38,7 @@ from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Verdict
 from tests.support.thread_group import ThreadGroup
-from tests.support.tiny_models import MODELS, VOCAB_SIZE
+from tests.support.tiny_models import MODELS, VOCAB_SIZE, make_config
 
 Kits = Callable[[str], ModelKit]
 
@@ -115,8 +115,9 @@ def test_a_divided_model_answers_every_kind_of_adapter_as_peft_does(
     assert verdict.equal, verdict
 
 
-def test_adapters_add_no_collectives(kits: Kits) -> None:
-    kit = kits("llama")
+@pytest.mark.parametrize("model", ["llama", "qwen2_moe"])
+def test_adapters_and_experts_add_no_collectives(kits: Kits, model: str) -> None:
+    kit = kits(model)
     num_layers = read_model_spec(kit.directory).sizes.num_layers
     counts = []
     for kinds in ([None], list(kit.adapters)):
@@ -205,6 +206,10 @@ def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: 
     check_against_one_rank(kits("qwen2"), 2, quantization=quantization)
 
 
+def test_quantized_experts_are_rounded_as_on_one_rank(kits: Kits) -> None:
+    check_against_one_rank(kits("qwen2_moe"), 2, quantization="int8")
+
+
 # In the quick run, one checkpoint for each way to store scales, and the packed one.
 QUICK_CHECKPOINTS = ("compressed_int8_packed", "autofp8", "fbgemm_fp8", "deepseek_fp8")
 
@@ -230,6 +235,26 @@ def test_a_size_that_does_not_divide_the_model_is_refused(kits: Kits, size: int,
     spec = read_model_spec(kit.directory)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
         spec.partition("float32", size)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 22}, r"experts have 22 columns \(moe_intermediate_size\)"),
+        ("mixtral", {"intermediate_size": 42}, r"experts have 42 columns \(intermediate_size\)"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 30},
+            r"shared experts have 30 columns \(shared_expert_intermediate_size\)",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(
+    tmp_path: Path, model: str, changes: dict[str, int], message: str
+) -> None:
+    make_config(model, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is 4: .*{message}, .* among 4 ranks"):
+        read_model_spec(tmp_path).partition("float32", 4)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,13 @@ TINY: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 # Other config classes have other names for their sizes.
 SIZES: dict[str, Any] = {
     **TINY,
@@ -42,12 +49,8 @@ SIZES: dict[str, Any] = {
     "d_model": 32,
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
     "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    **EXPERTS,
 }
 VISION = {
     "hidden_size": 32,
@@ -77,12 +80,19 @@ OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - F
 
 def native_config(family: str, changes: dict[str, Any]) -> dict[str, Any]:
     fields = {**TINY, "head_dim": 8, "sliding_window": 17} if family.startswith("gemma") else dict(TINY)
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         fields["head_dim"] = 8
-    fields |= changes
+    if FAMILIES[family].experts is not None:
+        fields |= EXPERTS
+    fields = {name: value for name, value in fields.items() if name in config_names(family)} | changes
     part = FAMILIES[family].config_field
     parts = {part: fields, "vision_config": VISION, "mm_tokens_per_image": 4}
     return {"model_type": family, **(fields if part is None else parts)}
+
+
+def config_names(family: str) -> set[str]:
+    kind = config_class(family)
+    return {*(field.name for field in dataclasses.fields(kind)), "head_dim"}
 
 
 def config_class(family: str) -> type[PreTrainedConfig]:

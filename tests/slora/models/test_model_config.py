@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
 from slora.errors import ConfigError
+from slora.models.expert_config import ExpertConfig
 from slora.models.model_config import ModelConfig
 from slora.models.model_family import FAMILIES
 from slora.models.model_spec import ModelSpec
@@ -79,10 +80,22 @@ def assert_agree(ours: ModelConfig, theirs: PreTrainedConfig) -> None:
     assert ours.attention_scale == getattr(theirs, "query_pre_attn_scalar", head_dim) ** -0.5
     assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.final_softcap == getattr(theirs, "final_logit_softcapping", None)
+    if ours.experts is not None:
+        assert_experts_agree(ours.experts, theirs)
     for layer, kind in enumerate(layer_types):
         rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
         assert ours.ropes[ours.rope_of_layer[layer]].theta == rope["rope_theta"]
         assert KINDS[type(ours.ropes[ours.rope_of_layer[layer]].scaling)] == rope["rope_type"]
+
+
+def assert_experts_agree(ours: ExpertConfig, theirs: PreTrainedConfig) -> None:
+    assert ours.count == theirs.num_experts
+    assert ours.chosen == theirs.num_experts_per_tok
+    assert ours.width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.normalizes == getattr(theirs, "norm_topk_prob", True)
+    assert ours.shared_width == getattr(theirs, "shared_expert_intermediate_size", None)
+    dense = getattr(theirs, "mlp_only_layers", None) or []
+    assert ours.layers == set(range(theirs.num_hidden_layers)) - set(dense)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -355,6 +368,26 @@ REFUSED = {
     "eos_list": ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]"),
     "eos_negative": ({"eos_token_id": -1}, "eos_token_id is -1"),
     "bias_text": ({"attention_bias": "no"}, "attention_bias is 'no'; it must be true or false"),
+    "experts_twice": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8},
+        "num_local_experts is 8, but num_experts is 4; both name the number of experts",
+    ),
+    "experts_of_a_token": (
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+        "num_experts_per_tok is 5; it must be at most 4",
+    ),
+    "dense_layers": (
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0.5]},
+        r"mlp_only_layers is \[0.5\]; it must be a list of whole numbers from 0",
+    ),
+    "experts_of_a_dense_model": (
+        {"num_local_experts": 4},
+        "num_local_experts is 4; slora's decoder does not use this field",
+    ),
+    "windows_of_qwen2_moe": (
+        {"model_type": "qwen2_moe", "use_sliding_window": True},
+        "use_sliding_window is True; slora's decoder does not use this field",
+    ),
     "tied_number": ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
 }
 

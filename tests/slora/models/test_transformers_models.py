@@ -15,13 +15,12 @@ from slora.errors import ConfigError
 from slora.models.model_spec_reader import read_model_spec
 from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.cpu_kernels import KERNELS
-from tests.support.model_kit import make_kit
-from tests.support.peft_adapters import KINDS
+from tests.support.model_kit import kinds_for, make_kit
 from tests.support.tiny_models import OTHER_MODELS, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
-NUM_PAGES = {"gpt_bigcode": 60, "mixtral": 9, "phimoe": 9}
+NUM_PAGES = {"gpt_bigcode": 60, "phimoe": 9}
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -73,9 +72,9 @@ def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["llama_biased_linear_rope", "gemma2"])
+@pytest.mark.parametrize("model", ["llama_biased_linear_rope", "gemma2", "qwen3_moe"])
 def test_a_family_of_our_own_is_the_same_through_transformers(tmp_path: Path, model: str) -> None:
-    kinds = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "some_layers")}
+    kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "some_layers")}
     kit = make_kit(tmp_path, model, kinds)
     work = mix(kit, prompts_each=2, seed=7)
     llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), model_impl="transformers")
@@ -140,7 +139,7 @@ def test_models_that_pages_cannot_serve_exactly_are_refused_by_name(
 ) -> None:
     directory = save(tmp_path, model_type, **fields)
     with pytest.raises(ConfigError, match=reason):
-        read_model_spec(directory)
+        read_model_spec(directory, "transformers")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Experts of a mixture: which tokens they compute, and which adapters and checkpoints are refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slora import LLM, SamplingParams
+from slora.models.expert_choice import ExpertChoice
+from slora.models.expert_config import ExpertConfig
+from slora.models.model_family import FAMILIES
+from slora_adapters.errors import AdapterInvalid
+from tests.support.cpu_kernels import KERNELS
+from tests.support.peft_adapters import make_adapter
+from tests.support.tiny_models import make_model, write_model
+
+
+def make_experts(count: int, chosen: int, *, normalizes: bool) -> ExpertConfig:
+    facts = FAMILIES["qwen3_moe"].experts
+    assert facts is not None
+    return ExpertConfig(facts, count, chosen, 8, normalizes, None, frozenset({0}))
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize(("num_tokens", "count", "chosen"), [(1, 4, 1), (7, 5, 3), (40, 6, 6)])
+def test_each_token_gets_the_weighted_sum_of_its_experts(
+    num_tokens: int, count: int, chosen: int, normalizes: bool
+) -> None:
+    random = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, count, generator=random)
+    x = torch.randn(num_tokens, 3, generator=random)
+    choice = ExpertChoice.of(logits, make_experts(count, chosen, normalizes=normalizes))
+    starts, factors = choice.starts.tolist(), torch.arange(1.0, count + 1)
+    assert (starts[0], starts[-1]) == (0, num_tokens * chosen)
+    rows = choice.spread(x)
+    for expert in range(count):
+        rows[starts[expert] : starts[expert + 1]] *= factors[expert]
+    weights = logits.softmax(-1)
+    weights = weights * (weights >= weights.topk(chosen).values[:, -1:])
+    if normalizes:
+        weights /= weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(choice.combine(rows), x * (weights @ factors)[:, None])
+
+
+def test_a_token_has_the_same_bits_in_any_order_of_the_tokens() -> None:
+    config = make_experts(5, 3, normalizes=True)
+    random = torch.Generator().manual_seed(4)
+    logits, x = torch.randn(30, 5, generator=random), torch.randn(30, 8, generator=random)
+    order = torch.randperm(30, generator=random)
+    straight, shuffled = (ExpertChoice.of(logits[rows], config) for rows in (torch.arange(30), order))
+    mixed = straight.combine(straight.spread(x).square())
+    assert torch.equal(shuffled.combine(shuffled.spread(x[order]).square()), mixed[order])
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj", "up_proj"]])
+def test_an_adapter_of_experts_is_refused_and_never_served_as_the_base(
+    tmp_path: Path, targets: str | list[str]
+) -> None:
+    write_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=1)
+    base = make_model("qwen3_moe", num_hidden_layers=1)
+    make_adapter(tmp_path / "adapter", base, r=2, lora_dropout=0.0, target_modules=targets)
+    llm = LLM(tmp_path / "base", kernels=KERNELS, pool_bytes=1 << 22)
+    with pytest.raises(AdapterInvalid, match="target_parameters is set: parameters are adapted instead"):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=1), tmp_path / "adapter")
