@@ -18,6 +18,9 @@ class MadeWeights:
         self.device = device
         self._random = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
+    def __contains__(self, name: str) -> bool:
+        return False
+
     def vector(self, name: str, width: int) -> Tensor:
         return torch.ones(width, dtype=self.dtype, device=self.device)
 

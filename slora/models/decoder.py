@@ -17,6 +17,7 @@ from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import CudaSideStream, SideStream
 from slora.device.step_batch import StepBatch
 from slora.models.expert_choice import ExpertChoice
+from slora.models.expert_parts import find_expert_parts
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from slora.models.model_config import ModelConfig
@@ -269,32 +270,18 @@ class _WeightLoader:
         """layer: prefix of the layer's tensors. shared_sites: the sites of the shared expert, if there is one."""
         config, reader = self._config, self._reader
         assert config.experts is not None
-        experts, facts = config.experts, config.experts.facts
-        hidden, width, block = config.hidden_size, experts.width, f"{layer}.{facts.block}"
-        cut, whole = self._partition.cut(width, self._rank), range(hidden)
-
-        def stack(*parts: tuple[str, tuple[int, int], range, range]) -> ExpertLinear:
-            names = [f"{block}.experts.{expert}" for expert in range(experts.count)]
-            return ExpertLinear(
-                reader.linear(
-                    [
-                        LinearPart(f"{name}.{linear}.weight", shape, (rows,), columns)
-                        for name in names
-                        for linear, shape, rows, columns in parts
-                    ]
-                ),
-                experts.count,
-            )
-
+        experts, hidden = config.experts, config.hidden_size
+        cut = self._partition.cut(experts.width, self._rank)
+        parts = find_expert_parts(reader, layer, experts, hidden, cut)
         shared = None
         if shared_sites:
             *mlp_sites, gate_site = shared_sites
-            gate = reader.matrix(f"{block}.shared_expert_gate.weight", 1, hidden)
+            gate = reader.matrix(f"{parts.block}.shared_expert_gate.weight", 1, hidden)
             shared = SharedExpert(self._mlp(mlp_sites), Linear(gate, None, gate_site))
         return SparseMlp(
-            router=reader.matrix(f"{block}.gate.weight", experts.count, hidden),
-            gate_up=stack(*((name, (width, hidden), cut, whole) for name in (facts.gate, facts.up))),
-            down=stack((facts.down, (hidden, width), whole, cut)),
+            router=reader.matrix(f"{parts.block}.gate.weight", experts.count, hidden),
+            gate_up=ExpertLinear(reader.linear(parts.gate_up), experts.count),
+            down=ExpertLinear(reader.linear(parts.down), experts.count),
             shared=shared,
         )
 

@@ -10,7 +10,7 @@ stricter than the reference reader in one point: a name may occur only once.
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class StoredTensor:
     def row_bytes(self) -> int:
         """Bytes of one row, which is one index of the first axis."""
         return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+
+    def item(self, index: int) -> "StoredTensor":
+        """The part of the tensor at one index of the first axis."""
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * self.row_bytes)
 
 
 def read_header(path: Path) -> list[StoredTensor]:

@@ -38,12 +38,16 @@ Weight = Tensor | QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """A part of the tensor `name` of `shape`: these rows, in this order, and of each row these columns."""
+    """A part of the matrix `name` of `shape`: these rows, in this order, and of each row these columns.
+
+    place: index and count of matrices, if `name` is a stack of them. None: `name` is one matrix.
+    """
 
     name: str
     shape: tuple[int, int]
     rows: tuple[range, ...]
     columns: range
+    place: tuple[int, int] | None = None
 
 
 class WeightReader:
@@ -73,6 +77,10 @@ class WeightReader:
         self._blocks: list[RowBlock] = []
         self._known_names: set[str] = set()
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self._checkpoint
+
     def vector(self, name: str, width: int) -> Tensor:
         """Reads a norm or a bias [width]."""
         return self._read_now(self._find(name, (width,))).to(self.device, self.dtype)
@@ -96,7 +104,7 @@ class WeightReader:
 
         The weight is quantized if `form` is set, or if all tensors are stored in one 8-bit dtype with a scale per row.
         """
-        sources = [self._source(part.name, part.shape) for part in parts]
+        sources = [self._part_source(part) for part in parts]
         columns = parts[0].columns
         sizes = [sum(map(len, part.rows)) for part in parts]
         num_rows, width = sum(sizes), len(columns)
@@ -144,6 +152,15 @@ class WeightReader:
     def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         self._known_names.add(name)
         return self._checkpoint.find(name, shape)
+
+    def _part_source(self, part: LinearPart) -> WeightSource:
+        if part.place is None:
+            return self._source(part.name, part.shape)
+        index, count = part.place
+        stack = self._find(part.name, (count, *part.shape))
+        if stack.dtype in QUANTIZED:
+            raise _not_floating(stack)
+        return WeightSource(stack.item(index))
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
         if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:

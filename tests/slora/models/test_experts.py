@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slora import LLM, SamplingParams
 from slora.models.expert_choice import ExpertChoice
@@ -50,6 +51,24 @@ def test_a_token_has_the_same_bits_in_any_order_of_the_tokens() -> None:
     straight, shuffled = (ExpertChoice.of(logits[rows], config) for rows in (torch.arange(30), order))
     mixed = straight.combine(straight.spread(x).square())
     assert torch.equal(shuffled.combine(shuffled.spread(x[order]).square()), mixed[order])
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen2_moe"])
+def test_a_checkpoint_with_stacks_of_experts_answers_as_one_with_a_tensor_for_each(
+    tmp_path: Path, model: str
+) -> None:
+    base = write_model(tmp_path / "each", model, num_hidden_layers=2)
+    base.save_pretrained(tmp_path / "stacks", save_original_format=False)
+    names = [set(load_file(tmp_path / form / "model.safetensors")) for form in ("each", "stacks")]
+    assert not names[0] & {name for name in names[1] if "experts.gate_up_proj" in name}
+    assert any("experts.gate_up_proj" in name for name in names[1])
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+    answers = []
+    for form in ("each", "stacks"):
+        llm = LLM(tmp_path / form, kernels=KERNELS, pool_bytes=1 << 22)
+        (answer,) = llm.generate([[5, 6, 7]], params)
+        answers.append((answer.token_ids, [entry.logprob for entry in answer.logprobs or ()]))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
