@@ -27,11 +27,8 @@ def grouped_linear(x: Tensor, weight: Tensor, scales: Tensor | None, starts: Ten
 
 
 def multiply_groups(x: Tensor, starts: Tensor, multiply: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Calls `multiply(group, rows)` for each group that has rows, and returns the results below each other.
-
-    x [S, K] has at least one row.
-    """
+    """Calls `multiply(group, rows)` for each group that has rows, and returns the results below each other."""
     bounds = itertools.pairwise(starts.tolist())
-    return torch.cat(
-        [multiply(group, x[start:end]) for group, (start, end) in enumerate(bounds) if start < end]
-    )
+    groups = [(group, x[start:end]) for group, (start, end) in enumerate(bounds) if start < end]
+    # A step without tokens calls `multiply` once, for an output of the right width.
+    return torch.cat([multiply(group, rows) for group, rows in groups or [(0, x)]])

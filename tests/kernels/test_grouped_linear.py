@@ -8,13 +8,14 @@ from tests.kernels.test_quantized_linear import FORMS, make_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of each group, input width, output width. Groups without rows are at the ends and between others; a group has
-# more rows than a tile; a single group has all rows.
+# more rows than a tile; a single group has all rows; no group has rows.
 SHAPES = (
     ((1,), 64, 64),
     ((0, 3, 0, 1, 17, 0), 72, 20),
     ((5, 0, 0, 40, 16), 130, 70),
     ((0, 0, 1), 300, 33),
     ((33, 32, 31), 128, 64),
+    ((0, 0), 64, 16),
 )
 
 
