@@ -1,4 +1,4 @@
-"""Frames between processes of one installation: four bytes of length, then one msgpack value, over Unix stream sockets.
+"""Frames between processes of one installation: four bytes of length, then one msgpack value, over stream sockets.
 
 A stream socket detects a dead peer at once, keeps frames in order, loses no frames, and applies back-pressure if the
 reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same guarantees. Both ends
@@ -37,15 +37,18 @@ def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
     writer.write(encode(message))
 
 
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Returns the next message; None if the peer closed the connection between frames. Raises BrokenFrame."""
+async def read_message(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> Any:
+    """Returns the next message; None if the peer closed the connection between frames. Raises BrokenFrame.
+
+    max_bytes: the largest accepted frame. Give less for a peer that is not trusted yet.
+    """
     try:
         header = await reader.readexactly(_LENGTH.size)
     except asyncio.IncompleteReadError as error:
         if error.partial:
             raise BrokenFrame("the connection ended inside a frame's length") from error
         return None
-    length = _check_length(_LENGTH.unpack(header)[0])
+    length = _check_length(_LENGTH.unpack(header)[0], max_bytes)
     try:
         return _decode(await reader.readexactly(length))
     except asyncio.IncompleteReadError as error:
@@ -85,9 +88,9 @@ def _receive_exactly(
     return received
 
 
-def _check_length(length: int) -> int:
-    if length > MAX_FRAME_BYTES:
-        raise BrokenFrame(f"a frame has {length} bytes; the limit is {MAX_FRAME_BYTES}")
+def _check_length(length: int, limit: int = MAX_FRAME_BYTES) -> int:
+    if length > limit:
+        raise BrokenFrame(f"a frame has {length} bytes; the limit is {limit}")
     return length
 
 

@@ -1,4 +1,4 @@
-"""The API's client of the engine. It sends requests and receives token streams over the engine's Unix socket.
+"""The API's client of the engine. It sends requests and receives token streams over the engine's socket.
 
 Routes depend on the protocol `EngineClient`. `RemoteEngine` implements it over the socket. When the engine dies, the
 socket closes at once: `RemoteEngine` fails all unfinished requests with EngineUnavailable and reconnects as soon as an
@@ -10,10 +10,11 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence, Set
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 from slora.adapter_place import AdapterPlace
+from slora.engine.engine_address import EngineAddress, connect
+from slora.engine.handshake import HandshakeFailed
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.live_state import LiveState
 from slora.engine.messages import (
@@ -42,7 +43,10 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 _log = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.05
-_MAX_FRAME_BUFFER = 1 << 20
+# Pause after a failed handshake: only an operator can end the cause.
+_REFUSED_S = 1.0
+# With more bytes that the engine has not read yet, service of other engines is not sent to it.
+_MAX_UNSENT_BYTES = 1 << 20
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
 _LEFT = "the engine stopped while it processed this request; send the request again"
 
@@ -124,14 +128,14 @@ class EngineClient(Protocol):
 
 
 class RemoteEngine:
-    """An EngineClient over a Unix socket. The coroutine `run` must run for as long as the client is used.
+    """An EngineClient over a socket. The coroutine `run` must run for as long as the client is used.
 
     state: what the engine has reported, for the router.
     """
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, address: EngineAddress) -> None:
         self.state = ReportedState()
-        self._socket = socket
+        self._address = address
         self._info: EngineInfo | None = None
         # Why this process cannot talk to the connected engine; None if it can.
         self.refusal: EngineUnavailable | None = None
@@ -189,11 +193,18 @@ class RemoteEngine:
         on_change: called each time `ready` or `connected` may have changed.
         """
         self._on_hello, self._on_change = on_hello, on_change
+        explained = ""
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._socket, limit=_MAX_FRAME_BUFFER)
+                reader, writer = await connect(self._address)
             except OSError:
                 await asyncio.sleep(_RECONNECT_S)
+                continue
+            except HandshakeFailed as error:
+                if str(error) != explained:
+                    explained = str(error)
+                    _log.error("%s", explained)
+                await asyncio.sleep(_REFUSED_S)
                 continue
             self._writer = writer
             try:
@@ -236,7 +247,7 @@ class RemoteEngine:
         writer = self._writer
         if writer is None or self._info is None:
             return
-        if writer.transport.get_write_buffer_size() < _MAX_FRAME_BUFFER:
+        if writer.transport.get_write_buffer_size() < _MAX_UNSENT_BYTES:
             write_message(writer, encode_served(engine, spans))
 
     def acknowledge_usage(self, request_id: str) -> None:

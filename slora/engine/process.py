@@ -1,8 +1,8 @@
 """The engine as a process: `slora.engine.process --config JSON`.
 
-It receives commands and sends tokens over a Unix socket. The main thread runs an asyncio loop that only moves frames. A
-second thread owns the engine. The process stops when its standard input closes, so it does not outlive its parent. It
-prints nothing on standard output.
+It receives commands and sends tokens over a Unix socket, or over TCP for API processes of other hosts. The main thread
+runs an asyncio loop that only moves frames. A second thread owns the engine. The process stops when its standard input
+closes, so it does not outlive its parent. It prints nothing on standard output.
 """
 
 import gc
@@ -19,6 +19,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -31,6 +32,8 @@ from typing import Any
 from slora.adapter_place import AdapterPlace
 from slora.device.page_locked_memory import PageLockedMemory
 from slora.engine.engine import Engine
+from slora.engine.engine_address import detect_dead_peer
+from slora.engine.handshake import Doorkeeper
 from slora.engine.info import TenantPurge
 from slora.engine.live_state import LiveState
 from slora.engine.messages import (
@@ -84,6 +87,7 @@ _MAX_UNREAD_FRAMES = 10_000
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
+_PATHS = ("socket", "loader_socket", "usage_directory", "secret")
 # Maximum time that a stopping engine waits for its current step.
 _MAX_STOP_S = 10.0
 # Maximum time that a stopping engine waits for API processes that have not released its requests.
@@ -94,15 +98,19 @@ _MAX_DRAIN_S = 5.0
 class ProcessConfig:
     """Settings of the engine process.
 
-    socket: the path at which the engine listens for API processes.
+    socket: the path at which the engine listens for API processes; None if it listens on TCP.
     loader_socket: the path at which the loader listens.
-    usage_directory: the directory of the usage journal, which the API processes write to as well.
+    usage_directory: the directory of the usage journal, which the API processes of this host write to as well.
+    listener: the inherited descriptor of a listening TCP socket.
+    secret: the file with the secret of the cluster, which TCP connections must prove to know.
     """
 
-    socket: Path
+    socket: Path | None
     loader_socket: Path
     usage_directory: Path
     engine: EngineConfig
+    listener: int | None = None
+    secret: Path | None = None
 
     @staticmethod
     def from_json(text: str) -> "ProcessConfig":
@@ -111,10 +119,8 @@ class ProcessConfig:
         _refuse_unknown("the engine process", raw, {field.name for field in fields(ProcessConfig)})
         _refuse_unknown("the engine", raw["engine"], {field.name for field in fields(EngineConfig)})
         settings = {**raw["engine"], "model": Path(raw["engine"]["model"])}
-        socket, loader_socket, usage = (
-            Path(raw[name]) for name in ("socket", "loader_socket", "usage_directory")
-        )
-        return ProcessConfig(socket, loader_socket, usage, EngineConfig(**settings))
+        paths = {name: Path(raw[name]) for name in _PATHS if raw.get(name) is not None}
+        return ProcessConfig(**{"socket": None, **raw, **paths, "engine": EngineConfig(**settings)})
 
 
 def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collection[str]) -> None:
@@ -475,8 +481,7 @@ class EngineProcess:
             self._worker, encode_info(engine.info), self._loader_connected, journal, self._begin_stop
         )
         self._worker.post(Wake())  # The first report may have come before the server existed.
-        self._config.socket.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
+        server = await _listen(self._config, self._server)
         watcher = asyncio.create_task(self._watch_loader(self._server))
         self._heartbeat.begin_serving()
         await self._stopped.wait()
@@ -557,6 +562,20 @@ class EngineProcess:
                 known = not known
                 _log.warning("loader %s", "connected" if known else "lost")
                 server.broadcast_status()
+
+
+async def _listen(config: ProcessConfig, server: EngineServer) -> asyncio.Server:
+    if config.socket is not None:
+        config.socket.unlink(missing_ok=True)
+        return await asyncio.start_unix_server(server.serve, config.socket)
+    assert config.listener is not None and config.secret is not None, "neither a path nor a listener"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        detect_dead_peer(writer)
+        await server.serve(reader, writer)
+
+    doorkeeper = Doorkeeper(config.secret.read_bytes(), serve)
+    return await asyncio.start_server(doorkeeper.admit, sock=socket.socket(fileno=config.listener))
 
 
 def _connect_loader(config: ProcessConfig, notify: Callable[[], None], group: RankGroup) -> LoaderClient:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from slora.adapter_place import AdapterPlace
 from slora.engine.client import RemoteEngine, UsageListener
+from slora.engine.engine_address import EngineAddress
 from slora.engine.info import EngineInfo, EngineStats, TenantPurge
 from slora.engine.live_state import EngineState, LiveState
 from slora.engine.merged_states import (
@@ -155,10 +156,10 @@ class ReplicaGroup:
         finally:
             self._tasks = None
 
-    def add(self, name: str, socket: Path) -> None:
+    def add(self, name: str, address: EngineAddress) -> None:
         """Adds an engine, which gets requests as soon as it has connected. name: no other engine may have it."""
         assert name not in self._by_name, f"there already is an engine {name}"
-        replica = self._by_name[name] = _Replica(name, RemoteEngine(socket))
+        replica = self._by_name[name] = _Replica(name, RemoteEngine(address))
         replica.client.listen_for_usage(partial(self._receive_usage, replica))
         replica.client.listen_for_begins(partial(self._note_begin, replica))
         replica.client.listen_for_service(partial(self._pass_on_service, replica))
