@@ -33,7 +33,7 @@ from slora.adapter_place import AdapterPlace
 from slora.device.page_locked_memory import PageLockedMemory
 from slora.engine.engine import Engine
 from slora.engine.engine_address import detect_dead_peer
-from slora.engine.handshake import Doorkeeper
+from slora.engine.handshake import MAX_SECRET_BYTES, Doorkeeper
 from slora.engine.info import TenantPurge
 from slora.engine.live_state import LiveState
 from slora.engine.messages import (
@@ -87,7 +87,7 @@ _MAX_UNREAD_FRAMES = 10_000
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
-_PATHS = ("socket", "loader_socket", "usage_directory", "secret")
+_PATHS = ("socket", "loader_socket", "usage_directory")
 # Maximum time that a stopping engine waits for its current step.
 _MAX_STOP_S = 10.0
 # Maximum time that a stopping engine waits for API processes that have not released its requests.
@@ -101,8 +101,8 @@ class ProcessConfig:
     socket: the path at which the engine listens for API processes; None if it listens on TCP.
     loader_socket: the path at which the loader listens.
     usage_directory: the directory of the usage journal, which the API processes of this host write to as well.
-    listener: the inherited descriptor of a listening TCP socket.
-    secret: the file with the secret of the cluster, which TCP connections must prove to know.
+    listener, secret: inherited descriptors: of a listening TCP socket, and of memory with the secret that its
+    connections must prove to know.
     """
 
     socket: Path | None
@@ -110,7 +110,7 @@ class ProcessConfig:
     usage_directory: Path
     engine: EngineConfig
     listener: int | None = None
-    secret: Path | None = None
+    secret: int | None = None
 
     @staticmethod
     def from_json(text: str) -> "ProcessConfig":
@@ -454,7 +454,8 @@ class EngineProcess:
     def end_with_stdin(self) -> None:
         """Stops this process when its standard input closes, which happens when the parent process ends.
 
-        Before that, it tries for a few seconds to record the usage that the parent has not recorded.
+        Before that, it drains: API processes on other hosts live on, and continue their requests on other engines. Then
+        it tries for a few seconds to record the usage that no API process has recorded.
         """
 
         def watch() -> None:
@@ -462,8 +463,8 @@ class EngineProcess:
             while os.read(0, 4096):
                 pass
             if self._server is not None:
-                _call_in(self._loop, self._stopped.set)
-                self._has_recorded.wait(_MAX_STOP_S)
+                _call_in(self._loop, self._begin_stop)
+                self._has_recorded.wait(_MAX_DRAIN_S + _MAX_STOP_S)
             os._exit(0)
 
         threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -574,7 +575,8 @@ async def _listen(config: ProcessConfig, server: EngineServer) -> asyncio.Server
         detect_dead_peer(writer)
         await server.serve(reader, writer)
 
-    doorkeeper = Doorkeeper(config.secret.read_bytes(), serve)
+    # The descriptor stays open: the supervisor passes it on to the next engine, which reads it from the start.
+    doorkeeper = Doorkeeper(os.pread(config.secret, MAX_SECRET_BYTES, 0), serve)
     return await asyncio.start_server(doorkeeper.admit, sock=socket.socket(fileno=config.listener))
 
 

@@ -499,7 +499,10 @@ def test_an_engine_exits_cleanly_on_sigterm_with_connected_clients(run: Run, sta
     )
 
 
-def test_an_engine_whose_parent_closes_the_pipe_records_usage_and_exits(stack: EngineStack) -> None:
+def test_an_engine_whose_parent_closes_the_pipe_releases_its_requests_and_exits(stack: EngineStack) -> None:
+    """Born from a bug: on a cluster, API processes outlive the parent. They took what the engine had computed so far
+    for the usage of the whole answer, which another engine continued.
+    """
     assert stack.engine is not None
     engine = stack.engine
 
@@ -512,6 +515,20 @@ def test_an_engine_whose_parent_closes_the_pipe_records_usage_and_exits(stack: E
                     pass
 
     asyncio.run(main())
+    assert engine.wait() == 0
+    assert "a" not in read_journal(stack), "the client reports the usage when it has continued the request"
+
+
+def test_an_engine_whose_parent_and_clients_are_gone_records_usage_and_exits(stack: EngineStack) -> None:
+    assert stack.engine is not None
+    engine = stack.engine
+
+    async def main() -> None:
+        async with connect(stack) as client, aclosing(client.generate(ask("a", params=LONG))) as stream:
+            await anext(stream)
+
+    asyncio.run(main())
+    engine.close_stdin()
     assert engine.wait() == 0
     assert 1 <= read_journal(stack)["a"].usage.generated_tokens < 500
 
