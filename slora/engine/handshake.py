@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable
 from slora.errors import SloraError
 from slora_adapters.wire import BrokenFrame, read_message, write_message
 
-__all__ = ["SECRET_BYTES", "Doorkeeper", "HandshakeFailed", "prove_to_engine"]
+__all__ = ["MAX_SECRET_BYTES", "Doorkeeper", "HandshakeFailed", "prove_to_engine"]
 
 _log = logging.getLogger(__name__)
 
-SECRET_BYTES = 32
+MAX_SECRET_BYTES = 4096
 # A stranger can make this process read one frame of this size, for this long.
 _MAX_FRAME_BYTES = 256
 _LIMIT_S = 5.0

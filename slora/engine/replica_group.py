@@ -126,10 +126,13 @@ class ReplicaGroup:
 
     @property
     def problems(self) -> dict[str, str | None]:
-        """Why each replica gets no new requests, by name; None for a replica that serves."""
+        """Why each replica gets no new requests, by name; None for a replica that serves.
+
+        Sorted by name, because replicas may have joined the groups of several processes in different orders.
+        """
         return {
-            replica.name: "it makes no progress" if self.is_stalled(replica.name) else replica.problem
-            for replica in self._by_name.values()
+            name: "it makes no progress" if self.is_stalled(name) else replica.problem
+            for name, replica in sorted(self._by_name.items())
         }
 
     @property
@@ -378,7 +381,9 @@ class ReplicaGroup:
             _log.error("%s gets no requests: %s", replica.name, replica.mismatch)
             return
         found = replica.client.info
-        replica.mismatch = explain_difference(others[0], found) if others else None
+        # Also without others, answers in progress must not continue on another model.
+        expected = others[0] if others else self._info
+        replica.mismatch = explain_difference(expected, found) if expected is not None else None
         if replica.mismatch is None:
             self._info = merge_infos([*others, found])
         else:

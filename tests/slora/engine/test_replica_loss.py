@@ -470,3 +470,28 @@ def test_the_usage_of_an_ended_answer_is_reported_even_if_its_engine_was_lost() 
             await stream.aclose()
 
     asyncio.run(main())
+
+
+def test_an_answer_does_not_continue_on_an_engine_with_another_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A cluster may be deployed again with another model, while its servers have answers in progress."""
+
+    async def main() -> None:
+        async with running_bench(1, resume_s=0.2) as bench:
+            stream = asyncio.create_task(read(bench.group.generate(ask())))
+            first = await bench.wait_for_owner()
+            first.send(7)
+            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
+            await first.die()
+            bench.group.remove(first.name)
+            odd = bench.make_engine(9, model_name="another")
+            await odd.start()
+            bench.group.add(odd.name, odd.socket)
+            await wait_until(lambda: "its model_name is another" in caplog.text)
+            with pytest.raises(EngineUnavailable):
+                await stream
+            assert not odd.added
+            await odd.die()
+
+    asyncio.run(main())
