@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import SloraError
-from slora_adapters.durable_file import replace_durably
 from slora_adapters.full_disk import is_full
 
 __all__ = ["DataDir", "DataDirInUse", "find_lock_holder", "open_data_dir"]
@@ -73,14 +72,6 @@ class DataDir:
     @property
     def demo_keys(self) -> Path:
         return self.path / "demo-keys.json"
-
-    def write_arguments(self, *arguments: str) -> str:
-        """Writes a child process's arguments to a file that only the owner can read, one per line. Returns the argument
-        that names the file.
-        """
-        path = self.path / "loader.arguments"
-        replace_durably(path, "\n".join(arguments).encode())
-        return f"@{path}"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import islice
 from threading import Lock
 from typing import Any, Literal
 
@@ -222,8 +223,11 @@ class HostBoard:
         return tuple(self._read_others(_Word.CHANGES))
 
     def set_serving(self, engines: Iterable[bool]) -> None:
-        """Tells the other processes to which engines this process can send requests. There are at most 64 engines."""
-        bits = sum(is_serving << number for number, is_serving in enumerate(engines))
+        """Tells the other processes to which engines this process can send requests.
+
+        Only the first 64 engines are told. A cluster may have more.
+        """
+        bits = sum(is_serving << number for number, is_serving in enumerate(islice(engines, 64)))
         self._words[self._word(self.process, _Word.SERVING)] = bits
 
     def are_others_ready(self) -> bool:

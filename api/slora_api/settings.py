@@ -26,6 +26,7 @@ from slora.setting import (
     setting_specs,
 )
 from slora_adapters.log_lines import LOG_FORMATS
+from slora_api.cluster_settings import cluster_setting_specs
 
 __all__ = [
     "TOOL_CALL_PARSERS",
@@ -204,7 +205,8 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Maps each variable that looks like a setting, but is not one, to the most similar setting; None if no setting is
     similar.
     """
-    known = [spec.variable.removeprefix(_PREFIX) for spec in server_setting_specs()]
+    specs = (*server_setting_specs(), *cluster_setting_specs())
+    known = [spec.variable.removeprefix(_PREFIX) for spec in specs]
     named = [name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)]
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]
     meant = {name: get_close_matches(name, known, 1) for name in strangers}

@@ -1,19 +1,22 @@
-"""The page of all settings, from their declarations in `EngineConfig` and `Settings`."""
+"""The page of all settings, from their declarations in `EngineConfig`, `Settings` and `ClusterSettings`."""
 
 from slora.engine_config import EngineConfig
 from slora.setting import SettingSpec, setting_specs
+from slora_api.cluster_settings import ClusterSettings
 from slora_api.settings import Settings
 
 _INTRODUCTION = """\
 # Settings
 
 Each setting of `slora serve`, `slora demo` and `slora doctor` is a flag and an environment variable:
-`--max-model-len` is `SLORA_MAX_MODEL_LEN`. A flag overrides the variable, which overrides the default. The tables are
-made from the declarations that the server reads.
+`--max-model-len` is `SLORA_MAX_MODEL_LEN`. A flag overrides the variable, which overrides the default. `slora deploy`
+and `slora cluster serve` have the settings of a cluster in addition. The tables are made from the declarations that
+the server reads.
 """
 _GROUPS = {
     "Which settings has the engine?": EngineConfig,
     "Which settings has the server?": Settings,
+    "Which settings has a cluster?": ClusterSettings,
 }
 
 

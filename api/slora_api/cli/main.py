@@ -8,9 +8,11 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
+from slora.setting import SettingSpec
+from slora_api.cluster_settings import cluster_setting_specs
 from slora_api.package_version import find_package_version
 from slora_api.settings import server_setting_specs
 
@@ -67,11 +69,21 @@ _HANDLERS = {
     "health": ("slora_api.cli.health", "health"),
     "top": ("slora_api.cli.top.top", "watch"),
     "plan": ("slora_api.cli.plan", "plan"),
+    "deploy": ("slora_api.cluster.commands", "deploy"),
+    "cluster serve": ("slora_api.cluster.commands", "serve"),
+    "cluster status": ("slora_api.cluster.commands", "show"),
+    "cluster stop": ("slora_api.cluster.commands", "stop"),
 }
 
 # Subcommand -> the optional dependencies (extra) that it needs. All other subcommands need `serve`.
-_EXTRAS = {"adapter verify": "verify"}
+_EXTRAS = {
+    "adapter verify": "verify",
+    **dict.fromkeys(("deploy", "cluster serve", "cluster status", "cluster stop"), "ray"),
+}
 
+_VARIABLES = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
+# Settings by which a command finds a running cluster.
+_CLUSTER_PLACE = ("cluster_name", "ray_address", "data_dir")
 _QUOTA_HELP = {
     "requests_per_minute": "requests in any 60 seconds",
     "tokens_per_minute": "tokens of prompts and answers in any 60 seconds",
@@ -130,12 +142,10 @@ def _add_serve(commands: _Commands) -> None:
         "doctor", "check this machine and the settings of a server, and say what to do", has_json=True
     )
     for parser in (serve, demo, doctor):
-        parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
-        for spec in server_setting_specs():
-            if parser is demo and spec.name == "demo":
-                continue
-            shown = f" (default {spec.default_text})" if spec.default_text else ""
-            parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+        parser.epilog = _VARIABLES
+        _add_settings(
+            parser, [spec for spec in server_setting_specs() if parser is not demo or spec.name != "demo"]
+        )
         if parser is doctor:
             parser.epilog += (
                 " Give the flags and variables of `slora serve`. The exit code is 1 only if a check fails."
@@ -143,6 +153,38 @@ def _add_serve(commands: _Commands) -> None:
         # This setting was removed. It is still parsed, so that the error can name the command that copies a registry to
         # the database.
         parser.add_argument("--registry", help=argparse.SUPPRESS)
+
+
+def _add_settings(parser: argparse.ArgumentParser, specs: Iterable[SettingSpec]) -> None:
+    for spec in specs:
+        shown = f" (default {spec.default_text})" if spec.default_text else ""
+        parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+
+
+def _add_cluster(commands: _Commands) -> None:
+    deploy = commands.add(
+        "deploy",
+        "start the engines of a cluster through Ray, or change a running cluster to other settings without refusing a "
+        "request",
+    )
+    deploy.add_argument(
+        "--local", action="store_true",
+        help="start Ray, the engines and an API server on this machine; if they run on --data-dir already, change them",
+    )  # fmt: skip
+    cluster = commands.group("cluster", "serve, show or end what slora deploy has started")
+    serve = cluster.add("serve", "run an API server that uses the engines of a cluster")
+    status = cluster.add("status", "show the replicas of a cluster", has_json=True)
+    stop = cluster.add("stop", "drain and end all replicas of a cluster")
+    for parser in (deploy, serve, status, stop):
+        parser.add_argument(
+            "file", nargs="?", metavar="FILE", help="cluster file: YAML with settings, which flags override"
+        )
+        parser.epilog = _VARIABLES
+    for parser in (deploy, serve):
+        _add_settings(parser, (*cluster_setting_specs(), *server_setting_specs()))
+    for parser in (status, stop):
+        specs = (*cluster_setting_specs(), *server_setting_specs())
+        _add_settings(parser, [spec for spec in specs if spec.name in _CLUSTER_PLACE])
 
 
 def _add_migrate(commands: _Commands) -> None:
@@ -756,6 +798,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_health(commands)
     _add_top(commands)
     _add_plan(commands)
+    _add_cluster(commands)
     return parser
 
 

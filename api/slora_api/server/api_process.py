@@ -86,6 +86,7 @@ from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
 from slora_api.server.disk_watch import DiskWatch
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import HttpFront, run_until_stopped
+from slora_api.server.replica_list import ReplicaList
 from slora_api.server.tracing import open_tracing
 from slora_api.settings import Settings, read_settings
 from slora_api.tenants.admin_key import open_admin_key
@@ -127,8 +128,12 @@ async def open_services(
     client: ReplicaGroup,
     board: HostBoard,
     metrics: Path | None = None,
+    replicas: ReplicaList | None = None,
 ) -> Services:
-    """Creates the objects that routes use. `stack` closes them at the end. metrics: see `Metrics`."""
+    """Creates the objects that routes use. `stack` closes them at the end.
+
+    metrics: see `Metrics`. replicas: the engines of other hosts; None if there are none.
+    """
     is_main, num_serving = board.process == 0, settings.api_workers
     host_changes = HostChanges(board)
     reserve = DiskReserve(data.reserve, is_keeper=is_main)
@@ -160,7 +165,9 @@ async def open_services(
     counted = Metrics(model.name, metrics)
     counted.read_replicas = lambda: client.health
     readiness = Readiness(engines=frozenset(client.health))
-    client.is_stalled = lambda name: name in readiness.stalls
+    client.is_stalled = lambda name: (
+        name in readiness.stalls or (replicas is not None and name in replicas.stalled)
+    )
     ledger = UsageLedger(database)
     quota_store = QuotaStore(database, default_quota(settings), host_changes.is_behind)
     counters = open_counters(data, settings.quota_redis)
@@ -310,12 +317,16 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         board = HostBoard(config.board, config.board_size, config.number)
         pepper = Pepper.from_file(data.pepper)
         client = ReplicaGroup(config.engine_sockets, settings.resume_seconds)
-        services = await open_services(stack, settings, model, data, pepper, client, board, config.metrics)
+        replicas = ReplicaList(config.replicas, client) if config.replicas else None
+        services = await open_services(
+            stack, settings, model, data, pepper, client, board, config.metrics, replicas
+        )
         # A worker never generates a key, because the main process has to print it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=False)
         app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
         work = [
             *background_work(services, client),
+            *([replicas.follow()] if replicas else []),
             make_batch_runner(services).run(),
             HostState(services.generator, services.engines, board).follow(),
             heartbeat.run(lambda: Progress(0, is_busy=False)),

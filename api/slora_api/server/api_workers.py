@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slora_api.host_board import BoardSize, HostBoard
+from slora_api.server.replica_list import ReplicaListFiles
 from slora_api.server.sockets import Sockets
 from slora_api.server.supervisor import Child, Supervisor
 
@@ -33,8 +34,8 @@ class WorkerConfig:
     """The configuration that a worker receives in addition to its environment.
 
     number: 1 for the first worker. flags: see `read_settings`. started_at: Unix time of the server's start. metrics:
-    the folder of metrics files. engine_sockets: the paths at which the engines listen. listener, board: inherited
-    descriptors.
+    the folder of metrics files. engine_sockets: the paths at which the engines listen. replicas: the engines of other
+    hosts; None if there are none. listener, board: inherited descriptors.
     """
 
     number: int
@@ -45,6 +46,7 @@ class WorkerConfig:
     listener: int
     board: int
     board_size: BoardSize
+    replicas: ReplicaListFiles | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -53,7 +55,9 @@ class WorkerConfig:
     def from_json(text: str) -> "WorkerConfig":
         raw = json.loads(text)
         paths = {"metrics": Path(raw["metrics"]), "engine_sockets": tuple(map(Path, raw["engine_sockets"]))}
-        return WorkerConfig(**{**raw, **paths, "board_size": BoardSize(**raw["board_size"])})
+        replicas = raw["replicas"] and ReplicaListFiles(*map(Path, raw["replicas"].values()))
+        board_size = BoardSize(**raw["board_size"])
+        return WorkerConfig(**{**raw, **paths, "board_size": board_size, "replicas": replicas})
 
 
 class ApiWorkers:
@@ -69,6 +73,7 @@ class ApiWorkers:
         board: HostBoard,
         restart_after_s: float,
         on_restart: Callable[[str], None],
+        replicas: ReplicaListFiles | None = None,
     ) -> None:
         assert board.descriptor is not None, "a board without other processes"
         given = {name: text for name, text in flags.items() if isinstance(text, str)}
@@ -79,10 +84,11 @@ class ApiWorkers:
                 given,
                 started_at,
                 metrics,
-                tuple(sockets.engines),
+                () if replicas else tuple(sockets.engines),
                 listener.fileno(),
                 board.descriptor,
                 board.size,
+                replicas,
             )
             for number in range(1, board.size.num_processes)
         ]

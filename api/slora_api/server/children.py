@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from slora.errors import ConfigError
@@ -15,7 +16,7 @@ from slora_api.server.sockets import Sockets
 from slora_api.server.supervisor import Child
 from slora_api.settings import Settings
 
-__all__ = ["engines_and_loader", "store_url"]
+__all__ = ["engine", "engines_and_loader", "loader", "store_url"]
 
 
 def store_url(settings: Settings, data: DataDir) -> str:
@@ -29,14 +30,31 @@ def _split_names(text: str) -> tuple[str, ...]:
 def engines_and_loader(
     settings: Settings, model: BaseModelFiles, data: DataDir, sockets: Sockets
 ) -> list[Child]:
-    engine: dict[str, Any] = {
-        "loader_socket": str(sockets.loader),
-        "usage_directory": str(data.usage),
-        "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
-    }
-    loader = LoaderConfig(
+    environment = pass_on(os.environ, ENGINE_VARIABLES)
+    return [
+        loader(settings, model, sockets, store_url(settings, data)),
+        *(
+            engine(
+                settings,
+                model,
+                sockets,
+                data.usage,
+                path.stem,
+                {"socket": str(path)},
+                choose_gpus(environment, number, settings.replicas, settings.engine.tensor_parallel_size)
+                if settings.engine.device != "cpu"
+                else environment,
+                cores=choose_cores(sorted(os.sched_getaffinity(0)), number, settings.replicas),
+            )
+            for number, path in enumerate(sockets.engines)
+        ),
+    ]
+
+
+def loader(settings: Settings, model: BaseModelFiles, sockets: Sockets, store: str) -> Child:
+    config = LoaderConfig(
         socket=sockets.loader,
-        store=store_url(settings, data),
+        store=store,
         warm=settings.redis or None,
         shape=model.shape,
         dtype=model.dtype,
@@ -44,39 +62,44 @@ def engines_and_loader(
         max_lora_rank=settings.engine.max_lora_rank,
         num_ranks=settings.engine.tensor_parallel_size,
     )
-    return [
-        # The arguments are passed in a file, because the URLs of the stores may contain passwords, and every user of
-        # the machine can read a command line.
-        Child(
-            "loader",
-            "slora_adapters.loader.loader_process",
-            ["--log-format", settings.log_format, data.write_arguments("--config", loader.to_json())],
-            pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
-            waits_for_others=True,
-        ),
-        *(
-            Child(
-                path.stem,
-                "slora.engine.process",
-                [
-                    "--log-format",
-                    settings.log_format,
-                    "--config",
-                    json.dumps({"socket": str(path), **engine}),
-                ],
-                choose_gpus(
-                    pass_on(os.environ, ENGINE_VARIABLES),
-                    number,
-                    settings.replicas,
-                    settings.engine.tensor_parallel_size,
-                )
-                if settings.engine.device != "cpu"
-                else pass_on(os.environ, ENGINE_VARIABLES),
-                cores=choose_cores(sorted(os.sched_getaffinity(0)), number, settings.replicas),
-            )
-            for number, path in enumerate(sockets.engines)
-        ),
-    ]
+    # The arguments are passed in a file, because the URLs of the stores may contain passwords, and every user of the
+    # machine can read a command line.
+    return Child(
+        "loader",
+        "slora_adapters.loader.loader_process",
+        ["--log-format", settings.log_format, sockets.write_arguments("--config", config.to_json())],
+        pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
+        waits_for_others=True,
+    )
+
+
+def engine(
+    settings: Settings,
+    model: BaseModelFiles,
+    sockets: Sockets,
+    usage: Path,
+    name: str,
+    place: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    cores: Collection[int] = (),
+    descriptors: tuple[int, ...] = (),
+) -> Child:
+    """usage: the directory of the usage journal. place: where the engine listens, as fields of its `ProcessConfig`."""
+    config = {
+        **place,
+        "loader_socket": str(sockets.loader),
+        "usage_directory": str(usage),
+        "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
+    }
+    return Child(
+        name,
+        "slora.engine.process",
+        ["--log-format", settings.log_format, "--config", json.dumps(config)],
+        environment,
+        descriptors=descriptors,
+        cores=cores,
+    )
 
 
 def choose_gpus(

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,15 @@ from slora_api.server.device import check_num_gpus
 from slora_api.server.host_state import HostState
 from slora_api.server.http_front import Front, HttpFront, run_until_stopped
 from slora_api.server.metrics_files import open_metrics_files
+from slora_api.server.replica_list import ReplicaList, ReplicaListFiles
 from slora_api.server.sockets import open_sockets
-from slora_api.server.supervisor import Supervisor
+from slora_api.server.supervisor import Child, Supervisor
 from slora_api.server.tracing import open_tracing
 from slora_api.settings import Settings, explain_unknown_variables, read_settings
 from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
 
-__all__ = ["main", "serve_demo"]
+__all__ = ["ClusterEngines", "main", "run_server", "serve_demo"]
 
 logger = logging.getLogger("slora.serve")
 
@@ -112,21 +114,35 @@ def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
     )
 
 
-async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class ClusterEngines:
+    """Engines that a cluster runs, for a server without engines of its own.
+
+    files: the list of these engines. children: the processes that keep the list up to date. They are not needed to
+    answer requests, so a stall of them does not stop the server.
+    """
+
+    files: ReplicaListFiles
+    children: Sequence[Child]
+
+
+async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEngines | None) -> None:
     limits = connection_limits(settings)
     model = BaseModelFiles(settings)
-    check_num_gpus(settings.engine)
+    if cluster is None:
+        check_num_gpus(settings.engine)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
         listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = open_sockets(stack, data, settings.replicas)
         pepper = Pepper.from_file(data.pepper)
-        client = ReplicaGroup(sockets.engines, settings.resume_seconds)
+        client = ReplicaGroup(() if cluster else sockets.engines, settings.resume_seconds)
+        replicas = ReplicaList(cluster.files, client) if cluster else None
         # The main process answers requests itself, or starts workers that answer them.
         num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
         board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
         stack.callback(board.close)
-        services = await open_services(stack, settings, model, data, pepper, client, board)
+        services = await open_services(stack, settings, model, data, pepper, client, board, replicas=replicas)
         if settings.demo:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
         # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose
@@ -135,9 +151,9 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
         generator, restarts = services.generator, services.generator.metrics.restarts
         supervisor = Supervisor(
-            engines_and_loader(settings, model, data, sockets),
+            cluster.children if cluster else engines_and_loader(settings, model, data, sockets),
             settings.stall_seconds,
-            generator.readiness.stalls,
+            {} if cluster else generator.readiness.stalls,
             lambda name: restarts.update([name]),
         )
         work = [
@@ -146,6 +162,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
             services.pinning.run(),
             services.publisher.sweep(),
             _announce(services, data, board, _url(listener), admin_key),
+            *([replicas.follow()] if replicas else []),
         ]
         front: Front
         if settings.api_workers == 1:
@@ -157,7 +174,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any]) -> None:
             metrics = open_metrics_files(stack, data, settings.api_workers)
             front = ApiWorkers(
                 flags, model.started_at, metrics, sockets, listener, board,
-                settings.stall_seconds, lambda name: restarts.update([name]),
+                settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
             )  # fmt: skip
         limit_garbage_collection()
         await run_until_stopped(
@@ -175,11 +192,16 @@ def main(arguments: argparse.Namespace) -> int:
     except (ConfigError, SettingRefused) as error:
         print(f"slora: {error}", file=sys.stderr)
         return 2
+    return run_server(settings, vars(arguments))
+
+
+def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEngines | None = None) -> int:
+    """Runs a server until a signal stops it. Returns the exit code. flags: see `read_settings`."""
     set_up_logging(settings.log_format, "API", RequestFields(), mask=mask_keys)
     for unknown in explain_unknown_variables(os.environ):
         logger.warning("%s", unknown)
     try:
-        asyncio.run(_serve(settings, vars(arguments)))
+        asyncio.run(_serve(settings, flags, cluster))
     except (SloraError, OSError, ValueError) as error:
         print(f"slora: {error}", file=sys.stderr)
         return 1

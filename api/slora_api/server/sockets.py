@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from slora_adapters.durable_file import replace_durably
 from slora_adapters.full_disk import is_full
 from slora_api.data_dir import DataDir
 
@@ -32,6 +33,14 @@ class Sockets:
     @property
     def loader(self) -> Path:
         return self.directory / "loader.sock"
+
+    def write_arguments(self, *arguments: str) -> str:
+        """Writes the loader's arguments to a file that only the owner can read, one per line. Returns the argument that
+        names the file.
+        """
+        path = self.directory / "loader.arguments"
+        replace_durably(path, "\n".join(arguments).encode())
+        return f"@{path}"
 
 
 def open_sockets(stack: AsyncExitStack, data: DataDir, num_engines: int = 1) -> Sockets:

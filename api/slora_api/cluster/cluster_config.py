@@ -1,0 +1,144 @@
+"""The settings of a cluster, and the cluster file that holds them.
+
+A cluster file is YAML with one setting in each line: those of `ClusterSettings`, and all settings of `slora serve`, by
+name. It is read strictly. A flag takes precedence over the file, and the file over the environment.
+"""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slora.engine.messages import PROTOCOL_VERSION
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.setting import SettingRefused, SettingSpec, setting_specs
+from slora_api.cluster_settings import ClusterSettings, cluster_setting_specs
+from slora_api.package_version import find_package_version
+from slora_api.settings import Settings, read_settings, server_setting_specs
+
+__all__ = ["ClusterConfig", "read_cluster_file", "read_cluster_settings"]
+
+# What a replica needs, beside the settings of its engine.
+_REPLICA_SETTINGS = (
+    *("data_dir", "store", "store_environment", "redis", "database", "host_cache_bytes"),
+    *("log_format", "stall_seconds"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """All settings of a cluster. texts: those that were given, by name, as `read_settings` takes them."""
+
+    cluster: ClusterSettings
+    server: Settings
+    texts: Mapping[str, str]
+
+    @staticmethod
+    def read(texts: Mapping[str, str], environment: Mapping[str, str]) -> "ClusterConfig":
+        """Raises SettingRefused or ConfigError."""
+        cluster, server = read_cluster_settings(texts, environment), read_settings(texts, environment)
+        if cluster.max_replicas is not None and cluster.max_replicas < server.replicas:
+            raise ConfigError(
+                f"max_replicas is {cluster.max_replicas}, below replicas {server.replicas}: raise max_replicas, or "
+                "lower replicas"
+            )
+        return ClusterConfig(cluster, server, texts)
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(self.server.data_dir).resolve()
+
+    @property
+    def secret_file(self) -> Path:
+        if self.cluster.secret_file:
+            return Path(self.cluster.secret_file).resolve()
+        return self.data_dir / "cluster-secret"
+
+    def replica_texts(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The settings that a replica needs, by name, for `read_settings` on its host.
+
+        Paths are absolute, and must exist on every host.
+        """
+        texts: dict[str, str] = {}
+        engine_settings = {spec.name for spec in setting_specs(EngineConfig)}
+        for spec in server_setting_specs():
+            text = self.texts.get(spec.name) or environment.get(spec.variable)
+            if text and (spec.name in engine_settings or spec.name in _REPLICA_SETTINGS):
+                texts[spec.name] = text
+        engine = self.server.engine
+        paths = {"model": str(engine.model.resolve()), "data_dir": str(self.data_dir)}
+        return {**texts, **paths, "model_name": engine.served_name, "store": self._store}
+
+    @property
+    def _store(self) -> str:
+        store = self.server.store or str(self.data_dir / "adapters")
+        return store if "://" in store else str(Path(store).resolve())
+
+    def version(self, environment: Mapping[str, str], secret: bytes) -> str:
+        """Returns a text that changes if the replicas must be replaced: with their settings, their installation and the
+        secret. It is derived with the secret, so it reveals no password in a setting.
+        """
+        facts = [self.replica_texts(environment), find_package_version(), PROTOCOL_VERSION]
+        return hmac.new(secret, json.dumps(facts, sort_keys=True).encode(), hashlib.sha256).hexdigest()[:12]
+
+
+def read_cluster_settings(texts: Mapping[str, str], environment: Mapping[str, str]) -> ClusterSettings:
+    """Raises SettingRefused."""
+    values: dict[str, Any] = {}
+    for spec in cluster_setting_specs():
+        if text := texts.get(spec.name) or environment.get(spec.variable):
+            values[spec.name] = spec.parse(text, spec.name)
+    return ClusterSettings(**values)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that occurs twice, of which YAML would silently take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                raise ConfigError(f"{key} occurs twice: remove one of the two lines")
+        return super().construct_mapping(node, deep)
+
+
+def read_cluster_file(path: Path) -> dict[str, str]:
+    """Returns the settings of a cluster file as texts. Raises ConfigError."""
+    try:
+        raw = yaml.load(path.read_text(), _StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"the cluster file {path} cannot be read: {error.strerror}") from error
+    except ConfigError as error:
+        raise ConfigError(f"cluster file {path}: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the cluster file {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict) or not raw:
+        raise ConfigError(f"the cluster file {path} has no settings: write lines such as `replicas: 2`")
+    specs = {spec.name: spec for spec in (*cluster_setting_specs(), *server_setting_specs())}
+    texts: dict[str, str] = {}
+    for key, value in raw.items():
+        if key not in specs:
+            close = get_close_matches(str(key), specs, 1)
+            hint = f"did you mean {close[0]}?" if close else "docs/cluster.md lists all settings"
+            raise ConfigError(f"cluster file {path}: {key!r} is not a setting; {hint}")
+        texts[key] = text = _read_scalar(path, specs[key], value)
+        try:
+            specs[key].parse(text, key)
+        except SettingRefused as error:
+            raise ConfigError(f"cluster file {path}: {error}") from None
+    return texts
+
+
+def _read_scalar(path: Path, spec: SettingSpec, value: object) -> str:
+    if isinstance(value, bool):  # YAML reads `on` and `off` as booleans.
+        return "on" if value else "off"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ConfigError(f"cluster file {path}: {spec.name} is {value!r}; it must be {spec.kind.accepted}")

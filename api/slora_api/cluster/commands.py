@@ -1,0 +1,159 @@
+"""`slora deploy` and `slora cluster`. This module does not import Ray, because its children need other variables."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from slora.errors import ConfigError, SloraError
+from slora.setting import SettingRefused
+from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file, read_cluster_settings
+from slora_api.cluster.cluster_secret import read_secret
+from slora_api.cluster.follower_config import FollowerConfig
+from slora_api.cluster.local_cluster import LOCAL_HOST, QUIET, LocalCluster
+from slora_api.cluster.ray_command_line import RayCommand
+from slora_api.cluster.ray_version import check_ray_version
+from slora_api.cluster_settings import cluster_setting_specs
+from slora_api.data_dir import find_lock_holder
+from slora_api.server.replica_list import ReplicaListFiles
+from slora_api.server.serve import ClusterEngines, run_server
+from slora_api.server.supervisor import Child
+from slora_api.settings import server_setting_specs
+
+__all__ = ["deploy", "serve", "show", "stop"]
+
+_Command = Callable[[argparse.Namespace], int]
+
+
+def _explained(command: _Command) -> _Command:
+    """Prints the reason of a failure instead of a traceback."""
+
+    @wraps(command)
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            check_ray_version(version("ray"))
+            return command(arguments)
+        except PackageNotFoundError:
+            print("slora: this command needs the package ray: pip install 'slora[ray]'", file=sys.stderr)
+            return 2
+        except (ConfigError, SettingRefused) as error:
+            print(f"slora: {error}", file=sys.stderr)
+            return 2
+        except (SloraError, OSError) as error:
+            print(f"slora: {error}", file=sys.stderr)
+            return 1
+
+    return run
+
+
+@_explained
+def deploy(arguments: argparse.Namespace) -> int:
+    texts = _read_texts(arguments)
+    config = ClusterConfig.read(texts, os.environ)
+    local = _find_local(texts)
+    if local is None and arguments.local:
+        return _serve_locally(config)
+    exit_code = _call_ray("deploy", texts, local)
+    if local is not None and exit_code == 0:
+        local.write(config)  # A restart of Ray takes these settings, too.
+    return exit_code
+
+
+@_explained
+def serve(arguments: argparse.Namespace) -> int:
+    texts = _read_texts(arguments)
+    config = ClusterConfig.read(texts, os.environ)
+    read_secret(config)
+    return _run_server(config, [], os.environ, config.cluster.ray_address, None)
+
+
+@_explained
+def show(arguments: argparse.Namespace) -> int:
+    texts = _read_texts(arguments)
+    return _call_ray("status", texts, _find_local(texts), as_json=arguments.json)
+
+
+@_explained
+def stop(arguments: argparse.Namespace) -> int:
+    texts = _read_texts(arguments)
+    return _call_ray("stop", texts, _find_local(texts))
+
+
+def _read_texts(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the settings of the cluster file and the flags. A flag takes precedence."""
+    texts = read_cluster_file(Path(arguments.file)) if arguments.file else {}
+    for spec in (*cluster_setting_specs(), *server_setting_specs()):
+        if (text := getattr(arguments, spec.name, None)) is not None:
+            texts[spec.name] = text
+    return texts
+
+
+def _find_local(texts: Mapping[str, str]) -> LocalCluster | None:
+    """Returns the local cluster that runs on the data directory; None if there is none."""
+    data_dir = Path(texts.get("data_dir") or os.environ.get("SLORA_DATA_DIR") or "data").resolve()
+    local = LocalCluster.of(data_dir)
+    return local if local.config.exists() and find_lock_holder(data_dir) is not None else None
+
+
+def _call_ray(
+    name: str, texts: Mapping[str, str], local: LocalCluster | None, *, as_json: bool = False
+) -> int:
+    """Runs a `RayCommand` in a process with the variables that Ray needs. Returns its exit code."""
+    variables: Mapping[str, str] = QUIET
+    if local is None:
+        command = RayCommand(name, texts, read_cluster_settings(texts, os.environ).ray_address, None, as_json)
+    else:
+        variables = local.variables()
+        command = RayCommand(name, texts, local.read_address(), LOCAL_HOST, as_json)
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "slora_api.cluster.ray_command"],
+        input=command.to_json(),
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+    ).returncode
+
+
+def _serve_locally(config: ClusterConfig) -> int:
+    """Runs a server and, below it, Ray with the replicas."""
+    local = LocalCluster.of(config.data_dir)
+    local.create(config)
+    read_secret(config, create=True)
+    environment = {**os.environ, **local.variables()}
+    # Not in the data directory: the path of a Unix socket may have at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="slora-ray-", ignore_cleanup_errors=True) as directory:
+        # The settings are in a file, which only the owner can read.
+        arguments = ["--log-format", config.server.log_format, "--directory", str(local.directory)]
+        arguments += ["--ray-directory", directory]
+        head = Child(
+            "Ray cluster", "slora_api.cluster.local_ray", arguments, environment, waits_for_others=True
+        )
+        return _run_server(config, [head], environment, "", local.address_file)
+
+
+def _run_server(
+    config: ClusterConfig,
+    children: list[Child],
+    environment: Mapping[str, str],
+    address: str,
+    address_file: Path | None,
+) -> int:
+    files = ReplicaListFiles(config.data_dir / "cluster" / "replicas.json", config.secret_file)
+    files.replicas.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    follower = FollowerConfig(config.cluster.cluster_name, address, address_file, files.replicas)
+    arguments = ["--log-format", config.server.log_format, "--config", follower.to_json()]
+    children.append(
+        Child(
+            "cluster follower",
+            "slora_api.cluster.follower",
+            arguments,
+            environment,
+            waits_for_others=True,
+        )
+    )
+    return run_server(config.server, config.texts, ClusterEngines(files, children))

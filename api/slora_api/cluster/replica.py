@@ -1,0 +1,144 @@
+"""One replica, as the deployment that Ray Serve places, checks, scales and replaces.
+
+Tokens do not pass through Ray: API processes connect to the engine directly. `generate` is for programs that already
+run in the Ray cluster and call the deployment by its handle.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import ray
+from ray import serve
+
+from slora.engine.client import RemoteEngine
+from slora.engine.info import EngineInfo
+from slora.engine.merged_states import explain_difference
+from slora.engine.messages import decode_info, encode_info
+from slora.errors import ConfigError, EngineUnavailable
+from slora.request import EngineRequest, TokenDelta
+from slora_api.cluster.autoscaling import PRESSURE, measure_pressure
+from slora_api.cluster.replica_host import ReplicaHost
+from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
+from slora_api.server.replica_list import ListedReplica
+from slora_api.settings import read_settings
+
+__all__ = ["EngineReplica", "ReplicaSpec"]
+
+logger = logging.getLogger("slora.replica")
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What every replica of a cluster is given.
+
+    texts: settings, see `ClusterConfig.replica_texts`. They may contain passwords.
+    host: the address at which engines listen; None for the address of each host within the cluster.
+    """
+
+    cluster_name: str
+    version: str
+    target_load_percent: int
+    host: str | None
+    texts: Mapping[str, str] = field(repr=False)
+    secret: bytes = field(repr=False)
+
+
+class EngineReplica:
+    """The actor of one replica. Ray calls all methods on one event loop."""
+
+    async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Ray Serve awaits it.
+        self._spec = spec
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._max_num_seqs = 0
+        self._registry = ReplicaRegistry(ray.get_runtime_context().gcs_address, spec.cluster_name)
+        settings = read_settings(spec.texts, {})
+        host = spec.host or ray.util.get_node_ip_address()
+        self._host = ReplicaHost(settings, self._name, host, spec.secret)
+        self._host.start()
+        try:
+            self._engine = RemoteEngine(self._host.address)
+            self._connecting = asyncio.create_task(self._engine.run())
+            while not self._engine.ready:
+                self._host.check()
+                await asyncio.sleep(_POLL_S)
+            await self._refuse_stranger(self._engine.info)
+        except BaseException:
+            await asyncio.to_thread(self._host.stop)
+            raise
+        self._announcing = asyncio.create_task(self._announce())
+
+    async def _refuse_stranger(self, info: EngineInfo) -> None:
+        """Raises ConfigError if this engine differs from the replicas that the cluster has.
+
+        An upgrade then stops, and the old replicas go on.
+        """
+        own = json.dumps(encode_info(info))
+        agreed = json.loads(await asyncio.to_thread(self._registry.agree_on_facts, own))
+        remedy = "end the cluster with `slora cluster stop` before you deploy it with these settings"
+        try:
+            difference = explain_difference(decode_info(agreed), info)
+        except EngineUnavailable as error:
+            raise ConfigError(f"the new replica cannot serve beside the others: {error}") from error
+        if difference is not None:
+            raise ConfigError(f"the new replica cannot serve beside the others: {difference}; {remedy}")
+
+    async def _announce(self) -> None:
+        for beat in count():
+            listed = ListedReplica(
+                self._name,
+                self._host.address.host,
+                self._host.address.port,
+                self._spec.version,
+                self._host.is_stalled,
+            )
+            try:
+                await asyncio.to_thread(self._registry.announce, listed, beat)
+            except Exception as error:  # Ray's head is away. Its errors have no common class.
+                logger.warning("replica %s cannot announce itself: %s", self._name, error)
+            await asyncio.sleep(ANNOUNCE_S)
+
+    async def check_health(self) -> None:
+        """Raises an error if Ray must replace this replica."""
+        self._host.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        try:
+            stats = await self._engine.stats()
+        except EngineUnavailable:  # It is being restarted.
+            return {}
+        pressure = measure_pressure(stats, self._engine.info.max_num_seqs, self._spec.target_load_percent)
+        return {PRESSURE: pressure}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Reports to `AdapterRequestRouter` which adapters this replica has."""
+        try:
+            stats = await self._engine.stats()
+        except EngineUnavailable:
+            return {}
+        return {
+            "resident": [list(version) for version in stats.loaded_adapters],
+            "waiting": stats.waiting,
+            "running": stats.running,
+        }
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        """Yields what the engine computes. The caller accounts for the usage: no tenant is billed."""
+        async for deltas in self._engine.generate(replace(request, account="")):
+            yield deltas
+
+    def __del__(self) -> None:
+        """Ray Serve calls this once before it ends the replica, when no request by handle is left."""
+        host = getattr(self, "_host", None)
+        if host is None:
+            return
+        host.stop()
+        if (announcing := getattr(self, "_announcing", None)) is not None:
+            announcing.cancel()
+            self._registry.withdraw(self._name)

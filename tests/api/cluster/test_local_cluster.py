@@ -1,0 +1,305 @@
+"""`slora deploy --local` with real Ray: replicas that are killed, scaled and replaced while streams run."""
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.served import (
+    ADMIN_KEY,
+    READY_S,
+    SLORA,
+    Served,
+    environment,
+    running,
+    wait_for,
+    wait_until,
+    write_adapter,
+)
+from tests.api.server.test_replica_kills import DEMO, Streams, find_records, make_body
+from tests.api.server.test_server import upload
+from tests.support.child_processes import find_children
+
+ENGINE, LOADER = "slora.engine.process", "slora_adapters.loader.loader_process"
+LIMITS = ("--max-concurrent-requests", "1600", "--max-concurrent-per-tenant", "1200")
+
+
+class LocalCluster:
+    """A local cluster under test. flags: the settings, which each `slora deploy` gives again."""
+
+    def __init__(self, served: Served, flags: Sequence[str]) -> None:
+        self.served = served
+        self._flags = flags
+
+    def deploy(self, *flags: str) -> "subprocess.CompletedProcess[str]":
+        """Changes the running cluster. Later flags take precedence."""
+        return self.run("deploy", *self._flags, *flags)
+
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-P", *SLORA[2:], *arguments]
+        return subprocess.run(
+            command, env=environment(SLORA_ADMIN_KEY=ADMIN_KEY), capture_output=True, text=True, timeout=READY_S,
+            check=False,
+        )  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        shown = self.run("cluster", "status", "--json", "--data-dir", str(self.served.data_dir))
+        assert shown.returncode == 0, shown.stderr
+        found: dict[str, Any] = json.loads(shown.stdout)
+        return found
+
+    def wait_for_replicas(self, number: int) -> None:
+        wait_for(lambda: (self.served.metric("slora_replica_serving") == number) or None, self.served.alive)
+
+    def engines(self) -> list[psutil.Process]:
+        return list(find_children(ENGINE, self.served.process.pid, recursive=True))
+
+    def loaders(self) -> list[psutil.Process]:
+        return list(find_children(LOADER, self.served.process.pid, recursive=True))
+
+    def actors(self) -> list[psutil.Process]:
+        """The processes of Ray that hold a replica with an engine."""
+        return [parent for engine in self.engines() if (parent := engine.parent()) is not None]
+
+    def kill(self, draw: random.Random) -> None:
+        """Kills an engine, or the actor of a replica with all that it runs."""
+        victims = self.engines() if draw.random() < 0.5 else self.actors()
+        if victims:
+            draw.choice(victims).send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def deployed(model: Path, data_dir: Path, *flags: str, kernels: str = "torch") -> Iterator[LocalCluster]:
+    given = ["--model", str(model), "--data-dir", str(data_dir), "--port", "0", "--device", "cpu"]
+    given += [
+        "--dtype",
+        "float32",
+        "--kernels",
+        kernels,
+        "--pool-bytes",
+        "8MiB",
+        "--host-cache-bytes",
+        "16MiB",
+    ]
+    given += [*LIMITS, *flags]
+    variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY)
+    with running([*SLORA, "deploy", "--local", *given], variables, data_dir) as served:
+        served.wait_until_ready()
+        yield LocalCluster(served, given)
+        tree = psutil.Process(served.process.pid).children(recursive=True)
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(60)
+    assert not psutil.wait_procs(tree, timeout=60)[1], "processes of Ray outlived the server"
+
+
+def find_listeners(process: psutil.Process) -> set[str]:
+    """The addresses at which a process listens."""
+    return {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+
+def read_while(streams: Streams, num_chunks: int, shares: Sequence[float], act: Callable[[], object]) -> None:
+    """Reads the streams, and calls `act` each time that a share of the chunks has arrived."""
+
+    async def main() -> None:
+        reading = asyncio.create_task(streams.read_all())
+        for share in shares:
+            await streams.wait_for_chunks(int(share * num_chunks))
+            if not reading.done():
+                await asyncio.to_thread(act)
+        await reading
+
+    asyncio.run(main())
+
+
+def check_equal(cluster: LocalCluster, alone: Streams, disturbed: Streams) -> None:
+    """No stream is truncated or different, and each is billed once."""
+    assert len(disturbed.answers) == len(disturbed.bodies)
+    for number, (expected, found) in enumerate(zip(alone.answers, disturbed.answers, strict=True)):
+        assert found == expected, disturbed.bodies[number]
+    place = cluster.served.data_dir / "slora.db"
+    expected_records = find_records(place, alone.key, len(alone.bodies))
+    assert len(expected_records) == len(disturbed.bodies)
+    # An engine that is lost may record a part of an answer before the API process records all of it.
+    wait_until(lambda: find_records(place, disturbed.key, len(disturbed.bodies)) == expected_records)
+
+
+def test_a_local_cluster_loses_no_stream_when_an_engine_and_an_actor_of_ray_are_killed(
+    kit: Kit, tmp_path: Path
+) -> None:
+    with deployed(kit.base, tmp_path / "data", "--replicas", "2") as cluster:
+        served = cluster.served
+        keys = [served.make_key("acme") for _ in range(2)]
+        assert upload(served, keys[0], "small", kit.small.parent / "small").status_code == 201
+        bodies = [make_body(number, ["base", "small"], 150) for number in range(24)]
+        alone, disturbed = (Streams(served, key, bodies) for key in keys)
+        asyncio.run(alone.read_all())
+        cluster.wait_for_replicas(2)
+        secret = (served.data_dir / "cluster-secret").read_text()
+        for process in psutil.Process(served.process.pid).children(recursive=True):
+            assert secret not in " ".join(process.cmdline())
+        for engine in cluster.engines():
+            assert find_listeners(engine) == {"127.0.0.1"}
+        victims = iter([cluster.engines()[0], cluster.actors()[1]])
+        read_while(disturbed, alone.num_chunks, (0.2, 0.5), lambda: next(victims).send_signal(signal.SIGKILL))
+        check_equal(cluster, alone, disturbed)
+        cluster.wait_for_replicas(2)
+
+
+def test_settings_with_which_no_replica_can_start_end_the_command_with_the_reason(
+    kit: Kit, tmp_path: Path
+) -> None:
+    given = ["--model", str(kit.base), "--data-dir", str(tmp_path), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-P", *SLORA[2:], "deploy", "--local", *given, "--tensor-parallel-size", "3"]
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=READY_S, check=False
+    )
+    assert ended.returncode == 1
+    assert "3" in ended.stderr.splitlines()[-1] and "attention heads" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_thousand_streams_of_replicas_killed_at_random_equal_those_left_alone(
+    tmp_path: Path, num_replicas: int, report: Callable[[str], None]
+) -> None:
+    flags = ("--replicas", str(num_replicas), "--pool-bytes", "256MiB", "--model-name", "base")
+    with deployed(DEMO, tmp_path / "data", *flags, kernels="auto") as cluster:
+        cluster.wait_for_replicas(num_replicas)
+        keys = [cluster.served.make_key("acme") for _ in range(2)]
+        bodies = [make_body(number, ["base"], 100) for number in range(1000)]
+        alone, disturbed = (Streams(cluster.served, key, bodies) for key in keys)
+        asyncio.run(alone.read_all())
+        draw, kills = random.Random(5), []
+
+        def kill() -> None:
+            cluster.kill(draw)
+            kills.append(1)
+
+        shares = sorted(draw.uniform(0.05, 0.7) for _ in range(8))
+        read_while(disturbed, alone.num_chunks, shares, kill)
+        check_equal(cluster, alone, disturbed)
+        cluster.wait_for_replicas(num_replicas)
+        report(
+            f"1,000 streams over {num_replicas} replicas on Ray: {len(kills)} kills, 0 truncated or different, each "
+            "billed once, all replicas replaced"
+        )
+
+
+class Load:
+    """Clients that send one request after the other, until the context ends. Each answer must be a 200 and complete."""
+
+    def __init__(self, served: Served, key: str, num_clients: int = 4) -> None:
+        self._served = served
+        self._key = key
+        self._has_ended = threading.Event()
+        self._clients = [threading.Thread(target=self._run, args=(n,)) for n in range(num_clients)]
+        self.num_answers = 0
+        self.troubles: list[str] = []
+
+    def __enter__(self) -> "Load":
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        for client in self._clients:
+            client.join()
+
+    def _run(self, number: int) -> None:
+        body = {
+            "model": "base",
+            "prompt": f"{number} hello",
+            "max_tokens": 80,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        first = ""
+        with self._served.client(self._key) as client:
+            while not self._has_ended.is_set():
+                answer = client.post("/v1/completions", json=body)
+                text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
+                first = first or text
+                if answer.status_code != 200 or text != first:
+                    self.troubles.append(text)
+                self.num_answers += 1
+
+
+@pytest.mark.soak
+def test_scaling_and_an_upgrade_under_load_refuse_no_request_and_lose_no_record(
+    kit: Kit, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    with deployed(kit.base, tmp_path / "data", "--replicas", "1") as cluster:
+        key = cluster.served.make_key("acme")
+        with Load(cluster.served, key) as load:
+            for change in (
+                ("--replicas", "3"),
+                ("--replicas", "1"),
+                ("--replicas", "1", "--pool-bytes", "12MiB"),
+                ("--replicas", "2", "--pool-bytes", "16MiB"),
+            ):
+                changed = cluster.deploy(*change)
+                assert changed.returncode == 0, changed.stderr
+                cluster.wait_for_replicas(int(change[1]))
+            stranger = cluster.deploy("--replicas", "2", "--max-lora-rank", "64")
+            assert stranger.returncode == 1
+            assert "its max_lora_rank is 64, but that of the other replicas is 128" in stranger.stderr
+            unfit = cluster.deploy("--replicas", "2", "--gpus-per-rank", "1", "--tensor-parallel-size", "2")
+            assert unfit.returncode == 2
+            assert "needs 2 CPU and 2 GPU on one host, but the largest host" in unfit.stderr
+            status = cluster.status()
+            listed = [one for one in status["replicas"] if not one["is_silent"]]
+            assert len(listed) == 2 and status["hosts"] == 1
+        assert not load.troubles, load.troubles[:3]
+        records = find_records(cluster.served.data_dir / "slora.db", key, load.num_answers)
+        assert len(records) == load.num_answers
+        report(
+            f"scale 1 -> 3 -> 1, two rolling upgrades and a refused one under load: {load.num_answers} requests, 0 "
+            f"refused, {len(records)} records"
+        )
+
+
+@pytest.mark.soak
+def test_six_cold_adapters_at_once_take_less_time_than_one_after_the_other(
+    kit: Kit, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """Ray's multiplexing would load them one by one in each replica."""
+    with deployed(kit.base, tmp_path / "data", "--replicas", "2") as cluster:
+        served = cluster.served
+        cluster.wait_for_replicas(2)
+        key = served.make_key("acme")
+        names = [f"cold-{number}" for number in range(6)]
+        for number, name in enumerate(names):
+            assert upload(served, key, name, write_adapter(tmp_path / name, seed=number)).status_code == 201
+
+        def measure(groups: Sequence[Sequence[str]]) -> float:
+            """Returns the seconds in which the groups are answered one after the other, with empty pools."""
+            for process in (*cluster.engines(), *cluster.loaders()):
+                process.kill()
+            wait_until(lambda: served.metric("slora_replica_serving") != 2)
+            cluster.wait_for_replicas(2)
+            began = time.monotonic()
+            for group in groups:
+                body = {"prompt": "hi", "max_tokens": 4, "temperature": 0, "stream": True}
+                streams = Streams(
+                    served, key, [("/v1/completions", {"model": name} | body) for name in group]
+                )
+                asyncio.run(streams.read_all())
+                assert all(len(answer[0][0]) for answer in streams.answers)
+            return time.monotonic() - began
+
+        one_by_one, at_once = measure([[name] for name in names]), measure([names])
+        report(f"six cold adapters: {at_once:.2f} s at once, {one_by_one:.2f} s one after the other")
+        assert at_once < one_by_one
