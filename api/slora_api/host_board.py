@@ -31,6 +31,10 @@ _STATE_AT = 2 * _WORD_BYTES
 _HEADER_BYTES = _STATE_AT + _MAX_STATE_BYTES
 
 
+# The number of bits of a word. A cluster may have more engines.
+_MAX_ENGINES = 64
+
+
 class _Word(IntEnum):
     """The first words of a column.
 
@@ -227,7 +231,7 @@ class HostBoard:
 
         Only the first 64 engines are told. A cluster may have more.
         """
-        bits = sum(is_serving << number for number, is_serving in enumerate(islice(engines, 64)))
+        bits = sum(is_serving << number for number, is_serving in enumerate(islice(engines, _MAX_ENGINES)))
         self._words[self._word(self.process, _Word.SERVING)] = bits
 
     def are_others_ready(self) -> bool:
@@ -236,8 +240,11 @@ class HostBoard:
     def serves_elsewhere(self, engine: int) -> bool:
         """Returns whether all other API processes can send requests to the engine with this number.
 
-        With workers, the main process answers no requests, so it does not count.
+        With workers, the main process answers no requests, so it does not count. True for an engine of which the board
+        does not tell.
         """
+        if engine >= _MAX_ENGINES:
+            return True
         workers = (process for process in range(1, self.size.num_processes) if process != self.process)
         return all(self._words[self._word(process, _Word.SERVING)] >> engine & 1 for process in workers)
 

@@ -72,6 +72,8 @@ def test_an_engine_serves_elsewhere_if_all_other_workers_can_send_requests_to_it
     assert not any(main.serves_elsewhere(number) for number in range(64)), "the first worker is not connected"
     one.set_serving([False] * 63 + [True])
     assert [number for number in range(64) if main.serves_elsewhere(number)] == [63]
+    one.set_serving([True] * 100)
+    assert main.serves_elsewhere(99), "a board has no room for more than 64 engines"
     alone = HostBoard.create(BoardSize(1, NUM_KEYS))
     assert alone.serves_elsewhere(0)
     alone.close()
