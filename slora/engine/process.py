@@ -290,8 +290,11 @@ class EngineServer:
             number, request_id = _split_id(one.request_id)
             ended_by_peer.setdefault(number, []).append(one._replace(request_id=request_id))
         for number, batch in ended_by_peer.items():
+            relay = self._relays.get(number)
+            if relay is None:  # The peer released these requests, and disconnected.
+                continue
             for one in batch:
-                self._relays[number].end(one.request_id, one.usage)
+                relay.end(one.request_id, one.usage)
             if number in self._peers:
                 self._peers[number].send(encode_usage(batch))
             else:

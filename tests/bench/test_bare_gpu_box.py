@@ -31,6 +31,7 @@ OF_A_SERVER = (
     "many_adapters",
     "null_server",
     "ping_redis",
+    "ray_hop",
     "serving",
     "serving_peers",
     "structured",

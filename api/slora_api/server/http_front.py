@@ -47,9 +47,6 @@ async def run_until_stopped(
 
     announce_stop: called at the first signal.
     """
-    serving = asyncio.create_task(front.run())
-    # Let uvicorn start and install its signal handlers first, because the handlers below replace them.
-    await asyncio.sleep(0)
 
     def stop() -> None:
         # After a second signal, the server does not wait for requests in progress.
@@ -58,8 +55,15 @@ async def run_until_stopped(
             announce_stop()
         limiter.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    def handle_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    # Twice: the first steps of `work` may announce the server, and uvicorn then replaces the handlers.
+    handle_signals()
+    serving = asyncio.create_task(front.run())
+    await asyncio.sleep(0)
+    handle_signals()
     watched = {serving, *work}
     try:
         while not serving.done():

@@ -108,6 +108,7 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
         {"confirm": "acme", "ledger": "keep"},
         ["tenant.purged", "tenant.purge"],
     ),
+    ("operator", "POST", "/admin/engines/{name}/restart", {"allow_outage": True}, ["engine.restart"]),
 ]
 
 
@@ -124,7 +125,7 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
         last = max((entry["id"] for entry in entries(platform)), default=0)
         place = path.format(
             tenant="acme",
-            name="voice",
+            name="engine" if path.startswith("/admin/engines") else "voice",
             alias="prod",
             reference="voice",
             key_id=(secret + "__").split("_")[1],
@@ -152,11 +153,12 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
         for entry in new:
             name = "bootstrap" if caller == "operator" else secret.split("_")[1]
             assert (entry["actor_kind"], entry["actor"]) == (caller, name)
-            owner = "" if path == "/admin/keys" else "acme"
+            owner = "" if path == "/admin/keys" or path.startswith("/admin/engines") else "acme"
             assert (entry["address"], entry["tenant"]) == ("127.0.0.1", owner)
             assert entry["request_id"] == answer.headers["x-request-id"]
             assert started - 1 <= entry["created"] <= time.time() + 1
             assert (secret or ADMIN_KEY).split("_")[-2:][0] not in repr(entry)
+    platform.engine.lost.clear()
 
 
 def test_entries_say_what_changed(platform: Platform) -> None:

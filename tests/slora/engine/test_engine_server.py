@@ -159,6 +159,34 @@ def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
     asyncio.run(main())
 
 
+def test_the_end_of_a_released_request_does_not_disturb_other_peers() -> None:
+    """Born from a bug: the peer had disconnected, and its usage raised an error. So nobody got the outputs of the
+    step."""
+
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            gone_reader, gone_writer = await asyncio.open_unix_connection(path)
+            assert [(await read_message(gone_reader))["op"] for _ in FIRST] == FIRST
+            reader, writer = await asyncio.open_unix_connection(path)
+            assert [(await read_message(reader))["op"] for _ in FIRST] == FIRST
+            gone_writer.write(encode(encode_add(ask("r"))) + encode({"op": "release", "ids": ["r"]}))
+            await wait_until(lambda: Abort("1:r") in worker.posted)
+            gone_writer.close()
+            await wait_until(lambda: len(server._peers) == 1)
+            writer.write(encode(encode_add(ask("s"))))
+            await wait_until(lambda: any(isinstance(one, Add) for one in worker.posted[2:]))
+            server.deliver(
+                [StepOutput("2:s", TokenDelta((7,), FinishReason.LENGTH))],
+                [EndedRequest("1:r", RequestUsage(1, 0, 1)), EndedRequest("2:s", RequestUsage(1, 0, 1))],
+            )
+            async with asyncio.timeout(60):
+                assert [(await read_message(reader))["op"] for _ in range(2)] == ["usage", "outputs"]
+            writer.close()
+
+    asyncio.run(main())
+
+
 def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
     async def main() -> None:
         worker = PatientWorker()
