@@ -312,7 +312,7 @@ class ReplicaGroup:
 
     def _choose_for(self, request: EngineRequest) -> _Replica:
         num_tokens = len(request.prompt_token_ids) + count_answer_tokens(request)
-        prefix = self._find_prefix_key(request)
+        prefix = self._find_prefix_key(request) if len(self._by_name) > 1 else None
         return self._choose(RoutedWork(request.tenant, request.versions, prefix, num_tokens))
 
     def _find_prefix_key(self, request: EngineRequest) -> bytes | None:
