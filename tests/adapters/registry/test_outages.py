@@ -269,13 +269,17 @@ def test_repeated_kills_of_postgresql_lose_no_acknowledged_change_and_readers_co
     pushed: list[str] = []
 
     def push() -> None:
-        """Pushes one version after the other, and repeats each push until it is acknowledged."""
-        while not is_over.is_set():
+        """Pushes one version after the other, and repeats each push until it is acknowledged. The last one too: a
+        push that fails without an answer may be in the database."""
+        is_acknowledged = True
+        while not is_over.is_set() or not is_acknowledged:
             digest = f"{len(pushed) + 1:064x}"
             try:
                 writer.put("a", _v(digest), DETAILS)
                 pushed.append(digest)
+                is_acknowledged = True
             except StoreUnavailable:
+                is_acknowledged = False
                 time.sleep(0.01)
 
     thread = threading.Thread(target=push)
