@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+# NumPy would import this module on first use, and that import swallows a KeyboardInterrupt.
+from numpy.random import default_rng
 from safetensors.numpy import save
 
 __all__ = ["RandomAdapter", "make_adapter"]
@@ -34,7 +37,7 @@ def make_adapter(modules: list[Mapping[str, Any]], seed: int) -> RandomAdapter:
     modules: the answer of GET /v1/adapter-modules.
     """
     name = _last_name(modules[0])
-    random = np.random.default_rng(seed)
+    random = default_rng(seed)
     tensors = {}
     for module in modules:
         if _last_name(module) == name:
