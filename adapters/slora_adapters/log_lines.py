@@ -1,36 +1,13 @@
 """Sets up logging as text lines, or as JSON with one object per line. Every process of a server uses this module."""
 
-import json
+import importlib
 import logging
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 __all__ = ["LOG_FORMATS", "set_up_logging"]
 
 LOG_FORMATS = ("text", "json")
-
-# Attributes of a record that JSON lines contain if a filter has set them.
-_FIELDS = ("request_id", "tenant")
-
-
-class _JsonLines(logging.Formatter):
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "process": self._process,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= {name: value for name in _FIELDS if (value := getattr(record, name, None)) is not None}
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 class _MaskedLines(logging.Formatter):
@@ -56,11 +33,10 @@ def set_up_logging(
     before it is formatted. label: part of each text line, such as the number of a worker. mask: maps a formatted line
     to the line that is written.
     """
-    lines = (
-        _JsonLines(process)
-        if log_format == "json"
-        else logging.Formatter(f"%(asctime)s {label}%(name)s %(levelname)s %(message)s")
-    )
+    if log_format == "json":
+        lines = importlib.import_module("slora_adapters.json_lines").make_json_formatter(process)
+    else:
+        lines = logging.Formatter(f"%(asctime)s {label}%(name)s %(levelname)s %(message)s")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_MaskedLines(lines, mask))
     for one in filters:

@@ -55,7 +55,9 @@ class RequestFields(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         context = current_request.get()
         if context is not None:
-            record.request_id, record.tenant = context.request_id, context.tenant
+            record.request_id = context.request_id
+            if context.tenant is not None:
+                record.tenant = context.tenant
         return True
 
 

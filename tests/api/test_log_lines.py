@@ -22,6 +22,8 @@ from slora_api.request_context import RequestContext, RequestFields, current_req
 set_up_logging(sys.argv[1], "API worker 3", RequestFields(), label="[3] ", mask=mask_keys)
 logger = logging.getLogger("slora.api")
 logger.info("starts")
+current_request.set(RequestContext("req_0"))
+logger.info("refused")
 current_request.set(RequestContext("req_1", "acme"))
 thread = threading.Thread(target=copy_context().run, args=(logger.warning, "model %r is unknown", "{KEY}\\n"))
 thread.start()
@@ -42,15 +44,16 @@ def log_lines(log_format: str) -> list[str]:
 
 
 def test_each_line_of_json_is_an_object_that_names_its_request() -> None:
-    starts, unknown, broke = map(json.loads, log_lines("json"))
+    starts, refused, unknown, broke = map(json.loads, log_lines("json"))
     assert starts.keys() == {"time", "level", "process", "logger", "message"}
     assert (starts["level"], starts["process"], starts["logger"]) == ("info", "API worker 3", "slora.api")
     assert starts["time"].endswith("+00:00")
+    assert refused["request_id"] == "req_0" and "tenant" not in refused
     assert (unknown["request_id"], unknown["tenant"], unknown["level"]) == ("req_1", "acme", "warning")
     assert unknown["message"] == "model 'slora_abcdefgh_***\\n' is unknown", (
         "a thread logs for the request, too"
     )
-    assert broke["message"] == "broke" and "ValueError: slora_abcdefgh_***" in broke["traceback"]
+    assert broke["message"] == "broke" and "ValueError: slora_abcdefgh_***" in broke["exception"]
 
 
 def test_lines_of_text_have_the_number_of_the_worker() -> None:
