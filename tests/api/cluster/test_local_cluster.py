@@ -30,9 +30,12 @@ from tests.api.served import (
 )
 from tests.api.server.test_replica_kills import DEMO, Streams, find_records, make_body
 from tests.api.server.test_server import upload
+from tests.postgresql_server import PostgresqlServer
+from tests.redis_server import DURABLE, RedisServer
 from tests.support.child_processes import find_children
 
 ENGINE, LOADER = "slora.engine.process", "slora_adapters.loader.loader_process"
+RANK = "slora.runner.rank_process"
 LIMITS = ("--max-concurrent-requests", "1600", "--max-concurrent-per-tenant", "1200")
 
 
@@ -123,12 +126,14 @@ def read_while(streams: Streams, num_chunks: int, shares: Sequence[float], act: 
     asyncio.run(main())
 
 
-def check_equal(cluster: LocalCluster, alone: Streams, disturbed: Streams) -> None:
-    """No stream is truncated or different, and each is billed once."""
+def check_equal(
+    cluster: LocalCluster, alone: Streams, disturbed: Streams, database: str | None = None
+) -> None:
+    """No stream is truncated or different, and each is billed once. database: a URL instead of the SQLite file."""
     assert len(disturbed.answers) == len(disturbed.bodies)
     for number, (expected, found) in enumerate(zip(alone.answers, disturbed.answers, strict=True)):
         assert found == expected, disturbed.bodies[number]
-    place = cluster.served.data_dir / "slora.db"
+    place = database or cluster.served.data_dir / "slora.db"
     expected_records = find_records(place, alone.key, len(alone.bodies))
     assert len(expected_records) == len(disturbed.bodies)
     # An engine that is lost may record a part of an answer before the API process records all of it.
@@ -303,3 +308,98 @@ def test_six_cold_adapters_at_once_take_less_time_than_one_after_the_other(
         one_by_one, at_once = measure([[name] for name in names]), measure([names])
         report(f"six cold adapters: {at_once:.2f} s at once, {one_by_one:.2f} s one after the other")
         assert at_once < one_by_one
+
+
+@pytest.mark.soak
+def test_replicas_are_added_under_load_and_removed_after_it(
+    kit: Kit, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    flags = ("--replicas", "1", "--max-replicas", "3", "--max-num-seqs", "4")
+    seconds = ("--scale-up-seconds", "1", "--scale-down-seconds", "3")
+    with deployed(kit.base, tmp_path / "data", *flags, *seconds) as cluster:
+        key = cluster.served.make_key("acme")
+        began = time.monotonic()
+        with Load(cluster.served, key, num_clients=8) as load:
+            cluster.wait_for_replicas(3)
+            up_s = time.monotonic() - began
+        began = time.monotonic()
+        # A single client remains, so that the removed replicas are drained beside a request.
+        with Load(cluster.served, key, num_clients=1) as rest:
+            cluster.wait_for_replicas(1)
+            down_s = time.monotonic() - began
+        assert not load.troubles and not rest.troubles, (load.troubles + rest.troubles)[:3]
+        num_answers = load.num_answers + rest.num_answers
+        records = find_records(cluster.served.data_dir / "slora.db", key, num_answers)
+        assert len(records) == num_answers
+        report(
+            f"autoscaling from 1 to 3 replicas in {up_s:.0f} s and back in {down_s:.0f} s: {num_answers} requests, 0 "
+            f"refused, {len(records)} records"
+        )
+
+
+@pytest.mark.soak
+def test_groups_of_ranks_behind_two_workers_lose_no_stream(
+    kit: Kit, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    flags = ("--replicas", "2", "--tensor-parallel-size", "2", "--api-workers", "2")
+    with deployed(kit.base, tmp_path / "data", *flags) as cluster:
+        served = cluster.served
+        cluster.wait_for_replicas(2)
+        keys = [served.make_key("acme") for _ in range(2)]
+        assert upload(served, keys[0], "small", kit.small.parent / "small").status_code == 201
+        bodies = [make_body(number, ["base", "small"], 150) for number in range(40)]
+        alone, disturbed = (Streams(served, key, bodies) for key in keys)
+        asyncio.run(alone.read_all())
+        kinds = iter([RANK, ENGINE])
+
+        def kill() -> None:
+            cluster.wait_for_replicas(2)
+            victims = find_children(next(kinds), served.process.pid, recursive=True)
+            next(iter(victims)).send_signal(signal.SIGKILL)
+
+        read_while(disturbed, alone.num_chunks, (0.1, 0.3), kill)
+        check_equal(cluster, alone, disturbed)
+        cluster.wait_for_replicas(2)
+        report("40 streams over 2 replicas of 2 ranks on Ray: a rank and an engine killed, all equal")
+
+
+@pytest.mark.soak
+def test_streams_survive_the_loss_of_postgresql_redis_and_engines_meanwhile(
+    kit: Kit,
+    tmp_path: Path,
+    postgresql_server: PostgresqlServer,
+    make_redis: type[RedisServer],
+    report: Callable[[str], None],
+) -> None:
+    database, redis_server = postgresql_server.make_database(), make_redis(*DURABLE)
+    flags = ("--replicas", "2", "--database", database, "--store", redis_server.tcp_url)
+    with deployed(kit.base, tmp_path / "data", *flags) as cluster:
+        served = cluster.served
+        cluster.wait_for_replicas(2)
+        keys = [served.make_key("acme") for _ in range(2)]
+        assert upload(served, keys[0], "small", kit.small.parent / "small").status_code == 201
+        bodies = [make_body(number, ["base", "small"], 300) for number in range(40)]
+        alone, disturbed = (Streams(served, key, bodies) for key in keys)
+        asyncio.run(alone.read_all())
+        # The server knows the key before its database is lost.
+        with served.client(keys[1]) as client:
+            assert client.get("/v1/models").status_code == 200
+
+        def kill_engine() -> None:
+            cluster.engines()[0].kill()
+
+        acts = iter(
+            [
+                postgresql_server.kill,
+                kill_engine,
+                postgresql_server.start,
+                redis_server.kill,
+                kill_engine,
+                redis_server.start,
+            ]
+        )
+        read_while(disturbed, alone.num_chunks, (0.1, 0.2, 0.4, 0.45, 0.5, 0.7), lambda: next(acts)())
+        assert next(acts, None) is None, "the streams ended before the last act"
+        check_equal(cluster, alone, disturbed, database)
+        cluster.wait_for_replicas(2)
+        report("40 streams over 2 replicas on Ray: PostgreSQL, Redis and an engine meanwhile lost, all equal")

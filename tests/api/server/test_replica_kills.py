@@ -124,7 +124,7 @@ async def read_while_engines_die(
     await reading
 
 
-def find_records(place: Path, key: str, number: int) -> list[tuple[int, int]]:
+def find_records(place: Path | str, key: str, number: int) -> list[tuple[int, int]]:
     """Waits for the records of a key. Returns the tokens of the prompts and of the answers."""
     columns = schema.usage_records.c
     query = select(columns.prompt_tokens, columns.generated_tokens)

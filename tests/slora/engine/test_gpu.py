@@ -71,3 +71,17 @@ def test_sixteen_bit_answers_are_as_accurate_as_those_of_transformers(
     )
     assert our_error.mean() < 1.3 * their_error.mean()
     assert our_error.max() < 3 * their_error.max()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_moe"])
+def test_a_model_divided_between_two_gpus_answers_as_peft_does(
+    kits: Kits, report: Callable[[str], None], model: str
+) -> None:
+    """The ranks are processes, which exchange their sums by NCCL."""
+    kit = kits(model)
+    work = mix(kit, prompts_each=3, seed=6)
+    _, answers = serve(kit, work, 400, "float32", tensor_parallel_size=2)
+    verdict = judge(kit.oracle, work, answers)
+    report(f"{model} on two GPUs: {verdict}")
+    assert verdict.equal, verdict
