@@ -84,12 +84,12 @@ def shrink_candidates(
 
 
 def expand_candidates(
-    tiles: Iterable[tuple[int, int]], row_ranks: Iterable[int], rows: Iterable[tuple[int, int]]
+    tiles: Iterable[tuple[int, int]], rows: Iterable[tuple[int, int, int]]
 ) -> tuple[ExpandSizes, ...]:
-    """tiles, rows: pairs of segments of output columns and warps."""
+    """tiles: pairs of segments of output columns and warps. rows: the same, after a block of ranks."""
     plain = _DEFAULT.expand[-1]
     of_tiles = [ExpandSizes(None, plain.rows, (ExpandTile(None, *tile, 2),)) for tile in tiles]
-    of_rows = [ExpandSizes(None, RowSizes(rank, *row), plain.tiles) for rank in row_ranks for row in rows]
+    of_rows = [ExpandSizes(None, RowSizes(*row), plain.tiles) for row in rows]
     return (*of_tiles, *of_rows)
 
 
@@ -103,8 +103,10 @@ REAL = Scope(
     ranks=(8, 16, 64),
     steps=(TunedStep(1, 1), TunedStep(64, 8), TunedStep(64, 64), TunedStep(4, 4, 512)),
     shrinks=shrink_candidates((8, 16), (16, 32), (1, 2), (2, 4), (2, 3, 4)),
+    # Larger ones need more registers than sm_90 has: 4 segments with 4 warps, and a rank of 32 with several segments.
     expands=expand_candidates(
-        ((2, 4), (4, 4), (4, 8), (8, 8)), (8, 16, 32), ((1, 1), (2, 1), (4, 2), (8, 4))
+        ((2, 4), (4, 8)),
+        ((8, 1, 1), (8, 2, 1), (8, 4, 2), (16, 1, 1), (16, 2, 1), (16, 4, 2), (16, 8, 4), (32, 1, 1)),
     ),
 )
 

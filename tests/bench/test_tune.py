@@ -34,7 +34,7 @@ SMALL = Scope(
     ranks=(5,),
     steps=(TunedStep(2, 2), TunedStep(1, 1, 3)),
     shrinks=shrink_candidates((1, 2), (16,), (1,), (4,), (2,)),
-    expands=expand_candidates(((2, 4),), (4,), ((1, 1),)),
+    expands=expand_candidates(((2, 4),), ((4, 1, 1),)),
 )
 SHARED_LIMIT = 227 * 1024
 
@@ -76,7 +76,7 @@ def make_up(us: Callable[[dict[str, Any]], float]) -> list[Row]:
         SMALL,
         ranks=(8, 64),
         shrinks=shrink_candidates((4, 8), (16, 64), (1,), (4,), (2,)),
-        expands=expand_candidates(((2, 4), (2, 8)), (4, 16), ((1, 1),)),
+        expands=expand_candidates(((2, 4), (2, 8)), ((4, 1, 1), (16, 1, 1))),
     )
     keys = [key for key, _ in Tuning(scope, CPU).cases()]
     return [key | {"us": us(key | json.loads(key["candidate"]))} for key in keys]
