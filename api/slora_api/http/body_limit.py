@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
+from slora_api.errors import ApiError, BadRequest, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
 from slora_api.generation.permit_pool import PermitPool
 from slora_api.host_board import HostBoard
 from slora_api.http.min_rate_timeout import MinRateTimeout
@@ -189,7 +189,7 @@ class BodyLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _BodyReader(receive, scope, self._limits, self._memory)
         lingering = _lingering(send, body)
-        if (refusal := _refuse_headers(Headers(scope=scope), self._limits.too_large(scope))) is not None:
+        if (refusal := _refuse_head(scope, self._limits.too_large(scope))) is not None:
             await error_response(refusal)(scope, receive, lingering)
             return
         answered = False
@@ -218,8 +218,14 @@ def _tenant(scope: Scope) -> str:
     return caller.tenant if isinstance(caller, KeyRecord) else ""
 
 
-def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | None:
-    """Returns an error if the headers show that the body cannot be used. The HTTP parser has checked Content-Length."""
+def _refuse_head(scope: Scope, too_large: BodyTooLarge) -> ApiError | None:
+    """Returns an error if the URL or the headers show that the request cannot be answered. The HTTP parser has checked
+    Content-Length.
+    """
+    if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+        # PostgreSQL refuses it in text, and SQLite ends a pattern there.
+        return BadRequest("The URL contains a NUL character (%00), which no name has; remove it.")
+    headers = Headers(scope=scope)
     num_bytes = int(headers.get("content-length", "0"))
     if num_bytes > too_large.limit_bytes:
         return too_large

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_api.errors import ApiError, BadRequest, Stopping, error_response
+from slora_api.errors import ApiError, Stopping, error_response
 from slora_api.key_masking import mask_keys
 from slora_api.request_context import RequestContext, Tracing, current_request
 
@@ -32,12 +32,6 @@ def _request_id(headers: Headers) -> str:
     sent = headers.get("x-request-id", "")
     is_usable = _SANE_ID.fullmatch(sent) and mask_keys(sent) == sent
     return sent if is_usable else f"req_{uuid.uuid4().hex}"
-
-
-def _check_url(scope: Scope) -> None:
-    """Raises BadRequest for a NUL character. PostgreSQL refuses it in text, and SQLite ends a pattern there."""
-    if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-        raise BadRequest("The URL contains a NUL character (%00), which no name has; remove it.")
 
 
 class _ResponseSender:
@@ -94,7 +88,6 @@ class RequestScopeMiddleware:
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         sender = _ResponseSender(send, scope["state"], context)
         try:
-            _check_url(scope)
             await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:
             # When the drain time is over, uvicorn cancels the remaining requests. Answer these requests before uvicorn

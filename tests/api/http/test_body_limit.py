@@ -72,7 +72,7 @@ def test_413_comes_while_the_body_is_still_being_sent(url: str) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
-@pytest.mark.parametrize(("path", "status"), [("/early", 401), ("/any", 413)])
+@pytest.mark.parametrize(("path", "status"), [("/early", 401), ("/any", 413), ("/any?force=a%00b", 400)])
 def test_an_early_response_reaches_a_client_that_is_still_sending(url: str, path: str, status: int) -> None:
     for _ in range(5):
         body = (b"x" * (1 << 20) for _ in range(20))
