@@ -113,7 +113,8 @@ def run_beside_server(rounds: int, num_replicas: int) -> int:
                 assert server.poll() is None and time.monotonic() < deadline, "the cluster did not start"
                 time.sleep(0.5)
             variables = {**os.environ, **LocalCluster.of(Path(folder).resolve()).variables()}
-            command = [sys.executable, "-P", "-m", "bench.ray_hop", "--data-dir", folder]
+            # The working directory, which has `bench`, must be on the path of the new process.
+            command = [sys.executable, "-m", "bench.ray_hop", "--data-dir", folder]
             command += ["--rounds", str(rounds)]
             return subprocess.run(command, env=variables, check=False).returncode
         finally:
