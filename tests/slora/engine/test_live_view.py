@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgpack
 import pytest
 
+from slora.engine import engine as engine_module
 from slora.engine.engine import Engine
 from slora.engine.live_state import LiveState
 from slora.engine.messages import decode_live_state, encode_live_state
@@ -18,11 +20,13 @@ from tests.support.model_kit import ModelKit
 
 
 class Clock:
-    """Replaces the monotonic clock of the engine."""
+    """Replaces the clock of the engine, but not `time.monotonic`: with another time, the event loops of servers in this
+    process would wait for an hour."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        patch.setattr(time, "monotonic", lambda: self.now)
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        patch.setattr(engine_module, "time", clock)
 
 
 @pytest.fixture
