@@ -106,6 +106,8 @@ class SchedulerBench:
         self.memory = self.scheduler.paging
         self.pool, self.residency = self.memory.pool, self.memory.residency
         self.last_plan = StepPlan()
+        # The sequences whose last chunk was undone, by `id`.
+        self._undone: set[int] = set()
         self.now = 0.0
         self.usage: dict[str, RequestUsage] = {}
         self.timings: dict[str, RequestTiming] = {}
@@ -167,10 +169,13 @@ class SchedulerBench:
         plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
         self._pass_time(_STEP_S)
+        sequences = {id(chunk.sequence) for chunk in plan.chunks}
         if breaks:
+            self._undone |= sequences
             self._spoil_targets(plan)
             outputs = self.scheduler.undo_step(plan, BrokenStep())
         else:
+            self._undone -= sequences
             outputs = self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
             outputs += self.scheduler.postprocess(plan, self._run(plan))
         self.scheduler.check_invariants()
@@ -387,9 +392,10 @@ class SchedulerBench:
         assert set(entries) == set(held), "an entry is no page of the sequence"
         # A sequence that waits for its adapters holds pages for its first chunk, which may be shortened later. An
         # overdue sequence holds all pages that it will ever need.
-        # Pages of rejected drafts are kept for the next tokens.
+        # Pages of rejected drafts are kept for the next tokens, and those of an undone chunk for the next chunk, which
+        # may be shorter.
         is_exact = not sequence.residents and not sequence.is_starving
-        is_exact = is_exact and sequence.draft_state is None
+        is_exact = is_exact and sequence.draft_state is None and id(sequence) not in self._undone
         most = chunk.num_tokens if is_exact else sequence.max_chunk_tokens
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
