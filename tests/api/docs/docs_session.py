@@ -115,9 +115,11 @@ class DocsSession:
 
     def _push_adapters(self, key: str) -> None:
         with httpx.Client(base_url=self.url, headers=bearer(key), verify=False) as client:
-            known = {one["name"] for one in client.get("/v1/adapters").raise_for_status().json()["data"]}
+            listed = client.get("/v1/adapters").raise_for_status().json()["data"]
+            known = {one["name"]: one["version"] for one in listed}
             for name, (sources, alias) in _ADAPTERS.items():
-                for source in sources if name not in known else ():
+                # The commands of another page may have pushed fewer versions.
+                for source in sources if known.get(name, 0) < len(sources) else ():
                     _upload(client, name, source)
                 if name not in known and alias != "latest":
                     client.put(
