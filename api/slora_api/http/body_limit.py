@@ -223,7 +223,7 @@ def _refuse_head(scope: Scope, too_large: BodyTooLarge) -> ApiError | None:
     Content-Length.
     """
     if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-        # PostgreSQL refuses it in text, and SQLite ends a pattern there.
+        # PostgreSQL refuses a NUL in text, and SQLite ends a pattern there.
         return BadRequest("The URL contains a NUL character (%00), which no name has; remove it.")
     headers = Headers(scope=scope)
     num_bytes = int(headers.get("content-length", "0"))

@@ -126,6 +126,20 @@ def read_while(streams: Streams, num_chunks: int, shares: Sequence[float], act: 
     asyncio.run(main())
 
 
+def prepare_streams(
+    cluster: LocalCluster, adapter: Path, number: int, max_tokens: int
+) -> tuple[Streams, Streams]:
+    """Uploads an adapter, and reads streams of it and of the base model undisturbed. Returns them, and the same streams
+    of another key, which are not read yet.
+    """
+    keys = [cluster.served.make_key("acme") for _ in range(2)]
+    assert upload(cluster.served, keys[0], "small", adapter).status_code == 201
+    bodies = [make_body(index, ["base", "small"], max_tokens) for index in range(number)]
+    alone, disturbed = (Streams(cluster.served, key, bodies) for key in keys)
+    asyncio.run(alone.read_all())
+    return alone, disturbed
+
+
 def check_equal(
     cluster: LocalCluster, alone: Streams, disturbed: Streams, database: str | None = None
 ) -> None:
@@ -145,11 +159,7 @@ def test_a_local_cluster_loses_no_stream_when_an_engine_and_an_actor_of_ray_are_
 ) -> None:
     with deployed(kit.base, tmp_path / "data", "--replicas", "2") as cluster:
         served = cluster.served
-        keys = [served.make_key("acme") for _ in range(2)]
-        assert upload(served, keys[0], "small", kit.small.parent / "small").status_code == 201
-        bodies = [make_body(number, ["base", "small"], 150) for number in range(24)]
-        alone, disturbed = (Streams(served, key, bodies) for key in keys)
-        asyncio.run(alone.read_all())
+        alone, disturbed = prepare_streams(cluster, kit.small.parent / "small", 24, 150)
         cluster.wait_for_replicas(2)
         secret = (served.data_dir / "cluster-secret").read_text()
         for process in psutil.Process(served.process.pid).children(recursive=True):
@@ -345,11 +355,7 @@ def test_groups_of_ranks_behind_two_workers_lose_no_stream(
     with deployed(kit.base, tmp_path / "data", *flags) as cluster:
         served = cluster.served
         cluster.wait_for_replicas(2)
-        keys = [served.make_key("acme") for _ in range(2)]
-        assert upload(served, keys[0], "small", kit.small.parent / "small").status_code == 201
-        bodies = [make_body(number, ["base", "small"], 150) for number in range(40)]
-        alone, disturbed = (Streams(served, key, bodies) for key in keys)
-        asyncio.run(alone.read_all())
+        alone, disturbed = prepare_streams(cluster, kit.small.parent / "small", 40, 150)
         kinds = iter([RANK, ENGINE])
 
         def kill() -> None:
@@ -376,13 +382,9 @@ def test_streams_survive_the_loss_of_postgresql_redis_and_engines_meanwhile(
     with deployed(kit.base, tmp_path / "data", *flags) as cluster:
         served = cluster.served
         cluster.wait_for_replicas(2)
-        keys = [served.make_key("acme") for _ in range(2)]
-        assert upload(served, keys[0], "small", kit.small.parent / "small").status_code == 201
-        bodies = [make_body(number, ["base", "small"], 300) for number in range(40)]
-        alone, disturbed = (Streams(served, key, bodies) for key in keys)
-        asyncio.run(alone.read_all())
+        alone, disturbed = prepare_streams(cluster, kit.small.parent / "small", 40, 300)
         # The server knows the key before its database is lost.
-        with served.client(keys[1]) as client:
+        with served.client(disturbed.key) as client:
             assert client.get("/v1/models").status_code == 200
 
         def kill_engine() -> None:
