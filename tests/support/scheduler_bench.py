@@ -106,8 +106,8 @@ class SchedulerBench:
         self.memory = self.scheduler.paging
         self.pool, self.residency = self.memory.pool, self.memory.residency
         self.last_plan = StepPlan()
-        # The sequences whose last chunk was undone, by `id`.
-        self._undone: set[int] = set()
+        # `id` of a sequence whose last chunk was undone -> the tokens of its largest chunk since the last computed one.
+        self._undone: dict[int, int] = {}
         self.now = 0.0
         self.usage: dict[str, RequestUsage] = {}
         self.timings: dict[str, RequestTiming] = {}
@@ -169,13 +169,15 @@ class SchedulerBench:
         plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
         self._pass_time(_STEP_S)
-        sequences = {id(chunk.sequence) for chunk in plan.chunks}
         if breaks:
-            self._undone |= sequences
+            for chunk in plan.chunks:
+                undone = self._undone.get(id(chunk.sequence), 0)
+                self._undone[id(chunk.sequence)] = max(undone, chunk.num_tokens)
             self._spoil_targets(plan)
             outputs = self.scheduler.undo_step(plan, BrokenStep())
         else:
-            self._undone -= sequences
+            for chunk in plan.chunks:
+                self._undone.pop(id(chunk.sequence), None)
             outputs = self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
             outputs += self.scheduler.postprocess(plan, self._run(plan))
         self.scheduler.check_invariants()
@@ -395,8 +397,9 @@ class SchedulerBench:
         # Pages of rejected drafts are kept for the next tokens, and those of an undone chunk for the next chunk, which
         # may be shorter.
         is_exact = not sequence.residents and not sequence.is_starving
-        is_exact = is_exact and sequence.draft_state is None and id(sequence) not in self._undone
-        most = chunk.num_tokens if is_exact else sequence.max_chunk_tokens
+        is_exact = is_exact and sequence.draft_state is None
+        undone = self._undone.get(id(sequence), 0)
+        most = max(chunk.num_tokens, undone) if is_exact else sequence.max_chunk_tokens
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
         assert not any(self.pool.is_shared(page) for page in written.tolist()), "a shared page is written to"

@@ -125,6 +125,8 @@ def test_beams_answer_as_those_of_transformers_do(
     kit = kits(model)
     source, versions = make_source(kit)
     asked = ask_many(versions, 200 if soak else 15)
+    if soak and num_pages == 250:
+        num_pages = 500  # More requests need a larger pool to be at ease.
     engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
     poison(engine)
     requests = [request for _, request in asked]
@@ -136,8 +138,7 @@ def test_beams_answer_as_those_of_transformers_do(
         f"{stats.preemptions} preemptions, {stats.swapped_out_pages} pages swapped"
     )
     assert excused <= len(answers) // 20
-    # The many requests of the soak run do not all fit into the larger pool either.
-    assert stats.preemptions > 0 or num_pages == 250
+    assert (stats.preemptions > 0) == (num_pages < 100)
     assert (stats.swapped_in_pages > 0) == (settings.get("preemption") == "swap" or model == "mistral_window")
     assert stats.pages_held == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
 
