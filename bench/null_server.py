@@ -6,7 +6,8 @@
 real            the engine process is `bench.null_engine`; all else is as in `slora serve`
 without-usage   the same, but the engine reports that nothing was used
 without-ipc     the API process makes the tokens itself, in the form that the engine sends
-bare            one Starlette route under uvicorn, which parses the body and streams chunks of the same size
+bare            one Starlette route under uvicorn, which parses the body and streams chunks of the same size. It uses
+                the HTTP parser and the event loop that `slora serve` uses, whatever else is installed.
 """
 
 import asyncio
@@ -94,7 +95,9 @@ def serve_bare() -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     print(f"slora: listening on http://127.0.0.1:{listener.getsockname()[1]};", flush=True)
     print("slora: ready;", flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        app, http="h11", loop="asyncio", log_level="warning", access_log=False, lifespan="off"
+    )
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -62,10 +62,10 @@ _LIMITED = "limited"
 _QUOTA = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_answers": 1_000}
 # After this time, the usage of all requests is in the ledger.
 _LEDGER_S = 1.5
-_LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 256, 256, 32
+_LAYER_REQUESTS, _LAYER_PROMPT, _LAYER_TOKENS = 512, 256, 32
 _LAYER_BARS = (
-    # Of a bare route with 920 requests/s of 32 chunks, 0.45 are 13,000 tokens/s for each API process. Several API
-    # processes add up, so an engine is the bottleneck long before.
+    # Of a bare route with 1,150 to 1,800 requests/s of 32 chunks, 0.45 are 17,000 to 26,000 tokens/s for each API
+    # process. Several API processes add up, so an engine is the bottleneck long before.
     Bar("requests/s of the bare route", lambda row: True, "requests/s of bare", 0.45),
     Bar("chunks/s of the bare route", lambda row: True, "chunks/s of bare", 0.45),
     Bar("TTFT over the bare route, ms", lambda row: True, "TTFT over bare ms", 3.0, at_most=True),
@@ -163,7 +163,7 @@ class _Layer:
 
 def layer_tables(*, quick: bool, setup: Setup = _SETUP) -> Tables:
     """Each row adds one layer to the row above, so the difference between the two is the cost of the layer."""
-    rounds, num_requests = (1, _STREAMS) if quick else (7, _LAYER_REQUESTS)
+    rounds, num_requests = (1, _STREAMS) if quick else (9, _LAYER_REQUESTS)
     token_ids = tuple(prompts(1, _LAYER_PROMPT, EOS)[0])
     text = "".join(CHARACTERS[token_id] for token_id in token_ids)
     layers = (

@@ -78,12 +78,12 @@ from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
 from slora_adapters.peft.packing import ByteArray
-from slora_adapters.wire import BrokenFrame, encode, read_message
+from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 _log = logging.getLogger("slora.engine")
 
-# An API process with this many unread frames is stuck. Keeping more frames for it would use up the engine's memory.
-_MAX_UNREAD_FRAMES = 10_000
+# An API process with more unread bytes is stuck. Keeping more frames for it would use up the engine's memory.
+_MAX_UNREAD_BYTES = 64 << 20
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
@@ -145,21 +145,22 @@ class _Peer:
         # The number of each request that is not taken yet, among those of all API processes.
         self._posted: deque[int] = deque()
         self._writer = writer
-        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
-        if self._writer.is_closing():
+        """Sends a message. Never waits: the transport keeps what the API process has not read."""
+        transport = self._writer.transport
+        if transport.is_closing():
             return
-        if self._frames.qsize() >= _MAX_UNREAD_FRAMES:
+        if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             _log.error(
-                "API process %d has not read %d frames: closing its connection",
+                "API process %d has not read %d bytes: closing its connection",
                 self.number,
-                _MAX_UNREAD_FRAMES,
+                transport.get_write_buffer_size(),
             )
             # Not close(): close() would wait until the peer has read frames that it never reads.
-            self._writer.transport.abort()
+            transport.abort()
             return
-        self._frames.put_nowait(encode(message))
+        write_message(self._writer, message)
 
     def note_posted(self, number: int) -> None:
         """Adds a request. It is taken as soon as the engine's thread has taken `number` requests of all processes."""
@@ -169,13 +170,6 @@ class _Peer:
         while self._posted and self._posted[0] <= number:
             self._posted.popleft()
             self.num_taken += 1
-
-    async def write(self) -> None:
-        """Writes queued frames for as long as the connection lasts. A slow reader blocks only this task, in drain()."""
-        with suppress(ConnectionError):  # `serve` sees the same error and cleans up.
-            while True:
-                self._writer.write(await self._frames.get())
-                await self._writer.drain()
 
 
 class EngineServer:
@@ -217,7 +211,6 @@ class EngineServer:
         peer.send(self._hello)
         peer.send(self._status())
         self._send_report([peer], replace(self._report, spans=()), EngineReport())
-        writing = asyncio.create_task(peer.write())
         try:
             while (message := await read_message(reader)) is not None:
                 self._handle(peer, message)
@@ -230,7 +223,6 @@ class EngineServer:
             del self._peers[peer.number]
             self._abandon(peer)
             self._received.set()
-            writing.cancel()
             writer.close()
 
     async def drain(self) -> None:

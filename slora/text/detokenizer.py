@@ -44,6 +44,8 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens and returns the text that is now certain. Returns nothing after a stop string."""
+        if self._stops.is_empty:
+            return self._decoder.push(token_ids)
         if self.stopped:
             return ""
         num_exempt = min(self._num_exempt_tokens, len(token_ids))
