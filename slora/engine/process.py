@@ -82,8 +82,9 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 _log = logging.getLogger("slora.engine")
 
-# An API process with more unread bytes is stuck. Keeping more frames for it would use up the engine's memory.
-_MAX_UNREAD_BYTES = 64 << 20
+# An API process with more unread bytes is stuck. Keeping more frames for it would use up the engine's memory. With a
+# smaller limit, one tenant could end the connection: 256 answers of 262,144 log-probabilities each have 940 MB.
+_MAX_UNREAD_BYTES = 1 << 30
 # Exit code: the engine can never work with this model or these settings. Argparse uses the same code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
@@ -153,9 +154,9 @@ class _Peer:
             return
         if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             _log.error(
-                "API process %d has not read %d bytes: closing its connection",
+                "API process %d has more than %d unread bytes: closing its connection",
                 self.number,
-                transport.get_write_buffer_size(),
+                _MAX_UNREAD_BYTES,
             )
             # Not close(): close() would wait until the peer has read frames that it never reads.
             transport.abort()
