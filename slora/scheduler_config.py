@@ -23,6 +23,7 @@ class SchedulerConfig:
         model does not switch.
     load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
+    loads_beside: whether the device copies adapters while it computes a step that does not use them.
     prompt_lookup_tokens: maximum number of tokens that a step drafts for a sequence; 0: no drafts.
     metrics_tenants: as in `EngineConfig`.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
@@ -38,6 +39,7 @@ class SchedulerConfig:
     load_pages: int | None = None
     swap_pages: int = 0
     prompt_lookup_tokens: int = 0
+    loads_beside: bool = False
     metrics_tenants: int = 0
     prefix_cache: str = _DEFAULTS["prefix_cache"]
     preemption: str = _DEFAULTS["preemption"]

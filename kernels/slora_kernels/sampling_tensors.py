@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slora_kernels.host_copies import upload
+
 # The top_k of a row that does not use top_k: larger than any vocabulary.
 NO_TOP_K = 2**62
 
@@ -43,7 +45,7 @@ class SamplingTensors:
         narrow = floats.astype(np.float32)
         has_filters = bool((ints[2] < NO_TOP_K).any() or (narrow[1] < 1).any() or (narrow[2] > 0).any())
         packed = np.concatenate((ints.reshape(-1).view(np.uint8), narrow.reshape(-1).view(np.uint8)))
-        there = torch.from_numpy(packed).to(device)
+        there = upload(packed, device)
         rows, keys, top_k = there[: ints.nbytes].view(torch.int64).view(3, -1)
         temperature, top_p, min_p = there[ints.nbytes :].view(torch.float32).view(3, -1)
         return SamplingTensors(rows, keys, top_k, temperature, top_p, min_p, has_filters)

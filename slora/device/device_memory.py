@@ -21,6 +21,7 @@ from slora.scheduler.step_plan import AdapterLoad
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import AdapterTables, KVGeometry
+from slora_kernels.host_copies import upload
 from slora_kernels.layout import AdapterLayout, ModelShape
 
 
@@ -139,7 +140,7 @@ class DeviceMemory:
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole pages. copies: (source, target). All sources are read before any target is written."""
-        sources, targets = torch.tensor(copies, dtype=torch.int64).to(self.device).unbind(dim=1)
+        sources, targets = upload(np.array(copies, np.int64), self.device).unbind(dim=1)
         self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
@@ -162,11 +163,11 @@ class DeviceMemory:
         return content is not None and content.is_complete and content.generation == generation
 
     def _write_tables(self, part: AdapterSlice) -> None:
-        page_ids = torch.tensor(part.pages, dtype=torch.int32)
-        self.tables.page_table[part.slot, : len(page_ids)] = page_ids.to(self.device)
-        self.tables.groups[part.slot] = torch.from_numpy(part.layout.groups).to(self.device)
-        self.tables.modules[part.slot] = torch.from_numpy(part.layout.modules).to(self.device)
-        self.tables.scales[part.slot] = torch.from_numpy(part.scales).to(self.device)
+        page_ids = np.array(part.pages, np.int32)
+        self.tables.page_table[part.slot, : len(page_ids)] = upload(page_ids, self.device)
+        self.tables.groups[part.slot] = upload(part.layout.groups, self.device)
+        self.tables.modules[part.slot] = upload(part.layout.modules, self.device)
+        self.tables.scales[part.slot] = upload(part.scales, self.device)
 
 
 def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: torch.device) -> AdapterTables:

@@ -24,8 +24,11 @@ class LoadStream(Protocol):
     def mark(self) -> None:
         """Marks the point in the device's work from which copies may start."""
 
-    def copy(self, work: Callable[[], None]) -> None:
-        """Launches copies that wait for the mark, but not for later work."""
+    def copy(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+        """Launches copies that wait for the mark, but not for later work.
+
+        Returns an event that occurs when they are done; None if they are done already.
+        """
 
     def wait(self) -> None:
         """Makes all later work wait for the copies."""
@@ -42,11 +45,14 @@ class CudaLoadStream:
     def mark(self) -> None:
         self._marked.record(torch.cuda.current_stream(self._device))
 
-    def copy(self, work: Callable[[], None]) -> None:
+    def copy(self, work: Callable[[], None]) -> torch.cuda.Event:
         self._stream.wait_event(self._marked)
         with torch.cuda.stream(self._stream):
             work()
+        # Each step has an event of its own, because the next step may record one before this step's is waited for.
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record(self._stream)
+        return self._copied
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._copied)

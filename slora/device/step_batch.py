@@ -35,7 +35,8 @@ HostArray = IntArray | npt.NDArray[np.float32]
 class StepBatch:
     """The tensors of one step.
 
-    token_ids: int64 [T].
+    token_ids: int64 [T]. The value -1 - row stands for the pending token of the sequence in this row of the sampling
+    table. `Runner` replaces it before the model reads it.
     output_rows: int64 [B'], indices of the tokens whose hidden states are read, in three groups. The first group has
     one token for each entry of `sampling`, in chunk order. If a prompt forks into n choices, its last token is listed n
     times. The second group has the tokens of `prompts`, whose logprobs were requested. The third group has the tokens
@@ -44,6 +45,7 @@ class StepBatch:
     batch has an adapter. Rows of the base model are in no tile.
     adapts_embedding: whether an adapter of the batch changes the embedding.
     head_lora: layers over the rows of `sampling`; empty if no adapter changes the output head.
+    sampling_rows: int64, the row of the sampling table for each entry of `sampling`.
     """
 
     token_ids: Tensor
@@ -52,6 +54,7 @@ class StepBatch:
     adapts_embedding: bool
     head_lora: tuple[LoraTiles, ...]
     output_rows: Tensor
+    sampling_rows: Tensor
     sampling: list[Sequence]
     prompts: list[PromptRows]
     pooled: list[PooledRows]
@@ -92,6 +95,7 @@ class StepArrays:
     lora: tuple[LayerArrays, ...]
     adapts_embedding: bool
     head_lora: tuple[LayerArrays, ...]
+    has_pending: bool
     sampling: list[Sequence]
     prompts: list[PromptRows]
     pooled: list[PooledRows]
@@ -117,6 +121,7 @@ class StepArrays:
         layers = _lay_out(cut_token_tiles(chunks, limits))
         head_layers = _lay_out(cut_head_tiles(chunks, limits)) if targets.head else ()
         sampled = [chunk.sampled_sequences for chunk in chunks]
+        sampling = [sequence for sequences in sampled for sequence in sequences]
         last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
         prompts = find_prompt_rows(chunks, starts)
         pooled = find_pooled_rows(chunks, starts)
@@ -129,6 +134,7 @@ class StepArrays:
             starts,
             contexts,
             block_tables,
+            np.array([sequence.row for sequence in sampling], np.int64),
             *(array for layer in (*layers, *head_layers) for array in layer.arrays),
         ]
         return StepArrays(
@@ -138,7 +144,8 @@ class StepArrays:
             lora=layers,
             adapts_embedding=targets.embedding,
             head_lora=head_layers,
-            sampling=[sequence for sequences in sampled for sequence in sequences],
+            has_pending=any(chunk.sequence.num_pending for chunk in chunks),
+            sampling=sampling,
             prompts=prompts,
             pooled=pooled,
         )
@@ -148,7 +155,7 @@ class StepArrays:
 
     def upload(self, device: torch.device) -> StepBatch:
         """Copies all arrays to the device together."""
-        ids, pos, kv_slots, output_rows, query_starts, context_lens, tables, *rest = _upload(
+        ids, pos, kv_slots, output_rows, query_starts, context_lens, tables, sampling_rows, *rest = _upload(
             self.arrays, device
         )
         tile_tensors = iter(rest)
@@ -168,6 +175,7 @@ class StepArrays:
             adapts_embedding=self.adapts_embedding,
             head_lora=tuple(layer.join(tile_tensors) for layer in self.head_lora),
             output_rows=output_rows,
+            sampling_rows=sampling_rows,
             sampling=self.sampling,
             prompts=self.prompts,
             pooled=self.pooled,
@@ -195,7 +203,8 @@ def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
     for chunk in chunks:
         first, end = end, end + chunk.num_tokens
         if chunk.num_tokens == 1 and not chunk.drafts:
-            ids[first] = chunk.sequence.token_ids[chunk.start]
+            known, sequence = chunk.sequence.token_ids, chunk.sequence
+            ids[first] = known[chunk.start] if chunk.start < len(known) else -1 - sequence.row
         else:
             ids[first:end] = chunk.token_ids
     return ids

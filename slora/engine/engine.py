@@ -1,4 +1,6 @@
-"""The engine takes requests and returns tokens, one step at a time: schedule, run, postprocess.
+"""The engine takes requests and returns tokens, one step at a time: schedule, launch, wait, postprocess.
+
+On a GPU, steps overlap: the next step is scheduled and launched before the engine waits for the results of a step.
 
 Single-threaded: all methods must be called from the thread that built the engine. This module uses neither sockets nor
 API keys.
@@ -6,7 +8,9 @@ API keys.
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 from slora.adapter_place import AdapterPlace
@@ -21,7 +25,7 @@ from slora.engine.pin import Pin
 from slora.engine.report import MAX_SPANS, EngineReport
 from slora.engine.request_check import check_request, find_stop_token_ids
 from slora.engine_config import EngineConfig
-from slora.errors import RequestFailed, RequestRefused, StepFailed
+from slora.errors import DeviceFailed, RequestFailed, RequestRefused, StepFailed
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
@@ -31,10 +35,10 @@ from slora.request import EndedRequest, EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.rank_group import NO_GROUP, RankGroup
-from slora.runner.runner import Runner
+from slora.runner.runner import Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import StepPlan
+from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora.text.spelling import read_spelling
@@ -74,6 +78,8 @@ class Engine:
     notify: called, from another thread, when a grammar has been compiled, so that `step` can start its requests. None:
     `add` compiles grammars itself.
     group: the other ranks, if `tensor_parallel_size` is above 1. The engine closes the group.
+    overlap: whether steps overlap. None: on a single GPU without prompt lookup, which needs the results of all earlier
+        steps.
     """
 
     def __init__(
@@ -85,6 +91,8 @@ class Engine:
         load: LoadModel = load_model,
         notify: Callable[[], None] | None = None,
         group: RankGroup = NO_GROUP,
+        *,
+        overlap: bool | None = None,
     ) -> None:
         self._config = config
         self._group = group
@@ -114,6 +122,7 @@ class Engine:
             load_pages=config.load_pages(self._runner.full_page_bytes),
             swap_pages=self._runner.num_swap_pages,
             prompt_lookup_tokens=config.prompt_lookup_tokens,
+            loads_beside=self._runner.loads_beside,
             metrics_tenants=config.metrics_tenants,
             prefix_cache=config.prefix_cache,
             preemption=config.preemption,
@@ -127,7 +136,13 @@ class Engine:
             notify,
         )
         self._scheduler = Scheduler(scheduler, source, self._learned or self._costs, self._grammars)
-        self._was_timed = True
+        if overlap is None:
+            on_one_gpu = self._runner.device.type == "cuda" and group.collectives.size == 1
+            overlap = on_one_gpu and not config.prompt_lookup_tokens
+        # Number of steps that the device may still compute when `step` returns.
+        self._num_overlapped = int(overlap)
+        self._launched: deque[_LaunchedStep] = deque()
+        self._waited_until_s = 0.0
         self._live = LiveView(self._scheduler)
         self._tenants = self._scheduler.paging.tenants
         self._step_seconds, self._token_gaps = Histogram(_LATENCIES_S), Histogram(_LATENCIES_S)
@@ -157,7 +172,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self.next_due_in_s == 0
+        return bool(self._launched) or self._scheduler.has_work or self.next_due_in_s == 0
 
     @property
     def next_due_in_s(self) -> float | None:
@@ -199,6 +214,7 @@ class Engine:
 
     def remove_adapter(self, version: AdapterVersion) -> None:
         """Evicts a deleted adapter: now, or when the last request that uses it ends."""
+        self._wait_for_copies()
         self._scheduler.remove_adapter(version)
 
     def purge_tenant(self, name: str) -> tuple[TenantPurge, list[StepOutput]]:
@@ -209,6 +225,7 @@ class Engine:
 
         Returns the number of dropped items, and the errors of the ended requests.
         """
+        self._wait_for_copies()
         self._scheduler.advance_clock(time.monotonic())
         accounts = self._tenants.find_both(name)
         num_adapters = sum(one.version.tenant == name for one in self._scheduler.paging.residency)
@@ -236,6 +253,8 @@ class Engine:
     def step(self, tell_begun: Callable[[list[str]], None] = lambda ids: None) -> list[StepOutput]:
         """Computes one step. A request that fails ends alone; the other requests of the step are computed.
 
+        With overlapped steps, a call launches a step and returns the outputs of the step before.
+
         tell_begun: called before the step is computed, with the ids of the requests that join the batch.
 
         Raises DeviceFailed when the device is lost. The engine must not be used after that.
@@ -243,30 +262,77 @@ class Engine:
         plan = self._scheduler.schedule(time.monotonic())
         if plan.rows_to_write and (begun := self._find_begun(plan)):
             tell_begun(begun)
-        started_s = time.perf_counter()
+        outputs, started_s = list(plan.ended), time.perf_counter()
         try:
-            result = self._isolation.run(plan)
+            running = self._runner.launch(plan)
+        except Exception as error:
+            return outputs + self._finish_steps(0) + self._recover(plan, error, started_s)
+        self._scheduler.advance(plan)
+        self._launched.append(_LaunchedStep(plan, running, started_s))
+        # Without a chunk there is nothing that the device could compute while the host waits.
+        return outputs + self._finish_steps(self._num_overlapped if plan.chunks else 0)
+
+    def _finish_steps(self, num_left: int) -> list[StepOutput]:
+        """Waits for the oldest launched steps and applies their results, until `num_left` steps are left."""
+        outputs = []
+        while len(self._launched) > num_left:
+            step = self._launched[0]
+            try:
+                sampled = step.running.wait()
+            except Exception as error:
+                self._runner.probe()
+                raise DeviceFailed(
+                    f"the results of a step cannot be read: {type(error).__name__}: {error}"
+                ) from error
+            self._launched.popleft()
+            outputs += self._finish_step(step, sampled)
+        return outputs
+
+    def _recover(self, plan: StepPlan, error: Exception, started_s: float) -> list[StepOutput]:
+        """Isolates the requests that made the launch fail, and computes the others. All earlier steps are finished."""
+        plan.drop_finished()
+        try:
+            result = self._isolation.recover(plan, error)
         except PageTransferFailed:
             self._scheduler.advance_clock(time.monotonic())
             return self._scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
-        self._scheduler.advance_clock(time.monotonic())
-        seconds = time.perf_counter() - started_s
-        if not (result.culprits or result.given_up):
-            self._learn(plan, seconds)
         ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
         ended += self._scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
+        self._scheduler.advance(plan)
+        step = _LaunchedStep(plan, RunningStep(), started_s)
+        return ended + self._finish_step(step, result.sampled, is_timed=False)
+
+    def _finish_step(
+        self, step: "_LaunchedStep", sampled: list[SampledToken], *, is_timed: bool = True
+    ) -> list[StepOutput]:
+        """Applies the results of a step. is_timed: whether the cost model learns from its time."""
+        plan, now, now_s = step.plan, time.monotonic(), time.perf_counter()
+        # While steps overlap, the device begins a step when it has finished the step before.
+        seconds = now_s - max(step.started_s, self._waited_until_s)
+        self._waited_until_s = now_s
+        self._scheduler.advance_clock(now)
+        if is_timed:
+            self._learn(step, seconds)
         if plan.chunks:
             self._num_steps += 1
             self._step_seconds.count(seconds)
             self._step_tokens.count(plan.num_tokens)
-        self._generated_tokens += sum(not one.is_deferred for one in result.sampled)
-        now = time.monotonic()
+        sequences = (sequence for chunk in plan.chunks for sequence in chunk.sampled_sequences)
+        self._generated_tokens += sum(
+            not (token.is_deferred or sequence.is_finished)
+            for sequence, token in zip(sequences, sampled, strict=True)
+        )
         if self._live.meter.is_watched(now):
-            self._live.meter.record(plan, result.sampled, seconds, now)
-        ended += self._scheduler.postprocess(plan, result.sampled)
+            self._live.meter.record(plan, sampled, seconds, now)
+        outputs = self._scheduler.postprocess(plan, sampled)
         for gap_s, count in self._scheduler.token_gaps:
             self._token_gaps.count(gap_s, count)
-        return ended
+        return outputs
+
+    def _wait_for_copies(self) -> None:
+        """Waits until the device reads no host copy of an adapter. Their results stay to be applied."""
+        if self._launched:
+            self._runner.memory.wait()
 
     def _find_begun(self, plan: StepPlan) -> list[str]:
         """Returns the ids of the requests that the plan computes, or loads adapters for, for the first time."""
@@ -373,19 +439,23 @@ class Engine:
         assert costs is not None, "the cost model is neither fixed nor learned"
         return costs
 
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Updates the cost model from a step's time, if the measured time belongs to this step alone.
+    def _learn(self, step: "_LaunchedStep", seconds: float) -> None:
+        """Updates the cost model from a step's time.
 
-        On a GPU, the host waits for the device only where tokens are sampled or embeddings are complete. All other
-        steps shift their time to the next step, so neither their own time nor that of the next step is counted. The
-        host does not wait for copies to a GPU at all, so the costs of copies keep the values measured at start.
+        The host does not wait for copies to a GPU, so the costs of copies keep the values measured at start.
         """
-        was_timed, self._was_timed = self._was_timed, True
-        if self._runner.device.type != "cpu":
-            self._was_timed = any(chunk.samples or chunk.completes_embedding for chunk in plan.chunks)
-            if plan.loads or plan.swaps_out or plan.swaps_in or not (was_timed and self._was_timed):
-                return
+        plan, running = step.plan, step.running
+        if self._runner.device.type != "cpu" and (plan.loads or plan.swaps_out or plan.swaps_in):
+            return
         if self._learned is not None:
-            swap_s, load_s = self._runner.swap_s, self._runner.load_s
-            times = StepTimes(seconds - swap_s - load_s, swap_s, load_s)
+            times = StepTimes(seconds - running.swap_s - running.load_s, running.swap_s, running.load_s)
             self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """A step whose results are not applied. started_s: when its launch began, on the clock of `perf_counter`."""
+
+    plan: StepPlan
+    running: RunningStep
+    started_s: float

@@ -92,7 +92,7 @@ class StepMeter:
             if not request.adapters:
                 period.work[tenant, ""] += chunk.num_tokens
             found = [next(tokens) for _ in chunk.sampled_sequences]
-            if not found or found[0].is_deferred:
+            if not found or found[0].is_deferred or chunk.sequence.is_finished:
                 continue
             period.tokens[tenant] += 1 + (_count_accepted(chunk, found) if chunk.drafts else len(chunk.forks))
             last_at = chunk.sequence.last_token_at

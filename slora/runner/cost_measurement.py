@@ -203,7 +203,10 @@ class _Bench:
     def _time_load(self) -> float:
         """Returns the seconds that one byte of an adapter takes from the host to the pool."""
         pages = list(range(self._num_copied(self._num_scratch)))
-        content = torch.ones(len(pages) * self._memory.full_page_bytes, dtype=torch.uint8)
+        # The host cache is page-locked for a GPU.
+        is_page_locked = self._memory.device.type == "cuda"
+        num_bytes = len(pages) * self._memory.full_page_bytes
+        content = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_page_locked)
         return self._time(lambda: self._memory.write(pages, content), _MIN_COPIES) / len(content)
 
     def _time_page_copy(self, load_byte_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Runs a step. If it fails, finds the chunks that cause the failure and computes the others.
+"""Recovers from a step that failed: finds the chunks that cause the failure and computes the others.
 
 Failures are handled in this order:
 
@@ -57,23 +57,23 @@ class StepResult:
 
 
 class FaultIsolation:
-    """Runs steps and isolates the chunks that fail. most_runs: the most additional runs for one failed step."""
+    """Isolates the chunks that make a step fail. most_runs: the most additional runs for one failed step."""
 
     def __init__(self, runner: StepRunner, most_runs: int = _MAX_RUNS) -> None:
         self._runner = runner
         self._most_runs = most_runs
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Runs a step and isolates failing chunks. Raises PageTransferFailed or DeviceFailed."""
-        try:
-            return StepResult(self._runner.run(plan))
-        except Exception as error:
-            _log.exception("a step of %d chunks failed", len(plan.chunks))
-            self._runner.probe()
-            if isinstance(error, PageTransferFailed):
-                raise
-            if not plan.chunks:
-                raise PageTransferFailed("a step that only copies pages failed") from error
+    def recover(self, plan: StepPlan, error: Exception) -> StepResult:
+        """Computes a failed step in smaller groups of chunks. No other step is running.
+
+        error: with which the step failed. Raises PageTransferFailed or DeviceFailed.
+        """
+        _log.error("a step of %d chunks failed", len(plan.chunks), exc_info=error)
+        self._runner.probe()
+        if isinstance(error, PageTransferFailed):
+            raise error
+        if not plan.chunks:
+            raise PageTransferFailed("a step that only copies pages failed") from error
         return self._bisect(plan.chunks, plan.rows_to_write)
 
     def _bisect(self, chunks: list[Chunk], admitted: list[Sequence]) -> StepResult:

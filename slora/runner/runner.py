@@ -4,8 +4,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from threading import Timer
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,20 +48,47 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
 from slora_kernels.batch import KVGeometry
+from slora_kernels.host_copies import upload
 from slora_kernels.ops import Kernels
 
+# The results of one step: one token for each of the chunks' `sampled_sequences`.
+ReadTokens = Callable[[], list[SampledToken]]
 _DEFERRED = SampledToken(None, is_deferred=True)
 # If the compilation takes at least this long, the kernels were not in the cache.
 _LONG_WARM_UP_S = 3.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class RunningStep:
+    """A launched step, which the device may still compute.
+
+    swap_s, load_s: seconds that the step needed to swap pages and to load adapters. On a GPU they include only the
+    launch of the copies.
+    """
+
+    read: ReadTokens = list
+    swap_s: float = 0.0
+    load_s: float = 0.0
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    finish_loads: Callable[[], None] | None = None
+
+    def wait(self) -> list[SampledToken]:
+        """Waits for the device. Returns one token for each sequence in the chunks' `sampled_sequences`, in order.
+
+        Afterwards, the host's copies of the adapters that the step loads are no longer read.
+        """
+        for event in self.events:
+            event.synchronize()
+        if self.finish_loads is not None:
+            self.finish_loads()
+        return self.read()
+
+
 class Runner:
     """The model and the bytes of the page pool on one device.
 
     num_swap_pages: number of host pages for swapped KV.
-    swap_s, load_s: seconds that the last step needed to swap pages and to load adapters. On a GPU they include only the
-    launch of the copies.
     """
 
     def __init__(
@@ -82,6 +111,8 @@ class Runner:
             check_parity(self._model, model, self._geometry, self.kernels, self.device)
         self.num_slots = MAX_SLOTS
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
+        # The token that was last sampled in each row of the sampling table.
+        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
         self._graphs: StepGraphs | None = None
@@ -97,13 +128,17 @@ class Runner:
         self.max_model_len = find_max_model_len(
             config, num_pages, self.full_page_bytes, model.max_positions, model.window
         )
-        self.swap_s = self.load_s = 0.0
         self._largest_step = budget, config.max_num_seqs
         self._graphs = self._make_graphs(config)
 
     @property
     def can_embed(self) -> bool:
         return self._model.can_embed
+
+    @property
+    def loads_beside(self) -> bool:
+        """Whether the device copies adapters while it computes a step that does not use them."""
+        return self._load_stream is not None
 
     def learn_costs(self) -> LearnedCosts:
         """Measures the costs of steps and returns a cost model that learns from later steps.
@@ -118,30 +153,44 @@ class Runner:
         """Measures the costs of steps and copies. No page may be in use: measuring writes to many pages."""
         return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[SampledToken]:
-        """Runs one step. Returns one token for each sequence in the chunks' `sampled_sequences`, in order.
+        """Runs one step and waits for its results. See `launch`."""
+        return self.launch(plan).wait()
 
-        Prompt logprobs and embeddings are stored on the sequences. When this function returns or raises, the host's
-        copies of the loaded adapters are no longer read. Raises PageTransferFailed, or the error of the computation.
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Launches one step. A GPU may still compute the step before, whose tokens this step continues.
+
+        Prompt logprobs and embeddings are stored on the sequences, which waits for the device. Raises
+        PageTransferFailed, or the error of the computation. The host's copies of the adapters are then no longer read.
         """
         try:
-            with _transferring_pages():
-                beside = self._transfer_pages(plan)
-            try:
-                computed = self._compute(plan)
-            finally:
-                # Load even after a failed computation, because the next slices of these adapters must follow these
-                # slices.
-                with _transferring_pages():
-                    self._load_in_parallel(beside)
-            return [] if computed is None else self._sample_tokens(*computed)
-        finally:
+            return self._launch(plan)
+        except BaseException:
             if plan.loads:
                 self.memory.wait()
                 # After a failed computation the other ranks may wait for this one, so they would not answer.
                 if not self._is_computing:
                     self._group.finish_loads()
+            raise
+
+    def _launch(self, plan: StepPlan) -> RunningStep:
+        step = RunningStep(finish_loads=self._group.finish_loads if plan.loads else None)
+        with _transferring_pages():
+            beside = self._transfer_pages(plan, step)
+        try:
+            computed = self._compute(plan)
+        finally:
+            # Load even after a failed computation, because the next slices of these adapters must follow these slices.
+            with _transferring_pages():
+                self._load_in_parallel(beside, step)
+        if computed is not None:
+            step.read = self._sample_tokens(*computed)
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            step.events.append(event)
+        return step
 
     def zero(self, pages: list[int], host_pages: list[int]) -> None:
         """Overwrites free pages of the pool and of the host with zeros, on all ranks."""
@@ -182,10 +231,14 @@ class Runner:
             return None
         arrays = StepArrays.build(plan, self.memory, self.kernels.tile_limits, self._served.long_rows)
         batch = arrays.upload(self.device)
+        if arrays.has_pending:
+            ids = batch.token_ids
+            known = torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_min(0)], ids)
+            batch = replace(batch, token_ids=known)
         with self._computing_together(lambda: Compute(arrays.without_sequences(), len(batch.sampling))):
             return batch, self._forward(batch)
 
-    def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
+    def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> ReadTokens:
         num_sampled = len(batch.sampling)
         num_scored = sum(len(rows.tokens) for rows in batch.prompts)
         sampled, scored, pooled = hidden.tensor_split([num_sampled, num_sampled + num_scored])
@@ -199,7 +252,7 @@ class Runner:
         compute_prompt_logprobs(scored, batch.prompts, score)
         pool_hidden_states(pooled, batch.pooled)
         if not num_sampled:
-            return []
+            return list
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         with self._computing_together(ComputeLogits):
             logits = self._model.logits(sampled, deltas)
@@ -207,16 +260,24 @@ class Runner:
         # computed the logits.
         masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
         if masks is None or len(masks.kept) == num_sampled:
-            return sample(logits, self._sampling, batch.sampling, self.kernels, masks)
-        kept = [batch.sampling[row] for row in masks.kept]
-        tokens = [_DEFERRED] * num_sampled
-        for row, token in zip(
-            masks.kept, sample(logits[masks.kept], self._sampling, kept, self.kernels, masks), strict=True
-        ):
-            tokens[row] = token
-        return tokens
+            rows = sample(logits, self._sampling, batch.sampling, self.kernels, masks)
+            self._last_tokens[batch.sampling_rows] = rows.choice
+            return rows.read
+        places = masks.kept
+        index = upload(np.array(places, np.int64), self.device)
+        kept = [batch.sampling[place] for place in places]
+        rows = sample(logits[index], self._sampling, kept, self.kernels, masks)
+        self._last_tokens[batch.sampling_rows[index]] = rows.choice
 
-    def _transfer_pages(self, plan: StepPlan) -> list[AdapterLoad]:
+        def read() -> list[SampledToken]:
+            tokens = [_DEFERRED] * num_sampled
+            for place, token in zip(places, rows.read(), strict=True):
+                tokens[place] = token
+            return tokens
+
+        return read
+
+    def _transfer_pages(self, plan: StepPlan, step: RunningStep) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.
 
         In this order every page is read before another copy overwrites it. Returns the loads that may run in parallel
@@ -237,19 +298,21 @@ class Runner:
         needed, beside = (plan.loads, []) if self._load_stream is None else split_loads(plan)
         for load in needed:
             self.memory.load(load)
-        self.swap_s = swapped_out_s - started_s + swapped_in_s - copied_s
-        self.load_s = time.perf_counter() - swapped_in_s
+        step.swap_s = swapped_out_s - started_s + swapped_in_s - copied_s
+        step.load_s = time.perf_counter() - swapped_in_s
         if beside and self._load_stream is not None:
             self._load_stream.mark()
         return beside
 
-    def _load_in_parallel(self, loads: list[AdapterLoad]) -> None:
+    def _load_in_parallel(self, loads: list[AdapterLoad], step: RunningStep) -> None:
         def copy() -> None:
             for load in loads:
                 self.memory.load(load)
 
         if loads and self._load_stream is not None:
-            self._load_stream.copy(copy)
+            copied = self._load_stream.copy(copy)
+            if copied is not None:
+                step.events.append(copied)
 
     def _forward(self, batch: StepBatch) -> Tensor:
         shape = self._graphs.find_shape(batch) if self._graphs is not None else None

@@ -274,6 +274,7 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         adapts_embedding=False,
         head_lora=(),
         output_rows=buffers.output_rows[:sequences],
+        sampling_rows=buffers.output_rows[:0],
         sampling=[],
         prompts=[],
         pooled=[],

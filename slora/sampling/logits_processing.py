@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slora.sampling.sampling_table import Column, SamplingFeature, SamplingRows, SamplingTable
+from slora_kernels.host_copies import upload
 
 
 def process_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Tensor:
@@ -29,11 +30,11 @@ def process_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> 
         return logits
     logits = logits.clone()
     if biased is not None:
-        index = torch.from_numpy(biased).to(logits.device)
+        index = upload(biased, logits.device)
         tokens, values = table.logit_biases(rows, biased)
         logits[index] = logits[index].scatter_add_(1, tokens, values)
     if penalised is not None:
-        index = torch.from_numpy(penalised).to(logits.device)
+        index = upload(penalised, logits.device)
         apply_penalties(
             logits,
             index,

@@ -7,8 +7,11 @@ and after a preemption, provided the model gives the same logits.
 """
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from slora.sampling_params import MAX_LOGPROBS
 from slora.scheduler.beam_search import Proposal
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken
+from slora_kernels.host_copies import download, upload
 from slora_kernels.ops import Kernels
 
 # Rows with any of these need float32 logits.
@@ -34,20 +38,53 @@ _NEEDS_FLOAT32 = (
 _NEEDS_RAW_LOGITS = SamplingFeature.LOGPROBS | SamplingFeature.BEAM_SEARCH
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The results of one step's sampling, while the device may still compute them.
+
+    choice: int64 [B] on the device: the tokens, with 0 for rows whose logits are not finite.
+    tokens: int64 [B] on the host, with -1 for these rows.
+    logprobs: for the rows `scored` that ask for them.
+    """
+
+    choice: Tensor
+    tokens: Tensor
+    scored: Items[int] = ()
+    logprobs: "LogprobRows | None" = None
+    proposals: "Items[_ProposalRows]" = ()
+
+    def read(self) -> list[SampledToken]:
+        """Returns the sampled tokens. Called when the device has computed them.
+
+        A row whose greatest logit is not finite has None instead of a token: the caller must fail that request. A beam
+        has its proposal and also its argmax token, which the caller ignores.
+        """
+        tokens = [token if token >= 0 else None for token in self.tokens.tolist()]
+        found: list[TokenLogprobs] = [] if self.logprobs is None else self.logprobs.read()
+        if not (found or self.proposals):
+            return [SampledToken(token) for token in tokens]
+        logprobs = dict(zip(self.scored, found, strict=True))
+        proposals: dict[int, Proposal] = {}
+        for rows in self.proposals:
+            proposals |= rows.read(logprobs)
+        return [
+            SampledToken(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)
+        ]
+
+
 def sample(
     logits: Tensor,
     table: SamplingTable,
     sequences: list[Sequence],
     kernels: Kernels,
     masks: TokenMasks | None = None,
-) -> list[SampledToken]:
+) -> SampledRows:
     """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. May overwrite `logits`.
+
+    On a GPU, this only launches the work.
 
     sequences: the sequence of each row. A sequence with drafts has several consecutive rows, one for each position.
     masks: the tokens that the grammars of the sequences allow.
-
-    A row whose greatest logit is not finite gets None instead of a token: the caller must fail that request. A beam
-    gets its proposal and also its argmax token, which the caller ignores.
     """
     rows = table.gather(sequences)
     if rows.rows_with(_NEEDS_FLOAT32) is not None:  # All other rows are sampled in the dtype of the logits.
@@ -63,90 +100,146 @@ def sample(
         choice[sampling.rows] = kernels.sample(processed, max_logits, sampling)
     table.advance(rows, choice)
     # This is 0 only for finite numbers, because inf - inf is NaN. `isfinite` would need twice as many operations.
-    is_finite = max_logits - max_logits == 0
-    # One transfer to the host: the tokens, with -1 for rows that are not finite.
-    tokens = [token if token >= 0 else None for token in torch.where(is_finite, choice, -1).tolist()]
+    tokens = torch.where(max_logits - max_logits == 0, choice, -1)
+    there, choice = download(tokens), tokens.clamp_min(0)
     if rows.is_plain:
-        return [SampledToken(token) for token in tokens]
-    logprobs = _logprobs(logits, choice, rows, sequences)
-    proposals = _proposals(logits, processed, rows, logprobs)
-    return [SampledToken(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)]
+        return SampledRows(choice, there)
+    asking = rows.rows_with(SamplingFeature.LOGPROBS)
+    scored = None if asking is None else _score(logits, choice, rows, asking, sequences)
+    return SampledRows(
+        choice, there, [] if asking is None else asking.tolist(), scored, _propose(logits, processed, rows)
+    )
 
 
-def token_logprobs(
-    logits: Tensor, tokens: Tensor, counts: list[int], labels: list[tuple[int, ...]] | tuple[()] = ()
-) -> list[TokenLogprobs]:
-    """Returns the log-probabilities of `tokens` int64 [N] under `logits` float32 [N, V].
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of N rows, on the host. See `token_logprobs`.
 
-    counts: for each row, how many of its most probable tokens to return as `top`.
-    labels: for each row, tokens to return as `top` instead, after the row's own token. A row without labels returns its
-        most probable tokens. If `labels` is empty, no row has labels.
+    tokens, chosen: [N]. top_ids, top_values: [N, K]. labelled: [N, most labels]; None if no row has labels.
+    """
+
+    tokens: Tensor
+    chosen: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+    labelled: Tensor | None
+    counts: list[int]
+    labels: list[tuple[int, ...]] | tuple[()]
+
+    @staticmethod
+    def compute(
+        logits: Tensor, tokens: Tensor, counts: list[int], labels: list[tuple[int, ...]] | tuple[()] = ()
+    ) -> "LogprobRows":
+        logprobs = logits.log_softmax(dim=-1)
+        chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        # Always the same k: the order of equal values must not depend on what other rows ask for.
+        top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
+        labelled = None
+        if labels:
+            padded = np.zeros((len(labels), max(map(len, labels))), np.int64)
+            for row, ids in enumerate(labels):
+                padded[row, : len(ids)] = ids
+            labelled = download(logprobs.gather(1, upload(padded, logits.device)))
+        return LogprobRows(
+            download(tokens),
+            download(chosen),
+            download(top.indices),
+            download(top.values),
+            labelled,
+            counts,
+            labels,
+        )
+
+    def read(self) -> list[TokenLogprobs]:
+        pairs = zip(
+            self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist(), self.counts, strict=True
+        )
+        found = [
+            TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+            for logprob, ids, values, count in pairs
+        ]
+        if self.labelled is None:
+            return found
+        rows = zip(found, self.tokens.tolist(), self.labels, self.labelled.tolist(), strict=True)
+        return [
+            TokenLogprobs(
+                one.logprob, ((token, one.logprob), *_without(token, zip(ids, values, strict=False)))
+            )
+            if ids
+            else one
+            for one, token, ids, values in rows
+        ]
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of `tokens` int64 [N] under `logits` float32 [N, V]. Waits for the device.
+
+    counts: for each row, how many of its most probable tokens to return as `top`. `LogprobRows` also takes labels: for
+        each row, tokens to return as `top` instead, after the row's own token. A row without labels returns its most
+        probable tokens. If there are no labels, no row has any.
 
     As in OpenAI's API, temperature, filters, biases and penalties do not change the log-probabilities.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    # Always the same k: the order of equal values must not depend on what other rows ask for.
-    top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
-    pairs = zip(chosen, top.indices.tolist(), top.values.tolist(), counts, strict=True)
-    found = [
-        TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-        for logprob, ids, values, count in pairs
-    ]
-    if not labels:
-        return found
-    width = max(map(len, labels))
-    padded = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in labels], device=logits.device)
-    rows = zip(found, tokens.tolist(), labels, logprobs.gather(1, padded).tolist(), strict=True)
-    return [
-        TokenLogprobs(one.logprob, ((token, one.logprob), *_without(token, zip(ids, values, strict=False))))
-        if ids
-        else one
-        for one, token, ids, values in rows
-    ]
+    rows = LogprobRows.compute(logits, tokens, counts)
+    if logits.device.type != "cpu":
+        torch.cuda.current_stream(logits.device).synchronize()
+    return rows.read()
 
 
 def _without(token: int, pairs: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
     return (pair for pair in pairs if pair[0] != token)
 
 
-def _logprobs(
-    logits: Tensor, choice: Tensor, rows: SamplingRows, sequences: list[Sequence]
-) -> dict[int, TokenLogprobs]:
-    """Log-probabilities by row of the batch, for the rows that ask for them."""
-    asking = rows.rows_with(SamplingFeature.LOGPROBS)
-    if asking is None:
-        return {}
-    index = torch.from_numpy(asking).to(logits.device)
-    counts = rows.int_column(Column.NUM_LOGPROBS, index).squeeze(1).tolist()
+def _score(
+    logits: Tensor,
+    choice: Tensor,
+    rows: SamplingRows,
+    asking: npt.NDArray[np.int64],
+    sequences: list[Sequence],
+) -> LogprobRows:
+    """Log-probabilities of the rows `asking`."""
+    index = upload(asking, logits.device)
     labels = [sequences[row].request.sampling.logprob_token_ids for row in asking]
-    found = token_logprobs(logits[index], choice[index], counts, labels if any(labels) else ())
-    return dict(zip(asking.tolist(), found, strict=True))
+    counts = rows.ints[asking, Column.NUM_LOGPROBS].tolist()
+    return LogprobRows.compute(logits[index], choice[index], counts, labels if any(labels) else ())
 
 
-def _proposals(
-    logits: Tensor, processed: Tensor, rows: SamplingRows, row_logprobs: dict[int, TokenLogprobs]
-) -> dict[int, Proposal]:
-    """Proposals by row of the batch, for the rows that are beams.
+@dataclass(frozen=True, slots=True)
+class _ProposalRows:
+    """The continuations of the beams `places`, on the host: token ids, scores and log-probabilities, [N, count]."""
 
-    row_logprobs: log-probabilities of the rows that ask for them.
+    places: list[int]
+    token_ids: Tensor
+    scores: Tensor
+    logprobs: Tensor
+
+    def read(self, row_logprobs: dict[int, TokenLogprobs]) -> dict[int, Proposal]:
+        """Proposals by row of the batch. row_logprobs: log-probabilities of the rows that ask for them."""
+        columns = (self.token_ids.tolist(), self.scores.tolist(), self.logprobs.tolist())
+        return {
+            place: Proposal(
+                token_ids, scores, logprobs, row_logprobs[place].top if place in row_logprobs else None
+            )
+            for place, token_ids, scores, logprobs in zip(self.places, *columns, strict=True)
+        }
+
+
+def _propose(logits: Tensor, processed: Tensor, rows: SamplingRows) -> list[_ProposalRows]:
+    """Computes the proposals of the rows that are beams.
 
     Rows with equal numbers of proposals share one top-k, so the order of equal values does not depend on other rows.
     """
     searching = rows.rows_with(SamplingFeature.BEAM_SEARCH)
     if searching is None:
-        return {}
+        return []
     counts = rows.num_proposed[searching]
-    proposals: dict[int, Proposal] = {}
+    found = []
     for count in np.unique(counts):
         places = searching[counts == count]
-        index = torch.from_numpy(places).to(logits.device)
+        index = upload(places, logits.device)
         plain = logits[index]
         normaliser = plain.logsumexp(dim=-1, keepdim=True)
         top = processed[index].topk(int(count), dim=-1)
         columns = (top.indices, top.values - normaliser, plain.gather(1, top.indices) - normaliser)
-        lists = zip(places.tolist(), *(column.tolist() for column in columns), strict=True)
-        for place, token_ids, scores, logprobs in lists:
-            asked = row_logprobs[place].top if place in row_logprobs else None
-            proposals[place] = Proposal(token_ids, scores, logprobs, asked)
-    return proposals
+        found.append(_ProposalRows(places.tolist(), *(download(column) for column in columns)))
+    return found

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slora.scheduler.sequence import Sequence
+from slora_kernels.host_copies import upload
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -81,10 +82,6 @@ class SamplingRows:
             return None
         found = np.flatnonzero(self.features & feature)
         return found if len(found) else None
-
-    def int_column(self, column: Column, index: Tensor) -> Tensor:
-        """Returns an integer column of rows `index`: int64 [len(index), 1]."""
-        return self.numbers[index, column].unsqueeze(1)
 
     def float_column(self, column: Column, index: Tensor) -> Tensor:
         """Returns a float column of rows `index`: float32 [len(index), 1]."""
@@ -171,7 +168,7 @@ class SamplingTable:
             return SamplingRows(index, features, True, self._ints[:0], self._no_numbers)
         ints = self._ints[index]
         ints[:, Column.POSITION] = positions
-        return SamplingRows(index, features, False, ints, torch.from_numpy(ints).to(self.device))
+        return SamplingRows(index, features, False, ints, upload(ints, self.device))
 
     def logit_biases(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The logit biases of rows `index`: token ids int64 and the values to add to their logits float32, both
@@ -179,12 +176,12 @@ class SamplingTable:
         """
         slots = rows.rows[index]
         tokens, values = self._biases.gather(slots, rows.ints[index, Column.POSITION])
-        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(values).to(self.device)
+        return upload(tokens, self.device), upload(values, self.device)
 
     def token_counts(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
         """int32 [len(index), vocab_size]: the token counts of rows that have penalties."""
         assert self._token_counts is not None, "a row with penalties was written, so there are counts"
-        return self._token_counts[torch.from_numpy(rows.rows[index]).to(self.device)]
+        return self._token_counts[upload(rows.rows[index], self.device)]
 
     def advance(self, rows: SamplingRows, tokens: Tensor) -> None:
         """Counts the new token of each row that has penalties. No sequence with penalties has drafts.
@@ -193,7 +190,7 @@ class SamplingTable:
         """
         index = rows.rows_with(SamplingFeature.PENALTIES)
         if index is not None and self._token_counts is not None:
-            slots, which = (torch.from_numpy(part).to(self.device) for part in (rows.rows[index], index))
+            slots, which = (upload(part, self.device) for part in (rows.rows[index], index))
             self._token_counts[slots, tokens[which]] += 2
 
     def _write_token_counts(self, row: int, sequence: Sequence) -> None:
@@ -204,7 +201,7 @@ class SamplingTable:
         tokens = np.array(sequence.token_ids, np.int64)
         counts = 2 * np.bincount(tokens[sequence.num_prompt :], minlength=self.vocab_size)
         counts[tokens[: sequence.num_prompt]] |= 1
-        self._token_counts[row] = torch.from_numpy(counts.astype(np.int32))
+        self._token_counts[row] = upload(counts.astype(np.int32), self.device)
 
 
 class _LogitBiases:
@@ -266,7 +263,8 @@ def _find_positions(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
     positions: list[int] = []
     last: Sequence | None = None
     for sequence in sequences:
-        positions.append(positions[-1] + 1 if sequence is last else len(sequence.token_ids))
+        position = len(sequence.token_ids) + sequence.num_pending
+        positions.append(positions[-1] + 1 if sequence is last else position)
         last = sequence
     return np.array(positions, np.int64)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slora.scheduler.sequence import Sequence
+from slora_kernels.host_copies import upload
 from slora_kernels.layout import Int32Array
 
 # CPU seconds. The masks of 64 common schemas take 1 ms. A mask that exceeds a limit of the library takes 10 ms.
@@ -50,7 +51,7 @@ class TokenMasks:
         rows = np.searchsorted(kept, [row for row in formed if row not in deferred])
         if deferred:
             words = words[is_written]
-        return TokenMasks(kept, torch.from_numpy(rows).to(device), torch.from_numpy(words).to(device))
+        return TokenMasks(kept, upload(rows, device), upload(words, device))
 
 
 def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:

@@ -36,6 +36,7 @@ class AdapterLoading:
     loads: number of started loads by cause: `request`, `pin` or `prewarm`.
     load_pages: maximum number of pages that a step with decoding sequences loads; None: `LoadBudget` derives it from
         `costs`.
+    beside: see `SchedulerConfig.loads_beside`.
     """
 
     def __init__(
@@ -45,9 +46,14 @@ class AdapterLoading:
         costs: Costs,
         full_page_bytes: int,
         load_pages: int | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
         self.loads = Counter(request=0, pin=0, prewarm=0)
-        self.budget = LoadBudget(costs, full_page_bytes, paging.pool.num_pages, load_pages)
+        self.budget = LoadBudget(costs, full_page_bytes, paging.pool.num_pages, load_pages, beside=beside)
+        self._beside = beside
+        # Whether a sequence waits for the step after the copy of its adapter's last slice.
+        self._uses_later = False
         self._costs = costs
         self._residency = paging.residency
         self._host = AdapterFetching(source)
@@ -162,7 +168,12 @@ class AdapterLoading:
             one for one in interactive or batch if any(not resident.is_loaded for resident in one.residents)
         ]
         num_running = len(interactive) or len(batch)
-        self.budget.begin_step(num_running - len(waiting), len(waiting), is_shared=bool(interactive))
+        num_decoding = num_running - len(waiting)
+        self.budget.begin_step(num_decoding, len(waiting), is_shared=bool(interactive))
+        # A step that uses an adapter cannot compute while it copies this adapter, which would delay all sequences.
+        self._uses_later = self._beside and num_decoding > 0
+        for load in self._loading.values():
+            load.num_copied = load.num_planned
         for resident in [resident for one in waiting for resident in one.residents]:
             if resident in self._loading:
                 self._loading[resident].is_background = False
@@ -218,14 +229,22 @@ class AdapterLoading:
         """Whether this step may compute with the adapters. Each of them must be loaded, or its last slice must be
         planned. The step copies the slice before it computes.
         """
-        return all(one.is_loaded or self._loading[one].num_planned == len(one.pages) for one in residents)
+        return all(one.is_loaded or self._count_usable(one) == len(one.pages) for one in residents)
+
+    def _count_usable(self, resident: Resident) -> int:
+        """Number of pages of a load that this step may use."""
+        load = self._loading[resident]
+        return load.num_copied if self._uses_later else load.num_planned
 
     def finish_step(self, plan: StepPlan) -> None:
         """Records the slices that a step has copied. Called after the step has run.
 
-        Ends each load whose last slice the step copied, and releases that adapter's copy in the host cache.
+        Ends each load whose last slice the step copied, and releases that adapter's copy in the host cache. A load that
+        was abandoned while the step ran has no effect.
         """
         for load in plan.loads:
+            if load.resident not in self._loading:
+                continue
             self._residency.advance_load(load.resident, load.num_pages)
             if load.is_last:
                 self._end(load.resident)
@@ -256,14 +275,15 @@ class AdapterLoading:
         self._residency.remove(version)
         self._host.remove(version)
 
-    def check_invariants(self, waiting: Collection[Sequence]) -> None:
+    def check_invariants(self, waiting: Collection[Sequence], num_running_steps: int = 0) -> None:
         """Asserts that the loads in progress are consistent. waiting: all waiting sequences."""
         self._host.check_invariants(waiting)
         for resident, load in self._loading.items():
             assert resident.is_loading and resident.num_users > 0, (
                 f"{resident.version}: the adapter is loading without a load"
             )
-            assert load.num_planned == resident.num_loaded, (
+            num_copying = load.num_planned - resident.num_loaded
+            assert num_copying >= 0 and (num_running_steps or not num_copying), (
                 f"{resident.version}: a slice of the load is missing"
             )
 
@@ -280,12 +300,13 @@ class _Load:
     """One load in progress.
 
     num_planned: number of pages that are loaded or planned to be loaded in this step.
+    num_copied: number of pages that were planned in earlier steps.
     is_background: whether only background requests are known to wait for the adapter.
     """
 
-    __slots__ = ("is_background", "num_planned", "packed")
+    __slots__ = ("is_background", "num_copied", "num_planned", "packed")
 
     def __init__(self, packed: PackedAdapter) -> None:
         self.packed = packed
-        self.num_planned = 0
+        self.num_planned = self.num_copied = 0
         self.is_background = False

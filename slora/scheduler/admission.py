@@ -76,6 +76,10 @@ class Admission:
             sequence = self._queue.peek(skipped)
             if sequence is None or sequence.is_background or budget.left(sequence.tenant) <= 0:
                 break
+            if (
+                sequence.num_pending
+            ):  # Preempted while a step computes its last token, which is known after this step.
+                break
             fitting = budget.fit(sequence.tenant)
             if fitting <= 0:
                 skipped.add(sequence.tenant)
@@ -109,7 +113,7 @@ class Admission:
         skipped = self._at_ceiling.copy()
         while len(self._queue):
             sequence = self._queue.peek(skipped)
-            if sequence is None or not sequence.is_background:
+            if sequence is None or not sequence.is_background or sequence.num_pending:
                 break
             if self._adapters.find_missing(sequence):
                 self._lifecycle.wait_for_adapters(sequence)

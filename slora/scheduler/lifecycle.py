@@ -169,6 +169,7 @@ class Lifecycle:
         switch = self._rope_switch
         if switch is None or sequence.uses_long_rope or len(sequence.token_ids) <= switch:
             return
+        assert not sequence.num_pending, "a sequence restarts before its last token is known"
         sequence.uses_long_rope = True
         sequence.num_computed = sequence.num_inserted = 0
         sequence.block_keys.clear()
@@ -234,7 +235,7 @@ class Lifecycle:
         self.unfinished.mark_deleted(version)
         self._remove_deleted(version)
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, num_running_steps: int) -> None:
         """Asserts that no page is lost and that every reference has an owner."""
         running = list(self.batch)
         self.batch.check_invariants()
@@ -246,7 +247,10 @@ class Lifecycle:
             "a waiting request holds pages"
         )
         self._swapping.check_invariants(waiting)
-        self._adapters.check_invariants(waiting)
+        self._adapters.check_invariants(waiting, num_running_steps)
+        assert num_running_steps or not any(one.num_pending for one in self.unfinished), (
+            "a token is pending although no step runs"
+        )
         self._check_beams()
         users: dict[AdapterVersion, int] = defaultdict(int)
         for sequence in running:
@@ -266,7 +270,7 @@ class Lifecycle:
         for sequence in self.unfinished:
             if sequence.search is not None:
                 searches[sequence.search].append(sequence)
-            is_computed = sequence.num_computed == len(sequence.token_ids)
+            is_computed = sequence.num_uncomputed == 0 and sequence.pooled is None
             assert is_computed == sequence.has_proposed, "a beam has no proposal for what it computed"
             assert sequence.is_running or not is_computed, "a beam has a proposal but is not running"
         for search, beams in searches.items():
@@ -307,7 +311,8 @@ class Lifecycle:
         open_ended = sequence.request.sampling.max_tokens is None
         if open_ended and footprint.chunk_tokens(sequence.max_kv_tokens, room) < 1:
             room_tokens = room * footprint.block_tokens
-            most_tokens = max(room_tokens - sequence.num_prompt, sequence.num_generated) + 1
+            num_sampled = sequence.num_generated + sequence.num_pending
+            most_tokens = max(room_tokens - sequence.num_prompt, num_sampled) + 1
             sequence.max_tokens = min(sequence.max_tokens, most_tokens)
         sequence.max_chunk_tokens = footprint.chunk_tokens(sequence.max_kv_tokens, room)
         if sequence.max_chunk_tokens < 1:

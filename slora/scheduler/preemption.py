@@ -95,8 +95,9 @@ class Preemption:
         makes room for. If it can't be queued again, its request ends.
         """
         sequence.tenant.num_preemptions += 1
-        # The last token of a beam is recomputed, because its proposal must be made again.
-        sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
+        if sequence.search is not None:
+            # The last token of a beam is recomputed, because its proposal must be made again.
+            sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         if plan.remove(sequence) and not sequence.is_background:
             self.free_behind_window(sequence)
             self._swapping.swap_out(sequence, plan)

@@ -70,9 +70,12 @@ class PrefixCache:
         sequence.num_cached = sequence.num_charged = min(sequence.num_computed, sequence.num_prompt)
         self.num_hits += sequence.num_cached
 
-    def insert(self, sequence: Sequence) -> None:
-        """Inserts the sequence's newly completed blocks, so that later requests can find them."""
-        end = sequence.num_computed // self._footprint.block_tokens
+    def insert(self, sequence: Sequence, num_tokens: int) -> None:
+        """Inserts the new complete blocks among the first `num_tokens` tokens, so that later requests can find them.
+
+        The ids of these tokens are known, and the steps that compute them are launched.
+        """
+        end = num_tokens // self._footprint.block_tokens
         if end <= sequence.num_inserted or not self._kv.enabled:
             return
         self._extend_keys(sequence, end)

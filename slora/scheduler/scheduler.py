@@ -21,6 +21,12 @@ Pages come from three sources, in this order:
 The KV of a preempted sequence is swapped to the host or recomputed later, whichever the cost model estimates to be
 cheaper.
 
+Overlapped steps: `schedule` may plan a step while the device still runs the one before. `advance` records that a
+planned step is launched, and `postprocess` applies its results later. In between, the tokens that the step samples are
+pending: a sequence with a pending token takes part in the next plan, and the device fills in the token's id. The device
+runs all copies and computations in the order of the plans. So a page that is freed while a launched step still uses it
+can be used by the next plan.
+
 Forks: a request with several choices runs as one sequence until its prompt is computed. From the start it occupies one
 place of `max_num_seqs` per choice. Then it forks: the choices share the prompt's pages and decode independently. A
 preempted choice drops only its own page references and resumes alone.
@@ -105,7 +111,14 @@ class Scheduler:
         self.num_deadlines_missed = 0
         self.num_not_finite = 0
         self.paging = UnifiedPaging(config, costs)
-        self.adapters = AdapterLoading(self.paging, source, costs, config.full_page_bytes, config.load_pages)
+        self.adapters = AdapterLoading(
+            self.paging,
+            source,
+            costs,
+            config.full_page_bytes,
+            config.load_pages,
+            beside=config.loads_beside,
+        )
         self.prefixes = PrefixCache(
             self.paging, self.adapters.changes_kv, is_public=config.prefix_cache == "public"
         )
@@ -118,6 +131,8 @@ class Scheduler:
         self._last_tokens: Counter[float] = Counter()
         # Sequences whose sampling table rows `undo_step` left outdated.
         self._stale_rows: list[Sequence] = []
+        # Number of steps that are launched and not postprocessed.
+        self._num_running_steps = 0
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
@@ -270,6 +285,9 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plans one step. now: seconds on any monotonic clock."""
+        assert not (self._num_running_steps and self._config.prompt_lookup_tokens), (
+            "drafts need the results of all earlier steps"
+        )
         self.advance_clock(now)
         plan = StepPlan()
         self._preemption.begin_step()
@@ -296,32 +314,53 @@ class Scheduler:
         self._was_idle = not (plan.chunks or plan.loads or plan.ended)
         return plan
 
+    def advance(self, plan: StepPlan) -> None:
+        """Records that the step of `plan` is launched, before the next plan is made."""
+        self._num_running_steps += 1
+        self.swapping.finish_step()
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            # The results decide how many of the drafted tokens count. So no plan is made before they are known.
+            if sequence.is_finished or chunk.drafts:
+                continue
+            sequence.num_computed += chunk.num_tokens
+            # If the chunk samples, its last token may be pending or be computed again.
+            self.prefixes.insert(sequence, sequence.num_computed - chunk.samples)
+            if chunk.forks:
+                self._fork(chunk)
+            for choice in chunk.sampled_sequences:
+                choice.num_pending += 1
+
     def postprocess(self, plan: StepPlan, sampled: list[SampledToken]) -> list[StepOutput]:
-        """Appends the sampled tokens to the sequences of `plan`, and ends the sequences that are finished.
+        """Applies the results of a launched step: appends the sampled tokens, and ends the sequences that are finished.
+
+        Steps are postprocessed in the order of their launch. A sequence that has ended since the launch gets nothing.
 
         sampled: one entry for each entry of each chunk's `sampled_sequences`, in order.
         """
+        self._num_running_steps -= 1
         self._last_tokens.clear()
         self.adapters.finish_step(plan)
         self.pins.finish_step(plan)
-        self.swapping.finish_step()
-        outputs = list(plan.ended)
+        outputs: list[StepOutput] = []
         tokens = iter(sampled)
         for chunk in plan.chunks:
             sequence, found = chunk.sequence, [next(tokens) for _ in chunk.sampled_sequences]
+            if sequence.is_finished and not chunk.forks:
+                continue
             if chunk.drafts:
                 outputs.extend(self._apply_drafts(chunk, found))
                 continue
-            # A deferred sequence has no forks: the mask of a first token is never deferred.
-            sequence.num_computed += chunk.num_tokens - (bool(found) and found[0].is_deferred)
-            if not sequence.is_finished:  # Another choice of the request may have failed in this step.
-                self.prefixes.insert(sequence)
+            for choice, token in zip(chunk.sampled_sequences, found, strict=True):
+                choice.num_pending -= 1
+                if token.is_deferred:
+                    _uncompute_last(choice)
+            if found and sequence.is_running:
+                self.prefixes.insert(sequence, min(sequence.num_computed, len(sequence.token_ids)))
             if sequence.scores and not sequence.is_finished:
                 outputs.append(_report_prompt_logprobs(sequence))
-            if chunk.completes_embedding and not sequence.is_finished:
+            if chunk.completes_embedding:
                 outputs.append(self._finish_embedding(sequence))
-            if chunk.forks:
-                self._fork(chunk)
             for choice, token in zip(chunk.sampled_sequences, found, strict=True):
                 # Another choice of the request may just have failed.
                 if not (choice.is_finished or token.is_deferred):
@@ -329,7 +368,10 @@ class Scheduler:
         return outputs
 
     def fail_chunks(self, plan: StepPlan, chunks: list[Chunk], error: Exception) -> list[StepOutput]:
-        """Removes chunks that could not be computed from the plan, and ends their requests with `error`."""
+        """Removes chunks that could not be computed from the plan, and ends their requests with `error`.
+
+        Called before `advance`.
+        """
         dropped = {id(chunk.sequence) for chunk in chunks}
         plan.chunks[:] = [chunk for chunk in plan.chunks if id(chunk.sequence) not in dropped]
         outputs = []
@@ -343,13 +385,13 @@ class Scheduler:
         return outputs
 
     def undo_step(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """Undoes a step that failed to move its pages.
+        """Undoes a step that failed to move its pages and was not launched. No other step is running.
 
         All content that this step was to write into the pool is invalid. Sequences that need this content go back to
         the queue. After `_MAX_FAILED_STEPS` such steps a sequence ends with `error`. All other sequences continue as
         before the step.
         """
-        outputs = list(plan.ended)
+        outputs: list[StepOutput] = []
         for chunk in plan.chunks:
             for fork in chunk.forks:
                 self._batch.release_row(fork)
@@ -376,7 +418,7 @@ class Scheduler:
         """Asserts that no page is lost and that every reference has an owner."""
         self.paging.check_invariants(page for one in self._batch for page in one.blocks.held_pages)
         self.pins.check_invariants()
-        self._lifecycle.check_invariants()
+        self._lifecycle.check_invariants(self._num_running_steps)
 
     def _fail_missed_deadlines(self, plan: StepPlan, now: float) -> None:
         for sequence in self._deadlines.pop_missed(now):
@@ -402,13 +444,13 @@ class Scheduler:
 
     def _is_stuck_on_beams(self, plan: StepPlan) -> bool:
         """Whether beams wait for each other and no sequence can make progress in this step or in the next one."""
-        if plan.chunks or self.adapters.num_loading:
+        if plan.chunks or self.adapters.num_loading or self._num_running_steps:
             return False
         return any(sequence.has_proposed for sequence in self._batch)
 
     def _plan_background(self, plan: StepPlan, num_tokens: int) -> None:
         """Fills the step with background work. num_tokens: the tokens that interactive requests leave of the budget."""
-        running = [sequence for sequence in self._batch if sequence.is_background]
+        running = [one for one in self._batch if one.is_background and not self._awaits_result(one)]
         if not running and not len(self._lifecycle.queue):
             return
         budget = self._background_budget(plan, num_tokens)
@@ -430,8 +472,9 @@ class Scheduler:
         """
         if self._config.rope_switch is not None:
             for sequence in self._batch:
-                self._lifecycle.restart_with_long_rope(sequence)
-        running = [sequence for sequence in self._batch if not sequence.is_background]
+                if not sequence.num_pending:
+                    self._lifecycle.restart_with_long_rope(sequence)
+        running = [one for one in self._batch if not (one.is_background or self._awaits_result(one))]
         budget = self._prefill_budget(running)
         for sequence in running:
             if sequence.num_uncomputed == 1:
@@ -441,6 +484,16 @@ class Scheduler:
             if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
                 budget.spend(sequence.tenant, num_tokens)
         return budget
+
+    def _awaits_result(self, sequence: Sequence) -> bool:
+        """Whether the sequence is left out of this plan, because it depends on a token that a running step samples."""
+        if sequence.awaits_result:
+            return True
+        switch = self._config.rope_switch
+        if switch is None or sequence.uses_long_rope:
+            return False
+        # With the pending token, the sequence restarts with the long factors.
+        return sequence.num_pending > 0 and len(sequence.token_ids) + sequence.num_pending > switch
 
     def _prefill_budget(self, running: list[Sequence]) -> PrefillBudget:
         """The step's budget for prompt tokens. The budget excludes one token for each decode row, so that a long prompt
@@ -506,15 +559,13 @@ class Scheduler:
     def _apply_drafts(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens up to the first one that differs from its draft."""
         sequence = chunk.sequence
-        if sequence.is_finished:  # Another choice of the request has failed in this step.
-            return []
         kept = self.drafting.keep_sampled(chunk, sampled)
         if kept[0].token_id is None:
             return self._apply_sampled(sequence, kept[0])
         # The step has computed the KV of all kept tokens except the last one.
         self._extend(sequence, kept)
         sequence.num_computed += len(kept)
-        self.prefixes.insert(sequence)
+        self.prefixes.insert(sequence, sequence.num_computed)
         return [self._report(sequence, kept)]
 
     def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
@@ -524,6 +575,8 @@ class Scheduler:
         if sampled.token_id is None:
             return [self._fail_not_finite(sequence, "logits")]
         if sequence.search is not None:
+            if not sequence.is_running:  # Preempted while the step ran: it computes its proposal again.
+                return []
             assert sampled.proposal is not None, "a beam has no proposal"
             return self._beams.propose(sequence, sequence.search, sampled.proposal)
         self._extend(sequence, [sampled])
@@ -577,6 +630,14 @@ class Scheduler:
         if sequence.num_cached and sequence.index == 0 and sequence.num_generated == 1:
             delta = replace(delta, num_cached=sequence.num_cached)
         return StepOutput(sequence.request.request_id, delta)
+
+
+def _uncompute_last(sequence: Sequence) -> None:
+    """Lets a sequence compute its last token again. It may have been preempted and swapped out meanwhile."""
+    if sequence.is_running:
+        sequence.num_computed -= 1
+    elif sequence.swapped is not None and sequence.search is None:
+        sequence.swapped = sequence.swapped._replace(num_computed=sequence.swapped.num_computed - 1)
 
 
 def _report_prompt_logprobs(sequence: Sequence) -> StepOutput:

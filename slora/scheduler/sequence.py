@@ -6,8 +6,8 @@ every token.
 
 Invariants:
     tokens    [0, num_prompt) are the prompt; [num_prompt, len(token_ids)) were generated
-    computed  the KV of tokens [0, num_computed) is in `blocks`; num_computed < len(token_ids) until the sequence ends,
-              except for a beam that has proposed: it keeps running while it waits for the other beams
+    computed  the KV of tokens [0, num_computed) is in `blocks`; num_computed < len(token_ids) + num_pending until the
+              sequence ends, except for a beam that has proposed: it keeps running while it waits for the other beams
     adapters  a running sequence is a user of all of `residents`, which are the adapters of its request in the same
               order; a waiting sequence has none and holds nothing in the pool
     row       a running sequence owns row `row` of the sampling table
@@ -16,6 +16,8 @@ Invariants:
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
     matcher   for structured output: the matcher in the state after the generated tokens; None while the sequence waits
               for its grammar to be compiled
+    pending   `num_pending` tokens that launched steps sample are not in `token_ids` yet; tokens count as computed when
+              their step is launched
     drafted   KV of drafted tokens may follow the computed KV in `blocks`; no token ever attends to it
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
     pooled    for embeddings: what the computed tokens of the prompt contribute to the embedding
@@ -130,6 +132,7 @@ class Sequence:
         "num_deferrals",
         "num_failed_steps",
         "num_inserted",
+        "num_pending",
         "num_preemptions",
         "num_prompt",
         "num_repeat_preemptions",
@@ -174,6 +177,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
+        self.num_pending = 0
         self.num_cached = 0
         self.num_charged = 0
         self.num_preemptions = self.num_repeat_preemptions = self.len_at_preemption = 0
@@ -294,7 +298,19 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        """Number of tokens whose KV is not computed. At most the last of them is pending."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def awaits_result(self) -> bool:
+        """Whether the next token can't be planned before the pending one is known.
+
+        A grammar, a token filter and a beam search need the token's id. A sequence of `max_tokens` tokens ends with it.
+        """
+        if not self.num_pending:
+            return False
+        needs_id = self.matcher is not None or self.search is not None
+        return needs_id or self.num_generated + self.num_pending >= self.max_tokens
 
     @property
     def num_generated(self) -> int:

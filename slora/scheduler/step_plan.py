@@ -36,6 +36,7 @@ class Chunk(NamedTuple):
 
     samples: whether the chunk reaches the last token of a sequence that is continued, so that a new token is sampled.
     forks: further choices of the request that start here; each samples its own token from the same row of logits.
+    A chunk of one token may be planned before the token's id is known (`Sequence.num_pending`).
     drafts: guesses of the tokens after the sequence's last token. They are the last tokens of the chunk, and a token is
         sampled after the sequence's last token and after each draft. A chunk with drafts has no forks.
     slots: where the adapters are at planning time; empty for the base model.
@@ -127,11 +128,16 @@ class StepPlan:
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Plans the next `num_tokens` tokens of the sequence."""
         start = sequence.num_computed
-        samples = start + num_tokens == len(sequence.token_ids) and sequence.pooled is None
+        samples = num_tokens == sequence.num_uncomputed and sequence.pooled is None
         forks: tuple[Sequence, ...] = ()
         if samples and sequence.num_choices > 1 and sequence.search is None:
             forks = tuple(sequence.fork(index) for index in range(1, sequence.num_choices))
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, sequence.slots, forks))
+
+    def drop_finished(self) -> None:
+        """Removes the sequences that have ended since the plan was made."""
+        self.chunks[:] = [chunk for chunk in self.chunks if not chunk.sequence.is_finished]
+        self.rows_to_write[:] = [one for one in self.rows_to_write if not one.is_finished]
 
     def remove(self, sequence: Sequence) -> bool:
         """Removes a preempted sequence from the plan.

@@ -230,6 +230,7 @@ class Simulation:
         self.schedule_s = time.perf_counter() - started_s
         self._take_in(plan.ended)
         if not (plan.chunks or plan.loads or plan.swaps_out):
+            self.scheduler.advance(plan)
             self.scheduler.postprocess(plan, [])
             return False
         seconds = self._cost(plan)
@@ -242,9 +243,10 @@ class Simulation:
             self._sample_token(sequence) for chunk in plan.chunks for sequence in chunk.sampled_sequences
         ]
         started_s = time.perf_counter()
+        self.scheduler.advance(plan)
         outputs = self.scheduler.postprocess(plan, sampled)
         self.postprocess_s = time.perf_counter() - started_s
-        self._take_in(outputs[len(plan.ended) :])
+        self._take_in(outputs)
         self.running = {key: s for key, s in self.running.items() if not s.is_finished and s.blocks.num_pages}
         return True
 

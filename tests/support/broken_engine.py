@@ -5,20 +5,20 @@ import sys
 
 from slora.engine import process
 from slora.errors import DeviceFailed
-from slora.runner.runner import Runner
-from slora.scheduler.step_plan import SampledToken, StepPlan
+from slora.runner.runner import Runner, RunningStep
+from slora.scheduler.step_plan import StepPlan
 
 _NUM_STEPS = 3
 _steps = itertools.count()
-_run = Runner.run
+_launch = Runner.launch
 
 
-def _run_a_few(runner: Runner, plan: StepPlan) -> list[SampledToken]:
+def _launch_a_few(runner: Runner, plan: StepPlan) -> RunningStep:
     """Counts only steps with requests of clients. Their ids begin with the client's number and a colon."""
     has_clients = any(":" in chunk.sequence.request.request_id for chunk in plan.chunks)
     if has_clients and next(_steps) >= _NUM_STEPS:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return _run(runner, plan)
+    return _launch(runner, plan)
 
 
 def _probe(runner: Runner) -> None:
@@ -26,5 +26,5 @@ def _probe(runner: Runner) -> None:
 
 
 if __name__ == "__main__":
-    Runner.run, Runner.probe = _run_a_few, _probe  # type: ignore[method-assign]
+    Runner.launch, Runner.probe = _launch_a_few, _probe  # type: ignore[method-assign]
     sys.exit(process.main())

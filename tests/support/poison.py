@@ -4,7 +4,8 @@ import torch
 
 from slora.engine.engine import Engine
 from slora.request import StepOutput
-from slora.scheduler.step_plan import SampledToken, StepPlan
+from slora.runner.runner import RunningStep
+from slora.scheduler.step_plan import StepPlan
 
 
 def poison(engine: Engine, byte: int = 0xFF) -> None:
@@ -15,7 +16,7 @@ def poison(engine: Engine, byte: int = 0xFF) -> None:
     """
     poisoner = _Poisoner(engine, byte)
     engine.step = poisoner.step  # type: ignore[method-assign]
-    engine._runner.run = poisoner.run  # type: ignore[method-assign]
+    engine._runner.launch = poisoner.launch  # type: ignore[method-assign]
 
 
 class _Poisoner:
@@ -23,7 +24,7 @@ class _Poisoner:
         self._pool, self._host = engine._scheduler.paging.pool, engine._scheduler.swapping._space
         self._memory = engine._runner.memory
         self._byte = byte
-        self._step, self._run = engine.step, engine._runner.run
+        self._step, self._launch = engine.step, engine._runner.launch
         self._free: set[int] = set()
         self._free_host: set[int] = set()
 
@@ -31,7 +32,7 @@ class _Poisoner:
         self._free, self._free_host = set(self._pool._free), set(self._host._free)
         return self._step()
 
-    def run(self, plan: StepPlan) -> list[SampledToken]:
+    def launch(self, plan: StepPlan) -> RunningStep:
         read = {source for source, _ in [*plan.swaps_out, *plan.copies]}
         free = torch.tensor(list(self._free.union(self._pool._free) - read), dtype=torch.int64)
         self._memory.pages.index_fill_(0, free.to(self._memory.pages.device), self._byte)
@@ -40,4 +41,4 @@ class _Poisoner:
             self._memory.host_pages[host_page].fill_(self._byte)
         # A step that failed runs again in parts. Pages that an earlier part wrote are no longer free.
         self._free, self._free_host = set(), set()
-        return self._run(plan)
+        return self._launch(plan)

@@ -12,6 +12,7 @@ The step fails at once if the scheduler:
 - plans to read KV that was never computed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -64,8 +65,10 @@ class BrokenStep(Exception):
 class SchedulerBench:
     """choose: samples the token of a sequence; None stands for logits that are not finite.
 
+    defer: whether a step samples no token for a sequence with a matcher.
     beam_model: the model whose log-probabilities beams propose tokens by, if `choose` returns any token.
     host_pages: the capacity of the host for adapter copies, in pages.
+    overlap: the results of a step arrive after the next step has been launched.
     options: fields of SchedulerConfig.
 
     usage, timings: of each request that has ended.
@@ -83,9 +86,11 @@ class SchedulerBench:
         window: int | None = None,
         host_pages: int | None = None,
         choose: Callable[[Sequence], int | None] = lambda sequence: 1,
+        defer: Callable[[Sequence], bool] = lambda sequence: False,
         beam_model: Model = BEAM_MODEL,
         costs: CostModel = COSTS,
         prefix_cache: str = "off",
+        overlap: bool = False,
         **options: Any,
     ) -> None:
         self.footprint = KVFootprint(BLOCK_TOKENS, window)
@@ -113,7 +118,12 @@ class SchedulerBench:
         self.timings: dict[str, RequestTiming] = {}
         self.page_seconds = 0.0
         self.num_copies = 0
-        self._choose = choose
+        self._num_overlapped = int(overlap)
+        # The launched steps whose results have not arrived, with these results.
+        self._launched: deque[tuple[StepPlan, list[SampledToken]]] = deque()
+        # The tokens that these steps sample.
+        self._pending: dict[Sequence, list[int]] = {}
+        self._choose, self._defer = choose, defer
         self._beam_model = beam_model
         self._chosen: dict[tuple[Sequence, int], int | None] = {}
         self._kv: dict[tuple[int, int], int] = {}
@@ -164,28 +174,68 @@ class SchedulerBench:
         return sequence
 
     def step(self, *, breaks: bool = False, culprits: int = 0) -> list[StepOutput]:
-        """Runs one step. breaks: the step's page moves fail. culprits: number of chunks that fail to compute."""
+        """Runs one step. breaks: the step's page moves fail. culprits: number of chunks that fail to compute.
+
+        With `overlap`, launches a step and delivers the results of the step before.
+        """
         self._pass_time(self.now - self.pool.now)
         plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
         self._pass_time(_STEP_S)
+        outputs = list(plan.ended)
+        if breaks or culprits:
+            outputs += self._deliver(0)
+            plan.drop_finished()
         if breaks:
             for chunk in plan.chunks:
                 undone = self._undone.get(id(chunk.sequence), 0)
                 self._undone[id(chunk.sequence)] = max(undone, chunk.num_tokens)
             self._spoil_targets(plan)
-            outputs = self.scheduler.undo_step(plan, BrokenStep())
+            outputs += self.scheduler.undo_step(plan, BrokenStep())
         else:
             for chunk in plan.chunks:
                 self._undone.pop(id(chunk.sequence), None)
-            outputs = self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
-            outputs += self.scheduler.postprocess(plan, self._run(plan))
+            outputs += self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
+            sampled = self._run(plan)
+            self.scheduler.advance(plan)
+            self._launch(plan, sampled)
+            outputs += self._deliver(self._num_overlapped if plan.chunks else 0)
         self.scheduler.check_invariants()
         for request_id, usage, timing in self.scheduler.pop_usage():
             assert request_id not in self.usage and not self.scheduler.find(request_id)
             assert timing is not None
             self.usage[request_id], self.timings[request_id] = usage, timing
         return outputs
+
+    def _launch(self, plan: StepPlan, sampled: list[SampledToken]) -> None:
+        self._launched.append((plan, sampled))
+        tokens = iter(sampled)
+        for chunk in plan.chunks:
+            for sequence in chunk.sampled_sequences:
+                token_id = next(tokens).token_id
+                if not chunk.drafts:
+                    self._pending.setdefault(sequence, []).append(
+                        WRONG_TOKEN if token_id is None else token_id
+                    )
+
+    def _deliver(self, num_left: int) -> list[StepOutput]:
+        outputs = []
+        while len(self._launched) > num_left:
+            plan, sampled = self._launched.popleft()
+            for load in plan.loads:
+                assert not load.resident.is_loading or self.source.is_pinned(load.packed), (
+                    "a host copy was released before the step that reads it had ended"
+                )
+            for chunk in plan.chunks:
+                for sequence in chunk.sampled_sequences:
+                    if not chunk.drafts:
+                        del self._pending[sequence][0]
+            outputs += self.scheduler.postprocess(plan, sampled)
+        return outputs
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        """The tokens of a sequence, with the pending ones."""
+        return [*sequence.token_ids, *self._pending.get(sequence, ())]
 
     def _pass_time(self, seconds: float) -> None:
         if seconds <= 0:
@@ -251,6 +301,8 @@ class SchedulerBench:
 
     def _sample_chunk(self, chunk: Chunk) -> list[SampledToken]:
         """A token after a wrong draft is never used, so `choose` is not asked for it."""
+        if chunk.samples and not chunk.drafts and self._defer(chunk.sequence):
+            return [SampledToken(None, is_deferred=True)]
         if not chunk.drafts:
             return [self._sample_token(sequence) for sequence in chunk.sampled_sequences]
         sequence, is_right, sampled = chunk.sequence, True, []
@@ -271,7 +323,7 @@ class SchedulerBench:
     def _sample_token(self, sequence: Sequence, offset: int = 0) -> SampledToken:
         """A step may sample a token that the next step samples again, because its logits were not finite. It is the
         same one."""
-        place = sequence, len(sequence.token_ids) + offset
+        place = sequence, len(self._tokens(sequence)) + offset
         if place not in self._chosen:
             self._chosen[place] = self._choose(sequence)
         token = self._chosen[place]
@@ -359,7 +411,7 @@ class SchedulerBench:
         owner = None if is_public else request.tenant
         content = hash((owner, request.adapters, sequence.uses_long_rope))
         contents = []
-        for token in [*sequence.token_ids, *drafts][:end]:
+        for token in [*self._tokens(sequence), *drafts][:end]:
             content = hash((content, token))
             contents.append(content)
         return contents
@@ -378,7 +430,7 @@ class SchedulerBench:
         assert chunk.num_tokens > 0
         assert chunk.start == sequence.num_computed
         end = chunk.start + chunk.num_tokens
-        num_tokens = len(sequence.token_ids) + len(chunk.drafts)
+        num_tokens = len(sequence.token_ids) + sequence.num_pending + len(chunk.drafts)
         assert end <= num_tokens <= sequence.num_prompt + sequence.max_tokens
         assert chunk.samples == (end == num_tokens and sequence.pooled is None)
         num_sampled = 1 if sequence.search is not None else sequence.num_choices

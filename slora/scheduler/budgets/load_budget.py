@@ -7,6 +7,9 @@ sequences, loads may lengthen the step by the fraction (W - 1) / D of its durati
 At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
 is not noticeable. A step without decoding sequences has no limit.
 
+A GPU copies adapters while it computes, so loads delay a step only if they take longer. There, at least half of the
+duration is allowed.
+
 The budget is smaller for adapters that only background requests wait for. Their loads may lengthen the steps of
 interactive requests only as much as background computation may.
 """
@@ -14,7 +17,7 @@ interactive requests only as much as background computation may.
 from slora.cost_model import Costs
 from slora.scheduler.budgets.background_budget import MAX_GROWTH
 
-_MIN_SHARE = 0.1
+_MIN_SHARE, _MIN_SHARE_BESIDE = 0.1, 0.5
 
 
 class LoadBudget:
@@ -24,14 +27,18 @@ class LoadBudget:
     num_background_pages: how many of these may be for background requests.
     pool_pages: number of pages in the pool, the limit of a step without decoding sequences.
     fixed: the limit of a step with decoding sequences. None derives it from `costs` and the numbers of sequences.
+    beside: whether the device copies adapters while it computes.
     """
 
-    def __init__(self, costs: Costs, full_page_bytes: int, pool_pages: int, fixed: int | None) -> None:
+    def __init__(
+        self, costs: Costs, full_page_bytes: int, pool_pages: int, fixed: int | None, *, beside: bool = False
+    ) -> None:
         self.num_pages = self.num_background_pages = 0
         self._costs = costs
         self._full_page_bytes = full_page_bytes
         self._pool_pages = pool_pages
         self._fixed = fixed
+        self._min_share = _MIN_SHARE_BESIDE if beside else _MIN_SHARE
         self._is_limited = False
         self._is_shared = False
 
@@ -74,7 +81,7 @@ class LoadBudget:
         """
         if self._fixed is not None:
             return self._fixed
-        return self._share(num_decoding, max(_MIN_SHARE, (num_waiting - 1) / num_decoding))
+        return self._share(num_decoding, max(self._min_share, (num_waiting - 1) / num_decoding))
 
     def _share(self, num_decoding: int, share: float) -> int:
         step_s = self._costs.step_s + num_decoding * self._costs.decode_s

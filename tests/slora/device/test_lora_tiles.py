@@ -37,7 +37,9 @@ def plan_mixed_step(kit: ModelKit) -> StepPlan:
         kinds = {(c.slots, c.num_tokens > 1) for c in plan.chunks if c.slots}
         if len(kinds) == 4:
             return plan
-        engine._scheduler.postprocess(plan, engine._runner.run(plan))
+        sampled = engine._runner.run(plan)
+        engine._scheduler.advance(plan)
+        engine._scheduler.postprocess(plan, sampled)
 
 
 def rows_of(tiles: list[Tile]) -> dict[int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slora.device.step_batch import StepBatch
 from slora.request import EngineRequest, single_adapter
+from slora.runner.runner import RunningStep
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora.weights.linear import Linear
@@ -79,9 +80,11 @@ class Steps:
             plan = scheduler.schedule()
             if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
                 assert any(chunk.slots for chunk in plan.chunks)
-                runner._transfer_pages(plan)
+                runner._transfer_pages(plan, RunningStep())
                 return plan
-            scheduler.postprocess(plan, runner.run(plan))
+            sampled = runner.run(plan)
+            scheduler.advance(plan)
+            scheduler.postprocess(plan, sampled)
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan, stream: LooseStream | None) -> Tensor:

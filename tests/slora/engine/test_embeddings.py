@@ -16,8 +16,9 @@ from slora.errors import ContextTooLong, DeadlineMissed, RequestFailed, RequestR
 from slora.pooling import Pooling, PoolingKind
 from slora.request import NOT_SAMPLED, EngineRequest, FinishReason, RequestUsage, single_adapter
 from slora.runner.fault_isolation import PageTransferFailed
+from slora.runner.runner import RunningStep
 from slora.sampling_params import SamplingParams
-from slora.scheduler.step_plan import SampledToken, StepPlan
+from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source, step
@@ -324,17 +325,17 @@ def test_an_embedding_survives_a_step_that_could_not_move_its_pages(kits: Kits) 
     kit = kits("llama")
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200, max_num_seqs=20, max_num_batched_tokens=20)
-    run, num_runs = engine._runner.run, 0
+    launch, num_runs = engine._runner.launch, 0
 
-    def fail_once(plan: StepPlan) -> list[SampledToken]:
+    def fail_once(plan: StepPlan) -> RunningStep:
         nonlocal num_runs
         num_runs += 1
-        sampled = run(plan)
+        step = launch(plan)
         if num_runs in (2, 3):
             raise PageTransferFailed("a copy failed")
-        return sampled
+        return step
 
-    engine._runner.run = fail_once  # type: ignore[method-assign]
+    engine._runner.launch = fail_once  # type: ignore[method-assign]
     request = ask("mean", draw(70), versions["odd_rank"], MEAN)
     answer = drive(engine, [[request]])["mean"]
     assert num_runs > 5

@@ -52,8 +52,15 @@ def breaking_on(*culprits: int) -> Runner:
     return Runner(lambda numbers: RuntimeError("x") if {*culprits} & {*numbers} else None)
 
 
+def run(runner: Runner, plan: StepPlan, most_runs: int = 64) -> StepResult:
+    try:
+        return StepResult(runner.run(plan))
+    except Exception as error:
+        return FaultIsolation(runner, most_runs).recover(plan, error)
+
+
 def isolate(runner: Runner, chunks: list[Chunk], most_runs: int = 64) -> StepResult:
-    return FaultIsolation(runner, most_runs).run(StepPlan(chunks=chunks))
+    return run(runner, StepPlan(chunks=chunks), most_runs)
 
 
 def test_a_step_that_works_runs_once() -> None:
@@ -82,7 +89,7 @@ def test_forks_are_sampled_and_chunks_in_the_middle_of_a_prompt_are_not() -> Non
 def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> None:
     runner = breaking_on(1)
     chunk = make_chunk(0, num_forks=1)
-    FaultIsolation(runner).run(StepPlan(chunks=[chunk, make_chunk(1)], copies=[(1, 2)]))
+    run(runner, StepPlan(chunks=[chunk, make_chunk(1)], copies=[(1, 2)]))
     again = next(plan for plan, run in zip(runner.plans, runner.runs, strict=True) if run == [0])
     assert again.rows_to_write == list(chunk.sampled_sequences)
     assert [plan.copies for plan in runner.plans] == [[(1, 2)], [], []]
@@ -93,7 +100,7 @@ def test_the_row_of_an_admitted_sequence_is_written_although_its_chunk_samples_n
     then sampled its first token with the parameters of an earlier sequence."""
     runner = breaking_on(1)
     chunk = make_chunk(0, samples=False)
-    FaultIsolation(runner).run(StepPlan(chunks=[chunk, make_chunk(1)], rows_to_write=[chunk.sequence]))
+    run(runner, StepPlan(chunks=[chunk, make_chunk(1)], rows_to_write=[chunk.sequence]))
     again = next(plan for plan, run in zip(runner.plans, runner.runs, strict=True) if run == [0])
     assert chunk.sequence in again.rows_to_write
 

@@ -52,7 +52,7 @@ def make_table(
 
 
 def sample_once(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
-    return sample(logits, make_table(sequences, logits.shape[1]), list(sequences), KERNELS)
+    return sample(logits, make_table(sequences, logits.shape[1]), list(sequences), KERNELS).read()
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_gpus_kernels_choose_the_same_tokens() -> None:
     chosen = []
     for name, where in (("torch", torch.device("cpu")), ("triton", device)):
         table = make_table(sequences, device=where)
-        sampled = sample(logits.to(where), table, sequences, select_kernels(name, where))
+        sampled = sample(logits.to(where), table, sequences, select_kernels(name, where)).read()
         chosen.append([one.token_id for one in sampled])
     assert chosen[0] == chosen[1] and [token is None for token in chosen[0]].count(True) == 1
 

@@ -16,8 +16,9 @@ import pytest
 from slora.engine.engine import Engine
 from slora.errors import RequestFailed
 from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
+from slora.runner.runner import RunningStep
 from slora.sampling_params import SamplingParams
-from slora.scheduler.step_plan import SampledToken, StepPlan
+from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source
@@ -441,11 +442,11 @@ def break_steps(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[StepPlan], bool]
 ) -> None:
     """The chosen steps write garbage to all their target pages, then fail."""
-    run, memory = engine._runner.run, engine._runner.memory
+    launch, memory = engine._runner.launch, engine._runner.memory
 
-    def run_or_break(plan: StepPlan) -> list[SampledToken]:
+    def launch_or_break(plan: StepPlan) -> RunningStep:
         if not is_broken(plan):
-            return run(plan)
+            return launch(plan)
         pages = {
             int(page) for chunk in plan.chunks for page in chunk.sequence.blocks.pages[chunk.start // BLOCK :]
         }
@@ -454,7 +455,7 @@ def break_steps(
         memory.pages[sorted(pages)] = 0xFF
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(engine._runner, "run", run_or_break)
+    monkeypatch.setattr(engine._runner, "launch", launch_or_break)
 
 
 def outlive(

@@ -23,7 +23,7 @@ TENANTS = ("tenant", "other", "third")  # the first tenant owns the adapters
 MOST_SILENT = 400
 
 
-def make_bench(random: Random) -> SchedulerBench:
+def make_bench(random: Random, *, overlap: bool = False) -> SchedulerBench:
     num_pages, num_seqs = random.randint(2, 12), random.randint(1, 5)
     return SchedulerBench(
         PAGES,
@@ -40,6 +40,8 @@ def make_bench(random: Random) -> SchedulerBench:
         rope_switch=random.choice([None, None, 6, 14]),
         host_pages=random.choice([None, 0, 1, 6]),
         eviction=random.choice(EVICTION_POLICIES),
+        loads_beside=overlap and random.random() < 0.5,
+        overlap=overlap,
     )
 
 
@@ -63,10 +65,10 @@ def add_request(bench: SchedulerBench, random: Random, name: str, shares: dict[s
         )
 
 
-def play(seed: int, *, pins: bool) -> None:
+def play(seed: int, *, pins: bool, overlap: bool = False) -> None:
     """Plays random requests, pins, fetches and broken steps, then runs all requests to their end."""
     random = Random(seed)
-    bench = make_bench(random)
+    bench = make_bench(random, overlap=overlap)
     shares = {tenant: random.choice(SHARES) for tenant in TENANTS}
     for tenant, share in shares.items():
         bench.memory.tenants.set_share(tenant, share)
@@ -94,7 +96,8 @@ def test_two_requests_that_preempt_each_other_both_complete(seed: int) -> None:
     play(seed, pins=False)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pins", [False, True])
-def test_random_concurrent_requests_all_complete(*, pins: bool, soak: bool) -> None:
-    for seed in range(5000 if soak else 80):
-        play(seed, pins=pins)
+def test_random_concurrent_requests_all_complete(*, pins: bool, overlap: bool, soak: bool) -> None:
+    for seed in range(5000 if soak else 60):
+        play(seed, pins=pins, overlap=overlap)
