@@ -235,11 +235,6 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
         engine = {"model": Path(demo) / "model", "model_name": _DEMO_MODEL_NAME, **engine}
     if "model" not in engine:
         raise SettingRefused("--model (SLORA_MODEL) is missing; give the directory of the base model")
-    if flags.get("registry") or environment.get("SLORA_REGISTRY"):
-        raise SettingRefused(
-            "adapter names are no longer kept in Redis (--registry, SLORA_REGISTRY): run `slora migrate "
-            "--registry URL` once to copy them to the database (--database, SLORA_DATABASE), then remove the setting"
-        )
     if server.get("database", "").startswith("postgresql") and not server.get("store"):
         raise SettingRefused(
             "--database (SLORA_DATABASE) is shared by several hosts, but without --store adapters "

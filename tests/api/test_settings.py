@@ -94,18 +94,6 @@ def test_hosts_that_share_names_must_share_a_store() -> None:
     assert read_settings(shared, {"SLORA_STORE": "s3://bucket"}).database == "postgresql://far/slora"
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment"),
-    [({"registry": "redis://far:6379/1"}, {}), ({}, {"SLORA_REGISTRY": "redis://far:6379/1"})],
-)
-def test_a_registry_in_redis_is_refused_with_the_command_that_copies_it(
-    flags: dict[str, str], environment: dict[str, str]
-) -> None:
-    with pytest.raises(SettingRefused, match="run `slora migrate --registry URL` once"):
-        read_settings({**MODEL, **flags}, environment)
-    assert read_settings(MODEL, {"SLORA_REGISTRY": ""}).database == "", "as in the old compose file"
-
-
 def test_an_unknown_variable_is_found_with_its_closest_setting() -> None:
     environment = {
         "SLORA_MAX_MODEL_LENGTH": "1",

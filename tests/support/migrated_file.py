@@ -1,6 +1,9 @@
-"""SQLite databases with the tables of this release. One is migrated for all tests, and the others are copies of it:
-a migration takes ten times as long as a copy."""
+"""SQLite databases with the tables of this release, and the revisions of a next release.
 
+One database is migrated for all tests, and the others are copies of it: a migration takes ten times as long as a copy.
+"""
+
+import shutil
 import sqlite3
 import tempfile
 import uuid
@@ -9,8 +12,35 @@ from functools import cache
 from pathlib import Path
 
 from slora_adapters.database.database import Database
+from slora_adapters.database.migration import SCRIPTS
 
-__all__ = ["write_migrated_database"]
+__all__ = ["NEXT", "write_migrated_database", "write_next_release"]
+
+NEXT = "next"
+# It expands the schema: a server of this release goes on with the tables that it leaves.
+_NEXT_REVISION = f"""
+import sqlalchemy as sa
+from alembic import op
+
+revision, down_revision = "{NEXT}", "1"
+
+
+def upgrade():
+    op.add_column("tenants", sa.Column("region", sa.Text, nullable=False, server_default="everywhere"))
+    # On SQLite this copies the table, because SQLite cannot make a column nullable.
+    with op.batch_alter_table("adapter_names") as table:
+        table.alter_column("created_at", existing_type=sa.Double(), nullable=True)
+    op.create_table("regions", sa.Column("name", sa.Text, primary_key=True))
+    op.execute("INSERT INTO regions SELECT DISTINCT region FROM tenants")
+"""
+
+
+def write_next_release(folder: Path) -> Path:
+    """Writes the revisions of a release that follows this one. Returns their directory, as `migration.SCRIPTS`."""
+    scripts = folder / "next-release"
+    shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    (scripts / "versions" / "v2_next.py").write_text(_NEXT_REVISION)
+    return scripts
 
 
 def write_migrated_database(path: Path) -> None:

@@ -4,7 +4,7 @@ Every process that opens a database upgrades it if necessary. All missing revisi
 in one transaction, under a lock. If several processes start at the same time, one of them migrates and the others wait.
 A process that dies before the end of the transaction changes nothing.
 
-A database is refused if a newer release, another product or a release before 0.1 has written it.
+A database is refused if a newer release, another product or a version before the first release has written it.
 """
 
 import logging
@@ -25,7 +25,16 @@ from sqlalchemy.sql import Executable
 from slora_adapters.database import schema
 from slora_adapters.errors import StoreUnavailable
 
-__all__ = ["SCHEMA", "VERSION_TABLE", "Revisions", "find_revisions", "is_current", "upgrade"]
+__all__ = [
+    "SCHEMA",
+    "SCRIPTS",
+    "UNRELEASED",
+    "VERSION_TABLE",
+    "Revisions",
+    "find_revisions",
+    "is_current",
+    "upgrade",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +43,9 @@ SCHEMA = "schema"
 # Alembic's default name is avoided, because another product may use it in the same database.
 VERSION_TABLE = "slora_schema"
 
-_SCRIPTS = Path(__file__).parent / "migrations"
+SCRIPTS = Path(__file__).parent / "migrations"
+# Revisions that no release had. This release cannot migrate their tables.
+UNRELEASED = frozenset(f"{number:04}" for number in range(1, 11))
 _TABLES = {
     "sqlite": text("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"),
     "postgresql": text("SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = current_schema()"),
@@ -49,21 +60,16 @@ _COLUMNS = {
     ),
 }
 _REVISION = select(table(VERSION_TABLE, column("version_num", Text)))
-# The table in which release 0.1 kept the schema version of each component, and each component's last version.
-_VERSIONS_OF_0_1 = "schema_versions"
-_LAST_OF_0_1 = {"registry": 6, "tenancy": 2}
 _NEWER = "was written by a newer release: run that release, or restore an older copy of the database"
 
 Read = Callable[[Executable], Sequence[Any]]
 
 
 class Revisions(NamedTuple):
-    """Two revisions of the schema. found: the revision of a database; None if the database is empty or was written by
-    release 0.1. head: the latest revision of this release.
-    """
+    """Two revisions of the schema."""
 
-    found: str | None
-    head: str
+    found: str | None  # the revision of a database; None if the database is empty
+    head: str  # the latest revision of this release
 
 
 def is_current(read: Read, dialect: str, label: str) -> bool:
@@ -78,7 +84,7 @@ def is_current(read: Read, dialect: str, label: str) -> bool:
 
 def find_revisions(read: Read, dialect: str, label: str) -> Revisions:
     """Returns the revisions. Raises StoreUnavailable if the database cannot get the schema of this release."""
-    return Revisions(_find_state(read, dialect, label), str(_scripts().get_current_head()))
+    return Revisions(_find_state(read, dialect, label), str(_scripts(SCRIPTS).get_current_head()))
 
 
 def upgrade(connection: Connection, label: str) -> None:
@@ -90,7 +96,7 @@ def upgrade(connection: Connection, label: str) -> None:
     def read(statement: Executable) -> Sequence[Any]:
         return connection.execute(statement).fetchall()
 
-    scripts = _scripts()
+    scripts = _scripts(SCRIPTS)
     before, head = _find_state(read, connection.dialect.name, label), scripts.get_current_head()
     if before == head:
         return  # Another process was faster.
@@ -127,19 +133,17 @@ def _is_about_schema(error: exc.DBAPIError) -> bool:
 
 
 @cache
-def _scripts() -> ScriptDirectory:
+def _scripts(directory: Path) -> ScriptDirectory:
     """Returns the revisions. They are cached, because Alembic runs all files of `migrations/versions` to find them."""
-    return ScriptDirectory(str(_SCRIPTS))
+    return ScriptDirectory(str(directory))
 
 
 def _find_state(read: Read, dialect: str, label: str) -> str | None:
-    """Returns the revision of the database; None if it is empty or was written by release 0.1."""
+    """Returns the revision of the database; None if it is empty."""
     names = {name for (name,) in read(_TABLES[dialect])}
     if VERSION_TABLE in names:
         return _check_revision(read, dialect, names, label)
-    if _VERSIONS_OF_0_1 in names:
-        _check_0_1(read, label)
-    elif names:
+    if names:
         raise StoreUnavailable(
             f"database {label} has tables of another product ({', '.join(sorted(names)[:5])}): "
             "give slora a database of its own"
@@ -149,7 +153,13 @@ def _find_state(read: Read, dialect: str, label: str) -> str | None:
 
 def _check_revision(read: Read, dialect: str, names: set[str], label: str) -> str:
     ((revision,),) = read(_REVISION)
-    scripts = _scripts()
+    if revision in UNRELEASED:
+        raise StoreUnavailable(
+            f"database {label} was made before the first release (its schema is {revision!r}), and cannot be "
+            "migrated: start with a new --data-dir or an empty --database, create the tenants and keys, and push "
+            "the adapters again"
+        )
+    scripts = _scripts(SCRIPTS)
     try:
         scripts.get_revision(revision)
     except CommandError:
@@ -172,20 +182,4 @@ def _check_tables(read: Read, dialect: str, names: set[str], label: str) -> None
         if missing:
             raise StoreUnavailable(
                 f"database {label} lacks the {kind} {', '.join(missing)}: restore a complete copy of the database"
-            )
-
-
-def _check_0_1(read: Read, label: str) -> None:
-    """Refuses components whose schema is not the last one of release 0.1.
-
-    Missing components are accepted, because a server may have been killed at its first start.
-    """
-    for component, found in read(text(f"SELECT component, version FROM {_VERSIONS_OF_0_1}")):
-        last = _LAST_OF_0_1.get(component, 0)
-        if found > last:
-            raise StoreUnavailable(f"database {label} {_NEWER} (schema version {found} of {component!r})")
-        if found < last:
-            raise StoreUnavailable(
-                f"database {label} has schema version {found} of {component!r}, which only release 0.1 "
-                "can migrate: start release 0.1 once, and then this release"
             )

@@ -23,7 +23,6 @@ _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
     "demo": ("slora_api.server.serve", "serve_demo"),
     "doctor": ("slora_api.doctor.doctor", "diagnose"),
-    "migrate": ("slora_api.cli.migrate", "migrate"),
     "backup": ("slora_api.cli.backup", "backup"),
     "restore": ("slora_api.cli.backup", "restore"),
     "tenant create": ("slora_api.cli.tenant", "create"),
@@ -150,9 +149,6 @@ def _add_serve(commands: _Commands) -> None:
             parser.epilog += (
                 " Give the flags and variables of `slora serve`. The exit code is 1 only if a check fails."
             )
-        # This setting was removed. It is still parsed, so that the error can name the command that copies a registry to
-        # the database.
-        parser.add_argument("--registry", help=argparse.SUPPRESS)
 
 
 def _add_settings(parser: argparse.ArgumentParser, specs: Iterable[SettingSpec]) -> None:
@@ -185,29 +181,6 @@ def _add_cluster(commands: _Commands) -> None:
     for parser in (status, stop):
         specs = (*cluster_setting_specs(), *server_setting_specs())
         _add_settings(parser, [spec for spec in specs if spec.name in _CLUSTER_PLACE])
-
-
-def _add_migrate(commands: _Commands) -> None:
-    migrate = commands.add(
-        "migrate",
-        "copy names that release 0.1 kept in Redis, or tenants, keys and names of a data directory, into the "
-        "database; stop all servers first",
-    )
-    migrate.epilog = "The sources are only read. A copy that fails changes nothing and can be repeated."
-    migrate.add_argument(
-        "--registry", metavar="URL", help="redis://HOST:PORT/DB of the registry (SLORA_REGISTRY)"
-    )
-    migrate.add_argument(
-        "--database",
-        metavar="URL",
-        help="database to copy into, as in slora serve (SLORA_DATABASE; default: the SQLite file in the data "
-        "directory)",
-    )
-    migrate.add_argument(
-        "--data-dir",
-        metavar="DIR",
-        help="data directory of a server; its tenants, keys and names are copied into --database (SLORA_DATA_DIR)",
-    )
 
 
 def _add_backup(commands: _Commands) -> None:
@@ -784,7 +757,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slora {find_package_version()}")
     commands = _Commands(parser)
     _add_serve(commands)
-    _add_migrate(commands)
     _add_backup(commands)
     _add_tenants_and_keys(commands)
     _add_engines(commands)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,12 +11,12 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from slora_adapters.backup.backup import make_backup
-from slora_adapters.backup.manifest import read_manifest, verify_files
+from slora_adapters.backup.manifest import StoredFile, hash_file, read_manifest, verify_files
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import AuditFilter, AuditLog, record_change
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.errors import StoreUnfit
+from slora_adapters.errors import StoreUnavailable, StoreUnfit
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
@@ -221,6 +222,25 @@ def test_a_damaged_backup_restores_nothing(
 ) -> None:
     damage(backup)
     with pytest.raises(StoreUnfit, match=message):
+        restore_backup(backup, tmp_path / "data")
+    assert not list(tmp_path.glob("data*"))
+
+
+def test_a_backup_from_before_the_first_release_restores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(str(tmp_path / "slora.db"), tmp_path)
+
+    def age(path: Path) -> StoredFile:
+        if path.name == "slora.db":
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute("UPDATE slora_schema SET version_num = '0010'")
+        return hash_file(path)
+
+    with closing(site.database), monkeypatch.context() as patch:
+        patch.setattr("slora_adapters.backup.backup.hash_file", age)
+        backup = site.back_up(tmp_path / "backup")
+    with pytest.raises(StoreUnavailable, match="made before the first release"):
         restore_backup(backup, tmp_path / "data")
     assert not list(tmp_path.glob("data*"))
 

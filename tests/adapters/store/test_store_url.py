@@ -8,7 +8,6 @@ from slora_adapters.store.store_url import load_optional
 @pytest.mark.parametrize(
     "module",
     [
-        "slora_adapters.registry.redis_registry",
         "slora_adapters.store.object_store",
         "slora_adapters.store.redis_store",
         "slora_api.quotas.redis_counters",

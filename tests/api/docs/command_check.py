@@ -19,7 +19,7 @@ __all__ = ["find_fault", "find_flags", "is_run"]
 
 # Subcommands that are not run against the server of the test, because they are a server, run until a key is pressed,
 # need what no test machine has, or have a test of their own in tests/api/cli.
-_NOT_RUN = frozenset({"serve", "demo", "migrate", "top", "doctor", "plan", "deploy", "cluster"})
+_NOT_RUN = frozenset({"serve", "demo", "top", "doctor", "plan", "deploy", "cluster"})
 _LONG_FLAGS = frozenset({"--timing"})
 _SETTING_NAMES = frozenset(spec.name for spec in server_setting_specs())
 

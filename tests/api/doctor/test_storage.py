@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.clock_offset import ClockOffset
+from slora_adapters.database import migration
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
 from slora_api.doctor import storage
@@ -16,7 +17,7 @@ from slora_api.doctor.storage import check_clock, check_database, check_redis, c
 from slora_api.settings import Settings
 from tests.api.doctor.test_machine import SETTINGS, worst
 from tests.redis_server import RedisServer
-from tests.support.migrated_file import write_migrated_database
+from tests.support.migrated_file import write_migrated_database, write_next_release
 
 
 @pytest.fixture
@@ -35,23 +36,28 @@ def test_a_database_of_this_release_is_in_order_and_has_a_clock_on_postgresql(
 
 
 @pytest.mark.parametrize(
-    ("revision", "status", "words"),
-    [("0009", Status.WARNING, "migrates it to"), ("9999", Status.FAILS, "written by a newer release")],
+    ("revision", "words"), [("0009", "made before the first release"), ("9999", "written by a newer release")]
 )
-def test_a_database_of_another_release_is_read_and_not_migrated(
-    settings: Settings, tmp_path: Path, revision: str, status: Status, words: str
+def test_a_database_that_cannot_be_migrated_is_refused(
+    settings: Settings, tmp_path: Path, revision: str, words: str
 ) -> None:
     file = tmp_path / "slora.db"
     write_migrated_database(file)
     with closing(sqlite3.connect(file)) as connection, connection:
         connection.execute("UPDATE slora_schema SET version_num = ?", (revision,))
+    with pytest.raises(StoreUnavailable, match=words):
+        worst(check_database(settings))
+
+
+def test_a_database_of_an_older_release_is_read_and_not_migrated(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "slora.db"
+    write_migrated_database(file)
     before = file.read_bytes()
-    if status is Status.FAILS:
-        with pytest.raises(StoreUnavailable, match=words):
-            worst(check_database(settings))
-    else:
-        found, text = worst(check_database(settings))
-        assert found is status and words in text
+    monkeypatch.setattr(migration, "SCRIPTS", write_next_release(tmp_path))
+    found, text = worst(check_database(settings))
+    assert found is Status.WARNING and "migrates it to next" in text
     assert file.read_bytes() == before
 
 
