@@ -96,7 +96,6 @@ class RequestBounds:
     inputs: texts to embed.
     embedding_bytes: bytes of all embeddings in the answer.
     adapters: adapters that one request may combine.
-    fanout_models: models that one call of /v1/fanout may name.
     answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
     answer_logprobs: log-probabilities listed in the answer. For each token, the answer lists the token's own
     log-probability and those of the most probable tokens.
@@ -117,7 +116,6 @@ class RequestBounds:
     messages: int
     content_parts: int
     adapters: int
-    fanout_models: int
     name_chars: int
     stop_strings: int
     stop_chars: int
@@ -157,7 +155,6 @@ class RequestBounds:
             messages=_MAX_MESSAGES,
             content_parts=_MAX_CONTENT_PARTS,
             adapters=info.max_composed_adapters,
-            fanout_models=settings.max_fanout_models,
             name_chars=MAX_NAME_CHARS,
             stop_strings=MAX_STOP_STRINGS,
             stop_chars=MAX_STOP_CHARS,
@@ -188,7 +185,6 @@ class RequestBounds:
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
         self._check_adapters(body)
-        self._check_models(body.get("models"))
         for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             if isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
@@ -262,19 +258,6 @@ class RequestBounds:
         )
         for entry in adapters if isinstance(adapters, list) else ():
             _check_nested("An entry of `adapters`", "adapters", entry)
-
-    def _check_models(self, models: Any) -> None:
-        _check_count(
-            "models",
-            models,
-            "models",
-            self.fanout_models,
-            "Ask the others in another call, or have the operator raise --max-fanout-models.",
-        )
-        for model in models if isinstance(models, list) else ():
-            if isinstance(model, dict):
-                _check_fields("An entry of `models`", "models", model)
-                self._check_adapters(model)
 
     def _check_prompts(self, prompt: Any, *, truncates: bool) -> None:
         if not isinstance(prompt, list) or not prompt:

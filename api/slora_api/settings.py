@@ -141,9 +141,6 @@ class Settings:
     max_concurrent_per_tenant: int = setting(
         256, "largest number of answers of one tenant in progress or queued", Whole(1), metavar="N"
     )
-    max_fanout_models: int = setting(
-        16, "largest number of models that one call of /v1/fanout asks", Whole(1, 64), metavar="N"
-    )
     max_concurrent_uploads: int = setting(
         4, "largest number of adapter uploads in progress", Whole(1), metavar="N"
     )

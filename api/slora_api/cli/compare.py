@@ -1,16 +1,19 @@
-"""`slora compare`: sends one prompt to several models and prints their answers side by side."""
+"""`slora compare`: sends one prompt to several models at the same time and prints their answers side by side."""
 
 import argparse
 import json
 import shutil
 import textwrap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Any
 
-from slora_api.cli.complete import prompt_fields
+import httpx
+
+from slora_api.cli.complete import answer_path, prompt_fields
 from slora_api.cli.output import print_json
-from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
+from slora_api.cli.remote import CommandFailed, error_code, error_text, explained, tenant_client
 
 __all__ = ["compare"]
 
@@ -21,27 +24,38 @@ _GAP = " | "
 
 @explained
 def compare(arguments: argparse.Namespace) -> None:
-    body = {"models": arguments.models, **prompt_fields(arguments)}
-    with tenant_client() as client:
-        found = check(client.post("/v1/fanout", json=body))
-    answers = found["answers"]
+    path, fields = answer_path(arguments), prompt_fields(arguments)
+    with tenant_client() as client, ThreadPoolExecutor(len(arguments.models)) as threads:
+        posted = [
+            threads.submit(client.post, path, json={"model": model, **fields}) for model in arguments.models
+        ]
+        answers = [post.result() for post in posted]
+    named = list(zip(arguments.models, answers, strict=True))
     if arguments.json:
-        print_json(found)
+        print_json({"answers": [_describe(model, answer) for model, answer in named]})
     else:
-        print(_lay_out([(_heading(one), _text(one)) for one in answers], shutil.get_terminal_size().columns))
-    if num_failed := sum(one["status_code"] >= 400 for one in answers):
+        columns = [(str(_version(answer) or model), _text(answer)) for model, answer in named]
+        print(_lay_out(columns, shutil.get_terminal_size().columns))
+    if num_failed := sum(not answer.is_success for answer in answers):
         raise CommandFailed(f"{num_failed} of {len(answers)} answers failed")
 
 
-def _heading(answer: dict[str, Any]) -> str:
-    """Returns the version that answered, or the name of a model without versions."""
-    return str(answer["headers"].get("x-slora-adapter", answer["model"]))
+def _describe(model: str, answer: httpx.Response) -> dict[str, Any]:
+    is_foreign = not answer.is_success and error_code(answer) is None
+    body = {"error": {"message": error_text(answer)}} if is_foreign else answer.json()
+    return {"model": model, "version": _version(answer), "status_code": answer.status_code, "body": body}
 
 
-def _text(answer: dict[str, Any]) -> str:
-    if answer["status_code"] >= 400:
-        return f"error {answer['status_code']}: {answer['body']['error']['message']}"
-    choice = answer["body"]["choices"][0]
+def _version(answer: httpx.Response) -> str | None:
+    """Returns the version that answered; None for a model without versions, and for an error."""
+    version: str | None = answer.headers.get("x-slora-adapter")
+    return version
+
+
+def _text(answer: httpx.Response) -> str:
+    if not answer.is_success:
+        return f"error {answer.status_code}: {error_text(answer)}"
+    choice = answer.json()["choices"][0]
     if "message" not in choice:
         return str(choice["text"])
     message = choice["message"]

@@ -10,9 +10,14 @@ import httpx
 
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
 
-__all__ = ["complete", "prompt_fields"]
+__all__ = ["answer_path", "complete", "prompt_fields"]
 
 DEFAULT_MAX_TOKENS = 256
+
+
+def answer_path(arguments: argparse.Namespace) -> str:
+    """Returns the route that takes the prompt."""
+    return "/v1/completions" if arguments.raw else "/v1/chat/completions"
 
 
 def prompt_fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -53,9 +58,8 @@ def _text(chunk: dict[str, Any]) -> str:
 
 @explained
 def complete(arguments: argparse.Namespace) -> None:
-    path = "/v1/completions" if arguments.raw else "/v1/chat/completions"
     body = {"model": arguments.model, "stream": True, **prompt_fields(arguments)}
-    with tenant_client() as client, client.stream("POST", path, json=body) as response:
+    with tenant_client() as client, client.stream("POST", answer_path(arguments), json=body) as response:
         if not response.is_success:
             response.read()
             check(response)

@@ -17,6 +17,7 @@ __all__ = [
     "admin_key",
     "check",
     "error_code",
+    "error_text",
     "explained",
     "nothing_to_change",
     "open_client",
@@ -75,7 +76,8 @@ def tenant_client() -> httpx.Client:
     return open_client({"Authorization": f"Bearer {key}"})
 
 
-def _message(response: httpx.Response) -> str:
+def error_text(response: httpx.Response) -> str:
+    """Returns the server's message of a failed answer, or one that says where to look if it has none."""
     try:
         error = response.json()["error"]
         reasons = [f"  {reason['code']}: {reason['message']}" for reason in error.get("reasons", ())]
@@ -100,7 +102,7 @@ def check(response: httpx.Response) -> Any:
     """Returns the body of a successful answer (None if empty). Raises CommandFailed with the server's message."""
     if response.is_success:
         return response.json() if response.content else None
-    raise CommandFailed(_message(response))
+    raise CommandFailed(error_text(response))
 
 
 def walk(client: httpx.Client, path: str, **wanted: str | float) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import AnswerFields
 
-__all__ = ["AnswerResponse", "answer_request", "take_first"]
+__all__ = ["AnswerResponse", "answer_request"]
 
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
@@ -69,7 +69,7 @@ async def answer_request(
     if echoes:
         deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
     events = _events(deltas, shape, usage, answers)
-    first = await unless_disconnected(request.receive, take_first(events))
+    first = await unless_disconnected(request.receive, _take_first(events))
     return EventStream(first, events, shape.failure, headers)
 
 
@@ -103,7 +103,7 @@ async def _complete(
     return completions
 
 
-async def take_first(events: _Events) -> bytes:
+async def _take_first(events: _Events) -> bytes:
     """Returns the first events. If computing them fails, closes the stream."""
     try:
         return await anext(events)

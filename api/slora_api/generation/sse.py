@@ -101,7 +101,7 @@ class EventStream(Response):
         self._events = events
         self._failure = failure
 
-    async def parts(self, request_id: str) -> AsyncGenerator[bytes, None]:
+    async def _parts(self, request_id: str) -> AsyncGenerator[bytes, None]:
         """Yields the events. If computing them fails, the last event is the error. request_id: the id for the log."""
         yield self._first
         try:
@@ -114,13 +114,9 @@ class EventStream(Response):
             for part in self._failure(describe_error(error)):
                 yield part
 
-    async def aclose(self) -> None:
-        """Aborts the computation of the events."""
-        await self._events.aclose()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        async with aclosing(self), aclosing(self.parts(scope["state"]["request_id"])) as parts:
+        async with aclosing(self._events), aclosing(self._parts(scope["state"]["request_id"])) as parts:
             await send(start)
             end: Iterable[bytes] = ()
             try:

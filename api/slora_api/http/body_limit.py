@@ -64,7 +64,6 @@ class BodyLimits:
             "/v1/completions",
             "/v1/chat/completions",
             "/v1/responses",
-            "/v1/fanout",
             "/v1/embeddings",
             "/tokenize",
             "/detokenize",

@@ -10,20 +10,17 @@ from slora_api.generation.answer_objects import (
     Completion,
     CompletionChunk,
 )
-from slora_api.generation.answering import AnswerResponse
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.http.json_body import read_json
-from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.request_bounds import JsonBounds
 from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
 from slora_api.routes.openapi import event_stream, json_body
 from slora_api.routes.services import Services, Wired, open_meter
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import InferenceKey
-from slora_api.tenants.key_record import KeyRecord
 
-__all__ = ["answer_chat", "answer_completion", "router"]
+__all__ = ["router"]
 
 router = APIRouter(tags=["completions"])
 
@@ -47,25 +44,7 @@ async def complete(request: Request, key: InferenceKey, services: Wired) -> Resp
     """Continues one or several prompts."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
     body = await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
-    return await answer_completion(request, body, key, meter, services)
 
-
-@router.post(
-    "/v1/chat/completions",
-    response_model=ChatCompletion,
-    responses=event_stream(ChatCompletionChunk) | ANSWER_ERRORS,
-    openapi_extra=json_body(ChatRequest),
-)
-async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
-    """Answers a conversation."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
-    return await answer_chat(request, body, key, meter, services)
-
-
-async def answer_completion(
-    request: Request, body: CompletionRequest, key: KeyRecord, meter: RequestMeter, services: Services
-) -> AnswerResponse:
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompts = await maker.completion_prompts(body)
         shape = CompletionFormat(
@@ -80,9 +59,17 @@ async def answer_completion(
     return await answer_prompts(request, body, key, meter, services, prepare)
 
 
-async def answer_chat(
-    request: Request, body: ChatRequest, key: KeyRecord, meter: RequestMeter, services: Services
-) -> AnswerResponse:
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=event_stream(ChatCompletionChunk) | ANSWER_ERRORS,
+    openapi_extra=json_body(ChatRequest),
+)
+async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
+    """Answers a conversation."""
+    meter, bounds = await open_meter(request, key, services), services.bounds()
+    body = await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
+
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)
         shape = ChatFormat(

@@ -26,7 +26,6 @@ from slora_api.routes import (
     completions,
     embeddings,
     engines,
-    fanout,
     files,
     health,
     keys,
@@ -54,7 +53,6 @@ _MODULES = (
     *(
         completions,
         responses,
-        fanout,
         embeddings,
         tokens,
         models,

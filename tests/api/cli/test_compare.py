@@ -1,21 +1,25 @@
 """`slora compare` prints the answers of several models side by side."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
+from slora.request import EngineRequest, TokenDelta
 from tests.adapters.hand_made import make_members
 from tests.api.command import Ended, run_command
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
+ANSWER = deltas_of(b"one two three four five six seven eight\n\nnine")
+
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine(
-        [deltas_of(b"one two three four five six seven eight\n\nnine")], max_model_len=1024
-    )
+    engine = ScriptedEngine([ANSWER], max_model_len=1024)
     with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
         running.upload(running.key("acme"), "brief", make_members()).raise_for_status()
         yield running
@@ -57,11 +61,6 @@ def test_a_model_that_fails_shows_its_error_and_the_command_fails(platform: Plat
     assert "one two" in ended.stdout and "\nerror 404: " in ended.stdout
 
 
-def test_a_call_that_is_refused_shows_the_servers_message(platform: Platform, key: str) -> None:
-    ended = compare(platform, key, "--models", *["base"] * 17)
-    assert ended.returncode == 1 and "at most 16" in ended.stderr and not ended.stdout
-
-
 def test_the_prompt_and_the_flags_reach_each_model(platform: Platform, key: str) -> None:
     flags = ["--system", "Be brief.", "--max-tokens", "3", "--temperature", "0", "--seed", "5"]
     ended = compare(platform, key, "--models", "base", "brief", "--json", *flags)
@@ -75,3 +74,21 @@ def test_the_prompt_and_the_flags_reach_each_model(platform: Platform, key: str)
     assert platform.last_prompt() == "hello"
     refused = compare(platform, key, "--models", "base", "--raw", "--system", "x")
     assert refused.returncode == 1 and "omit --raw" in refused.stderr
+
+
+class EngineOfMany(ScriptedEngine):
+    """Answers when it has eight requests."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+        async with aclosing(super().generate(request)) as answer:
+            async for deltas in answer:
+                async with asyncio.timeout(60):
+                    while len(self.requests) < 8:
+                        await asyncio.sleep(0.01)
+                yield deltas
+
+
+def test_all_models_are_asked_at_the_same_time(tmp_path: Path) -> None:
+    with running_platform(tmp_path, EngineOfMany([ANSWER], max_model_len=1024)) as platform:
+        ended = compare(platform, platform.key("acme"), "--models", *["base"] * 8)
+    assert (ended.returncode, ended.stderr) == (0, "")

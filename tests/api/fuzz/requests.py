@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
-from slora_api.fanout.fanout_request import ChatFanoutRequest
 from slora_api.responses_request import ResponsesRequest
 from slora_api.schemas import (
     AliasMove,
@@ -42,7 +41,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_GENERATION, "prompt": "a"},
     "/v1/chat/completions": {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"model": "default", "max_output_tokens": 3, "input": "a"},
-    "/v1/fanout": {"models": ["default", "small", "nothing"], "max_tokens": 3, "prompt": "a"},
     "/v1/embeddings": {"model": "default", "input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1, 2]},
@@ -68,7 +66,6 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
-    "/v1/fanout": ChatFanoutRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -88,7 +85,6 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 # Values that are valid by themselves, so that their combinations reach the engine.
 _PLAUSIBLE: dict[str, list[Any]] = {
     "model": ["default", "small", "small@latest", "base"],
-    "models": [["default"], ["small", "base"], [{"adapters": [{"name": "small", "weight": 0.5}]}]],
     "prompt": ["", "a b c", ["a", "b"], [1, 2, 3], [[1], [2, 3]], "a" * 400],
     "messages": [[{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]],
     "input": [

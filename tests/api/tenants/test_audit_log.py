@@ -27,7 +27,6 @@ _NO_CHANGES = {
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
-    "/v1/fanout",
     "/v1/embeddings",
     "/tokenize",
     "/detokenize",

@@ -29,7 +29,6 @@ _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/completions", {"model": "NAME", "prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/chat/completions", {"model": "NAME", "messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/responses", {"model": "NAME", "input": "a"}),
-    ("POST", "/v1/fanout", {"models": ["NAME"], "prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/embeddings", {"model": "NAME", "input": "a"}),
 )
 # Fields of an uploaded version that differ between any two uploads.
@@ -82,16 +81,10 @@ def compare_uploads(prober: AuditedTenant, known: RandomAdapter, fresh: RandomAd
 def _look_up(
     prober: AuditedTenant, method: str, path: str, body: dict[str, Any] | None, name: str
 ) -> tuple[int, str, tuple[str, ...]]:
-    """Returns the status, the body with a placeholder for the name, and the header names. For a fan-out, the status of
-    its only answer is returned.
-    """
+    """Returns the status, the body with a placeholder for the name, and the header names."""
     sent = None if body is None else json.loads(json.dumps(body).replace("NAME", name))
-    # A fan-out repeats the id of its request in the answer. Use the same id for all requests, so that the compared
-    # answers do not differ in it.
-    headers = {"x-request-id": _PROBE}
-    answer = prober.server.send(method, path.replace("NAME", name), prober.key, headers, json=sent)
-    status = answer.json()["answers"][0]["status_code"] if path == "/v1/fanout" else answer.status_code
-    return status, answer.text.replace(name, "NAME"), tuple(sorted(answer.headers))
+    answer = prober.server.send(method, path.replace("NAME", name), prober.key, json=sent)
+    return answer.status_code, answer.text.replace(name, "NAME"), tuple(sorted(answer.headers))
 
 
 def _show(answer: tuple[int, str, tuple[str, ...]]) -> str:

@@ -40,7 +40,6 @@ def send_keys_in_odd_places(tenant: AuditedTenant) -> Iterator[Finding]:
             "POST", "/v1/chat/completions", json={"model": key, "messages": [{"role": "user", "content": "a"}]}
         ),
         "field `model` of a response": send("POST", "/v1/responses", json={"model": key, "input": "a"}),
-        "field `models`": send("POST", "/v1/fanout", json={"models": [key], **prompt}),
         "name of a field": send("POST", "/v1/completions", json={key: 1, "model": "default", **prompt}),
         "value of the wrong type": send(
             "POST", "/v1/completions", json={"model": "default", **prompt, "temperature": key}
