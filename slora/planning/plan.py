@@ -1,31 +1,25 @@
 """Plans an engine on a device: whether model and adapters fit into its memory, and how much traffic it can serve.
 
 The plan sizes the pool with the engine's own functions (`slora.pool.pool_sizing`) and the kernels' own page layout. So
-an engine with the planned settings has the planned number of pages. Its throughput and latency are simulated
-(`slora.planning.traffic`).
+an engine with the planned settings has the planned number of pages. Its throughput follows from the times of steps
+(`slora.planning.roofline`) in a steady state, in which answers begin and end at the same rate.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import mul
 
+import numpy as np
+import numpy.typing as npt
+
 from slora.byte_text import format_bytes
+from slora.cost_model import StepWork
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
 from slora.models.model_spec import ModelSpec
-from slora.planning.devices import Device
+from slora.planning.devices import Device, cut_device
 from slora.planning.model_size import measure_activations, measure_model
 from slora.planning.roofline import Roofline
-from slora.planning.traffic import (
-    Capacity,
-    Latencies,
-    choose_num_backlog,
-    choose_num_requests,
-    measure_capacity,
-    measure_latencies,
-)
-from slora.planning.workload import Adapters, Load, find_modules, share_trace
 from slora.pool.pool_sizing import (
     MAX_SLOTS,
     choose_pool_bytes,
@@ -34,21 +28,11 @@ from slora.pool.pool_sizing import (
     find_full_page_bytes,
     find_max_model_len,
 )
-from slora.simulation.machine import Machine
-from slora.simulation.simulation import Policies, Setup
-from slora.simulation.traces import Trace, merge
 from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import ModelShape, lay_out_adapter
 
-__all__ = [
-    "SAFE_UTILIZATION",
-    "AdapterSize",
-    "Memory",
-    "Plan",
-    "Progress",
-    "Question",
-    "make_plan",
-    "plan_memory",
-]
+__all__ = ["SAFE_UTILIZATION", "AdapterSize", "Adapters", "Load", "Memory", "Plan", "Question", "Service"]
+__all__ += ["compare_slices", "make_plan"]
 
 _GIB, _MIB = 1 << 30, 1 << 20
 # Memory of the driver, the CUDA context and libraries.
@@ -57,20 +41,41 @@ _RESERVED_BYTES = 5 * _GIB // 4
 SAFE_UTILIZATION = 0.85
 # The host cache needs some room to place adapters of different sizes.
 _HOST_CACHE_MARGIN = 1.1
-# Number of requests from which the busiest engine's share of the load is estimated.
-_RATE_SAMPLE = 2000
 _MAX_ADAPTERS = 1_000_000
-# Receives the name of the running simulation, and the fraction of it that is done.
-Progress = Callable[[str, float], None]
+# Adapters that are assigned to engines one by one. The others are divided evenly.
+_ASSIGNED_ADAPTERS = 10_000
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+_MPS_SHARES = ("50%", "25%")
+# Rounds in which the number of running sequences at a load converges.
+_NUM_ROUNDS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a plan."""
+
+    count: int
+    ranks: tuple[int, ...] = (16,)  # adapter i has rank `ranks[i % len(ranks)]`
+    targets: tuple[str, ...] = ("all-linear",)  # as in PEFT's target_modules, or `attention` or `all-linear`
+    alpha: float = 1.0  # the popularity of adapter k (from 1) is proportional to k ** -alpha
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of a plan."""
+
+    rate: float  # requests per second
+    prompt_tokens: int  # mean length
+    output_tokens: int  # mean length
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The input of a plan. device: a GPU, or one of `count` slices that share the load."""
+    """The input of a plan."""
 
     spec: ModelSpec
     config: EngineConfig
-    device: Device
+    device: Device  # a GPU, or one of `count` slices that share the load
     adapters: Adapters
     load: Load
 
@@ -84,56 +89,51 @@ class AdapterSize:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one engine. With tensor parallelism, the memory of one of its ranks.
-
-    reserved_bytes: memory of the driver and libraries. activation_bytes: activations of the largest step.
-    pool_bytes: 0 if no memory is left for the pool.
-    kv_tokens: number of tokens whose KV fills the whole pool.
-    adapter_pages: pages of all adapters of this engine together.
-    adapters_at_once: number of adapters that fit into the pool while no request runs.
-    requests_at_once: number of requests of mean length that can run at once with their adapters.
-    host_cache_bytes: size of a host cache that holds all adapters for all ranks.
-    swap_bytes: host memory for preempted sequences.
-    """
+    """The memory of one engine. With tensor parallelism, the memory of one of its ranks."""
 
     device_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int  # of the driver and libraries
     weight_bytes: int
-    activation_bytes: int
-    pool_bytes: int
+    activation_bytes: int  # of the largest step
+    pool_bytes: int  # 0 if no memory is left for the pool
     num_pages: int
     full_page_bytes: int
     block_tokens: int
-    kv_tokens: int
+    kv_tokens: int  # tokens whose KV fills the whole pool
     max_model_len: int
     num_adapters: int
     adapter_sizes: tuple[AdapterSize, ...]
-    adapter_pages: int
-    adapters_at_once: int
-    requests_at_once: int
-    host_cache_bytes: int
-    swap_bytes: int
+    adapter_pages: int  # of all adapters of this engine together
+    adapters_at_once: int  # adapters that fit into the pool while no request runs
+    requests_at_once: int  # requests of mean length that can run at once with their adapters
+    host_cache_bytes: int  # a host cache that holds all adapters for all ranks
+    swap_bytes: int  # host memory for preempted sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What one engine serves, estimated."""
+
+    requests_per_s: float  # while requests always wait
+    output_tokens_per_s: float  # while requests always wait
+    most_running: float  # sequences at once while requests always wait
+    running: float  # sequences at once under the load
+    ttft_s: float  # mean time until the first token under the load, without waiting for a free sequence
+    itl_s: float  # mean time between tokens under the load
+    hit_share: float  # share of the load's requests whose adapter is in the pool
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A planned engine, and what it serves.
-
-    device: the name of the device. engines: number of engines that share the load. config: has the planned sizes.
-    rate: requests per second that arrive at one engine.
-    capacity, latencies: simulated values of one engine; None if they were not simulated.
-    problem: why the load does not fit; None if it does.
-    """
+    """A planned engine, and what it serves."""
 
     device: str
-    engines: int
-    config: EngineConfig
+    engines: int  # that share the load
+    config: EngineConfig  # with the planned sizes
     memory: Memory
-    rate: float
-    output_tokens: int
-    problem: str | None = None
-    capacity: Capacity | None = None
-    latencies: Latencies | None = None
+    rate: float  # requests per second that arrive at the busiest engine
+    problem: str | None = None  # why the load does not fit
+    service: Service | None = None  # None if the memory does not suffice
 
     @property
     def fits(self) -> bool:
@@ -141,70 +141,74 @@ class Plan:
 
     @property
     def utilization(self) -> float | None:
-        """The request rate divided by the capacity, or None without a simulated capacity."""
-        if self.capacity is None or not self.capacity.requests_per_s:
-            return None
-        return self.rate / self.capacity.requests_per_s
+        """The request rate divided by the capacity; None if the memory does not suffice."""
+        return None if self.service is None else self.rate / self.service.requests_per_s
 
 
-def plan_memory(question: Question) -> Plan:
-    """Makes a plan without simulations. Raises ConfigError for values that no device could serve."""
-    return _start_plan(question, _Planner(question))
-
-
-def make_plan(
-    question: Question, progress: Progress, *, max_tokens: int, with_latencies: bool = True
-) -> Plan:
-    """Makes a plan with simulations, if the load fits into the memory.
-
-    max_tokens: limit on the answer tokens of each simulation. Raises ConfigError for values that no device could serve.
-    """
-    device, planner = question.device, _Planner(question)
-    plan = _start_plan(question, planner)
-    if plan.problem is not None:
+def make_plan(question: Question) -> Plan:
+    """Makes a plan. Raises ConfigError for values that no device could serve."""
+    _check(question)
+    planner, device = _Planner(question), question.device
+    problem = planner.find_problem()
+    plan = Plan(device.name, device.count, planner.config, planner.memory, planner.rate, problem)
+    if problem is not None:
         return plan
-    capacity = planner.measure_capacity(max_tokens, lambda done: progress(f"{device.name}: capacity", done))
-    plan = replace(plan, capacity=capacity, rate=planner.measure_rate())
-    usage = plan.utilization
-    if usage is None or usage >= 1:
+    service = planner.estimate_service()
+    if plan.rate >= service.requests_per_s:
         where = "" if device.count == 1 else f" at the busiest of {device.count} engines"
-        told = f"{plan.rate:.3g} requests/s arrive{where}, but it serves {capacity.requests_per_s:.3g}"
-        return replace(plan, problem=f"{told}, so the queue would grow without end")
-    if with_latencies:
-        latencies = planner.measure_latencies(
-            max_tokens, lambda done: progress(f"{device.name}: latency", done)
-        )
-        plan = replace(plan, latencies=latencies)
-    return plan
+        arriving = f"{plan.rate:.3g} requests/s arrive{where}, but it serves {service.requests_per_s:.3g}"
+        plan = replace(plan, problem=f"{arriving}, so the queue would grow without end")
+    return replace(plan, service=service)
 
 
-def _start_plan(question: Question, planner: "_Planner") -> Plan:
-    device, load = question.device, question.load
-    return Plan(
-        device.name,
-        device.count,
-        planner.config,
-        planner.memory,
-        load.rate / device.count,
-        load.output_tokens,
-        planner.find_problem(),
-    )
+def compare_slices(question: Question) -> dict[str, Plan | str]:
+    """Returns plans for the whole device, for each MIG profile and for some MPS shares, by name.
+
+    If a slice can't be planned, its entry is the reason as a string. Each slice runs its own engine. The adapters are
+    divided among the engines, and each request goes to the engine that has its adapter.
+    """
+    whole = question.device
+    # The last profile is the whole GPU, which is already in the list.
+    profiles = list(whole.profiles)[:-1]
+    plans: dict[str, Plan | str] = {}
+    for device in [whole, *(cut_device(whole, name) for name in (*profiles, *_MPS_SHARES))]:
+        try:
+            plans[device.name] = make_plan(replace(question, device=device))
+        except ConfigError as error:
+            plans[device.name] = str(error)
+    return plans
 
 
 class _Planner:
-    """Computes the parts of one plan. config: the config of the question, completed with the planned sizes."""
+    """Computes the parts of one plan."""
 
     def __init__(self, question: Question) -> None:
-        _check(question)
+        spec, config, adapters, load = question.spec, question.config, question.adapters, question.load
         self._question = question
-        self._engines = question.device.count
-        spec, config = question.spec, question.config
         self._num_ranks = config.tensor_parallel_size
         self._shape = spec.partition(spec.resolve_dtype(config.dtype), self._num_ranks).rank_shape
-        self._modules = find_modules(self._shape, question.adapters.targets)
+        self._modules = _find_modules(self._shape, adapters.targets)
         self._size = measure_model(spec, config)
         self._page_bytes = find_full_page_bytes(self._shape, config)
+        self._request_pages = KVFootprint(config.block_tokens, spec.window).pages(
+            load.prompt_tokens + load.output_tokens
+        )
+        self._roofline = Roofline.of(
+            question.device,
+            self._size,
+            self._shape,
+            config.kv_format,
+            self._page_bytes,
+            config.block_tokens,
+            adapted=self._modules,
+            prompt_tokens=load.prompt_tokens,
+            num_ranks=self._num_ranks,
+        )
         self.config, self._num_pages, self._max_model_len = self._size_pool()
+        self._num_adapters = -(-adapters.count // question.device.count)  # of one engine
+        self._popularity = _rank_popularity(self._num_adapters, adapters.alpha)
+        self._mean_adapter_bytes = self._mean_adapter_pages = 0.0
+        self.rate = load.rate * self._busiest_share()
         self.memory = self._measure_memory()
 
     def find_problem(self) -> str | None:
@@ -218,59 +222,82 @@ class _Planner:
                 f"{format_bytes(taken - memory.weight_bytes)}, so {format_bytes(max(0, left))} of "
                 f"{format_bytes(memory.device_bytes)} are left for the page pool"
             )
-        longest = max(
-            (one.prompt_tokens + one.output_tokens for one in load.trace),
-            default=load.prompt_tokens + load.output_tokens,
-        )
-        if longest > memory.max_model_len:
+        length = load.prompt_tokens + load.output_tokens
+        if length > memory.max_model_len:
             return (
-                f"a request has {longest} tokens of prompt and answer, but the longest sequence has "
+                f"a request has {length} tokens of prompt and answer, but the longest sequence has "
                 f"{memory.max_model_len}"
             )
-        largest = max((one.pages for one in memory.adapter_sizes), default=0)
-        needed = self._footprint.pages(longest) + largest
+        needed = self._request_pages + max((size.pages for size in memory.adapter_sizes), default=0)
         if needed > memory.num_pages:
             return (
-                f"a request of {longest} tokens and its adapter take {needed} pages, but the pool has "
+                f"a request of {length} tokens and its adapter take {needed} pages, but the pool has "
                 f"{memory.num_pages}"
             )
         return None
 
-    def measure_rate(self) -> float:
-        """Estimates the requests per second that arrive at the busiest engine."""
-        if self._engines == 1:
-            return self._question.load.rate
-        whole = self._make_trace(_RATE_SAMPLE)
-        return self._question.load.rate * len(share_trace(whole, self._engines)) / len(whole)
-
-    def measure_capacity(self, max_tokens: int, progress: Callable[[float], None]) -> Capacity:
-        concurrency = max(1, self.memory.requests_at_once)
-        output_tokens = self._question.load.output_tokens
-        num_ended = choose_num_backlog(concurrency, output_tokens, max_tokens)
-        wanted = num_ended + 2 * concurrency
-        trace = share_trace(self._make_trace(wanted * self._engines), self._engines)
-        trace = merge(*[trace] * -(-wanted // len(trace)))  # A trace from a file may be too short.
-        return measure_capacity(self._setup(), trace, num_ended, progress)
-
-    def measure_latencies(self, max_tokens: int, progress: Callable[[float], None]) -> Latencies:
-        load = self._question.load
-        rate = load.rate / self._engines
-        num_requests = choose_num_requests(
-            rate, load.output_tokens, self._roofline().costs.step_s, max_tokens
+    def estimate_service(self) -> Service:
+        load, budget = self._question.load, self.config.token_budget("cuda")
+        # In a steady state, a step has the tokens of `rows / output_tokens` prompts beside its rows.
+        most = min(
+            max(1, self.memory.requests_at_once), budget / (1 + load.prompt_tokens / load.output_tokens)
         )
-        trace = share_trace(self._make_trace(num_requests * self._engines), self._engines)
-        return measure_latencies(self._setup(), trace, progress)
+        requests_per_s = most / (load.output_tokens * self._step_seconds(most))
+        rows = 1.0
+        for _ in range(_NUM_ROUNDS):
+            rows = min(most, self.rate * load.output_tokens * self._step_seconds(rows))
+        step_s, hit_share = self._step_seconds(rows), self._hit_share(rows)
+        num_chunks = -(-load.prompt_tokens // max(1, budget - round(rows)))
+        prompt_s = num_chunks * self._seconds_with_prompt(rows, load.prompt_tokens / num_chunks)
+        load_s = (1 - hit_share) * self._mean_adapter_bytes * self._roofline.load_byte_s
+        return Service(
+            requests_per_s=requests_per_s,
+            output_tokens_per_s=requests_per_s * load.output_tokens,
+            most_running=most,
+            running=rows,
+            ttft_s=step_s / 2 + load_s + prompt_s,
+            itl_s=step_s,
+            hit_share=hit_share,
+        )
 
-    @property
-    def _footprint(self) -> KVFootprint:
-        return KVFootprint(self._question.config.block_tokens, self._question.spec.window)
+    def _step_seconds(self, rows: float) -> float:
+        """Estimates the mean seconds of a step in a steady state. rows: mean number of running sequences."""
+        prompts = rows / self._question.load.output_tokens  # that begin in a step
+        share = min(1.0, prompts)  # of the steps with prompts
+        with_prompt = self._seconds_with_prompt(rows, prompts / share * self._question.load.prompt_tokens)
+        return share * with_prompt + (1 - share) * self._seconds_with_prompt(rows, 0)
 
-    def _make_trace(self, num_requests: int) -> Trace:
-        """Makes the requests of all engines. Each synthetic request fits into the pool together with its adapter."""
-        question, memory = self._question, self.memory
-        largest = max((one.pages for one in memory.adapter_sizes), default=0)
-        longest = min(self._max_model_len, (memory.num_pages - largest) * memory.block_tokens)
-        return question.load.make_trace(question.adapters, num_requests, longest)
+    def _seconds_with_prompt(self, rows: float, prompt_tokens: float) -> float:
+        """Estimates the seconds of a step that computes tokens of prompts beside its rows."""
+        load = self._question.load
+        num_adapters = float((1 - (1 - self._popularity) ** max(1.0, rows)).sum())
+        missing = (1 - self._hit_share(rows)) * prompt_tokens / load.prompt_tokens
+        work = StepWork(
+            prefill_tokens=round(prompt_tokens),
+            decode_rows=max(1, round(rows)),
+            context_tokens=round(rows * (load.prompt_tokens + load.output_tokens / 2)),
+            swapped_pages=0,
+            loaded_bytes=round(missing * self._mean_adapter_bytes),
+        )
+        return self._roofline.step_seconds(work, round(num_adapters * self._mean_adapter_bytes))
+
+    def _hit_share(self, rows: float) -> float:
+        """Estimates the share of requests whose adapter is in the pool beside the KV of the rows."""
+        if not self._mean_adapter_pages:
+            return 1.0
+        pages = max(0.0, self._num_pages - rows * self._request_pages)
+        num_resident = min(MAX_SLOTS, int(pages / self._mean_adapter_pages))
+        return min(1.0, float(self._popularity[:num_resident].sum()))
+
+    def _busiest_share(self) -> float:
+        """Returns the busiest engine's share of the requests. Popular adapters are assigned first, each to the engine
+        with the fewest requests.
+        """
+        adapters, num_engines = self._question.adapters, self._question.device.count
+        shares = [0.0] * num_engines
+        for share in _rank_popularity(adapters.count, adapters.alpha)[:_ASSIGNED_ADAPTERS].tolist():
+            shares[shares.index(min(shares))] += share
+        return max(*shares, 1 / num_engines)
 
     def _size_pool(self) -> tuple[EngineConfig, int, int]:
         """Returns the config with the pool's size, the number of pages, and the maximum length of a sequence.
@@ -311,25 +338,21 @@ class _Planner:
         )
 
     def _measure_memory(self) -> Memory:
-        question, machine = self._question, self._machine()
-        adapters, load = question.adapters, question.load
-        count = -(-adapters.count // self._engines)
-        layouts = [machine.adapter_layout(rank).num_bytes for rank in adapters.ranks] if count else []
-        pages = [machine.pages_of(num_bytes) for num_bytes in layouts]
+        count = self._num_adapters
+        ranks = self._question.adapters.ranks[:count]
+        layouts = [self._adapter_bytes(rank) for rank in ranks]
+        pages = [-(-num_bytes // self._page_bytes) for num_bytes in layouts]
         counts = [len(range(first, count, len(layouts))) for first in range(len(layouts))]
-        request_pages = self._footprint.pages(load.prompt_tokens + load.output_tokens)
-        mean_pages = sum(map(mul, counts, pages)) / count if count else 0.0
-        at_once = int(self._num_pages / (request_pages + mean_pages))
+        all_bytes, all_pages = sum(map(mul, counts, layouts)), sum(map(mul, counts, pages))
+        if count:
+            self._mean_adapter_bytes, self._mean_adapter_pages = all_bytes / count, all_pages / count
+        at_once = int(self._num_pages / (self._request_pages + self._mean_adapter_pages))
         # If all adapters fit into the pool, requests share them.
-        beside_all = (self._num_pages - sum(map(mul, counts, pages))) // request_pages
-        sizes = {
-            rank: AdapterSize(rank, num_bytes, num_pages)
-            for rank, num_bytes, num_pages in zip(adapters.ranks, layouts, pages, strict=False)
-        }
+        beside_all = (self._num_pages - all_pages) // self._request_pages
         swap_pages = count_swap_pages(self.config, self._num_pages, self._page_bytes, 1 << 62)
-        host_bytes = int(_HOST_CACHE_MARGIN * self._num_ranks * sum(map(mul, counts, layouts)))
+        host_bytes = int(_HOST_CACHE_MARGIN * self._num_ranks * all_bytes)
         return Memory(
-            device_bytes=question.device.memory_bytes,
+            device_bytes=self._question.device.memory_bytes,
             reserved_bytes=_RESERVED_BYTES,
             weight_bytes=self._size.weight_bytes,
             activation_bytes=self._activations,
@@ -340,54 +363,49 @@ class _Planner:
             kv_tokens=self._num_pages * self.config.block_tokens,
             max_model_len=self._max_model_len,
             num_adapters=count,
-            adapter_sizes=tuple(sizes.values()),
-            adapter_pages=sum(map(mul, counts, pages)),
-            adapters_at_once=min(MAX_SLOTS, int(self._num_pages / mean_pages)) if mean_pages else 0,
+            adapter_sizes=tuple(
+                {size.rank: size for size in map(AdapterSize, ranks, layouts, pages)}.values()
+            ),
+            adapter_pages=all_pages,
+            adapters_at_once=(
+                min(MAX_SLOTS, int(self._num_pages / self._mean_adapter_pages)) if all_pages else 0
+            ),
             requests_at_once=min(self.config.max_num_seqs, max(at_once, beside_all)),
             host_cache_bytes=-(-host_bytes // _MIB) * _MIB,
             swap_bytes=swap_pages * self._page_bytes,
         )
 
-    def _roofline(self) -> Roofline:
-        question = self._question
-        return Roofline.of(
-            question.device,
-            self._size,
-            self._shape,
-            question.config.kv_format,
-            self._page_bytes,
-            question.config.block_tokens,
-            adapted=self._modules,
-            prompt_tokens=question.load.prompt_tokens,
-            num_ranks=self._num_ranks,
-        )
+    def _adapter_bytes(self, rank: int) -> int:
+        """The packed size of an adapter with this rank on all targeted modules."""
+        shape = self._shape
+        linears = (index for layer in range(shape.num_layers) for index in shape.layer_linears(layer))
+        paths = [*(shape.linears[index].path for index in linears), shape.embedding_path, shape.head_path]
+        return lay_out_adapter(shape, [rank if path in self._modules else 0 for path in paths]).num_bytes
 
-    def _machine(self) -> Machine:
-        roofline, config = self._roofline(), self.config
-        return Machine(
-            self._question.device.name,
-            self._shape,
-            self._modules,
-            self._num_pages * config.block_tokens,
-            roofline.costs,
-            block_tokens=config.block_tokens,
-            kv_format=config.kv_format,
-            window=self._question.spec.window,
-            clock=roofline,
-        )
 
-    def _setup(self) -> Setup:
-        config = self.config
-        return Setup(
-            self._machine(),
-            self._question.adapters.ranks,
-            num_slots=MAX_SLOTS,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.token_budget("cuda"),
-            load_pages=config.load_pages(self._page_bytes),
-            swap_share=self.memory.swap_bytes / self.memory.pool_bytes,
-            policies=Policies(config.scheduling, config.eviction, config.preemption, config.prefix_cache),
-        )
+def _rank_popularity(count: int, alpha: float) -> npt.NDArray[np.float64]:
+    """Returns the share of the requests of each adapter, the most popular one first."""
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -alpha
+    return weights / weights.sum() if count else weights
+
+
+def _find_modules(shape: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the paths of the targeted modules. Raises ConfigError for a target that matches no module."""
+    paths = [*(linear.path for linear in shape.linears), shape.embedding_path, shape.head_path]
+    found: list[str] = []
+    for target in targets:
+        if target == "all-linear":
+            found += paths[:-2]
+            continue
+        names = _ATTENTION if target == "attention" else (target,)
+        matched = [path for path in paths if path in names or path.rpartition(".")[2] in names]
+        if not matched:
+            known = ", ".join(path.rpartition(".")[2] for path in paths)
+            raise ConfigError(
+                f"target {target!r} matches no module of this model; give attention, all-linear, or some of {known}"
+            )
+        found += matched
+    return tuple(dict.fromkeys(found))
 
 
 def _check(question: Question) -> None:

@@ -11,7 +11,7 @@ docs/performance.md compares predictions with these measurements.
 
 from dataclasses import dataclass
 
-from slora.cost_model import CostModel, StepWork
+from slora.cost_model import StepWork
 from slora.planning.devices import Device
 from slora.planning.model_size import ModelSize
 from slora_kernels.kv_format import KVFormat
@@ -129,20 +129,8 @@ class Roofline:
             is_recorded=num_ranks == 1,
         )
 
-    @property
-    def costs(self) -> CostModel:
-        """The cost model for the scheduler. It has no term for reading the adapters of a step."""
-        return CostModel(
-            step_s=_STEP_S + max(self.weights_s + self.sums_s, 0.0 if self.is_recorded else self.launch_s),
-            token_s=self.token_s,
-            decode_s=_ROW_S,
-            context_token_s=self.context_token_s,
-            page_copy_s=self.page_copy_s,
-            load_byte_s=self.load_byte_s,
-        )
-
     def step_seconds(self, work: StepWork, adapter_bytes: int) -> float:
-        """Estimates the seconds of a step. Implements `slora.simulation.machine.StepClock`."""
+        """Estimates the seconds of a step. adapter_bytes: packed size of the distinct adapters of its tokens."""
         num_tokens = work.prefill_tokens + work.decode_rows
         copies_s = work.loaded_bytes * self.load_byte_s
         if not num_tokens:

@@ -638,8 +638,7 @@ def _add_top(commands: _Commands) -> None:
 # Settings of the engine that affect a plan.
 _PLANNED_SETTINGS = (
     "dtype", "tensor_parallel_size", "model_impl", "quantization", "kv_cache_dtype", "pool_bytes", "block_tokens",
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling", "prefix_cache", "eviction", "preemption",
-    "swap_bytes", "load_bytes_per_step",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "preemption", "swap_bytes",
 )  # fmt: skip
 
 
@@ -651,7 +650,7 @@ def _add_plan(commands: _Commands) -> None:
         has_json=True,
     )
     parser.epilog = (
-        "Memory is computed as the engine computes it. Times are simulated from the device's data sheet. "
+        "Memory is computed as the engine computes it. Times are estimated from the device's data sheet. "
         "The exit code is 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."
     )
     parser.add_argument(
@@ -681,7 +680,7 @@ def _add_plan(commands: _Commands) -> None:
         "--compare", action="store_true", help="compare MIG profiles and MPS shares with the whole device"
     )
     parser.add_argument(
-        "--adapters", type=int, metavar="N", help="number of adapters (default 100, or those of the trace)"
+        "--adapters", type=int, default=100, metavar="N", help="number of adapters (default 100)"
     )
     parser.add_argument(
         "--rank",
@@ -705,15 +704,6 @@ def _add_plan(commands: _Commands) -> None:
     parser.add_argument(
         "--output-tokens", type=int, default=256, metavar="N", help="mean length of answers (default 256)"
     )
-    parser.add_argument(
-        "--trace", metavar="FILE",
-        help="requests instead of --rate and lengths: CSV or JSON lines with arrival_s, prompt_tokens, output_tokens, "
-        "and optionally adapter and tenant",
-    )  # fmt: skip
-    parser.add_argument(
-        "--simulated-tokens", type=int, default=100_000, metavar="N",
-        help="tokens of answers that each simulation computes; more take longer and are more exact (default 100000)",
-    )  # fmt: skip
     for spec in server_setting_specs():
         if spec.name in _PLANNED_SETTINGS:
             parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text)

@@ -4,8 +4,6 @@ serve`.
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,11 @@ from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec
-from slora.planning.comparison import compare_slices
 from slora.planning.devices import Device, cut_device, find_device
-from slora.planning.plan import Memory, Plan, Progress, Question, make_plan
+from slora.planning.plan import Adapters, Load, Memory, Plan, Question, Service, compare_slices, make_plan
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import EFFICIENCIES
-from slora.planning.workload import Adapters, Load
 from slora.setting import ByteSize, SettingRefused, setting_specs
-from slora.simulation.trace_file import read_trace
 from slora_api.cli.output import print_json, print_records
 from slora_api.settings import Settings
 
@@ -31,24 +26,17 @@ __all__ = ["plan"]
 # Settings of the engine that the plan's flags always contain.
 _STATED = ("model", "pool_bytes", "max_model_len")
 _HOST_BANDWIDTH = 24e9
-_DEFAULT_ADAPTERS = 100
-_LEAST_TOKENS, _MOST_TOKENS = 1000, 100_000_000
 _MIB = 1 << 20
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."""
     try:
-        if not _LEAST_TOKENS <= arguments.simulated_tokens <= _MOST_TOKENS:
-            raise ConfigError(
-                f"--simulated-tokens is {arguments.simulated_tokens}; it must be from {_LEAST_TOKENS} to {_MOST_TOKENS}"
-            )
         question = _read_question(arguments)
-        with _showing_progress() as progress:
-            if arguments.compare:
-                return _compare(question, progress, arguments)
-            found = make_plan(question, progress, max_tokens=arguments.simulated_tokens)
-            remedies = find_remedies(question, found, progress, max_tokens=arguments.simulated_tokens // 3)
+        if arguments.compare:
+            return _compare(question, arguments)
+        found = make_plan(question)
+        remedies = find_remedies(question, found)
     except (ConfigError, SettingRefused) as error:
         print(f"slora plan: {error}", file=sys.stderr)
         return 2
@@ -72,18 +60,12 @@ def _read_question(arguments: argparse.Namespace) -> Question:
         # Plan one slice. With --compare, the plan covers all slices of a device.
         device = replace(cut_device(device, arguments.slice), count=1)
     adapters = Adapters(
-        _DEFAULT_ADAPTERS if arguments.adapters is None else arguments.adapters,
+        arguments.adapters,
         _read_ranks(arguments.rank),
         tuple(arguments.targets.split(",")),
         _read_alpha(arguments),
     )
-    if arguments.trace is None:
-        load = Load(arguments.rate, arguments.prompt_tokens, arguments.output_tokens)
-    else:
-        trace = read_trace(Path(arguments.trace))
-        named = {request.adapter for request in trace} - {None}
-        count = max(arguments.adapters or 0, len(named))
-        load, adapters = Load.of_trace(trace), replace(adapters, count=count)
+    load = Load(arguments.rate, arguments.prompt_tokens, arguments.output_tokens)
     return Question(spec, config, device, adapters, load)
 
 
@@ -151,27 +133,8 @@ def _read_alpha(arguments: argparse.Namespace) -> float:
     )
 
 
-@contextmanager
-def _showing_progress() -> Iterator[Progress]:
-    """Shows the progress of the simulation on standard error if it is a terminal."""
-    is_shown, width = sys.stderr.isatty(), 0
-
-    def show(what: str, done: float) -> None:
-        nonlocal width
-        if is_shown:
-            text = f"simulating {what} {100 * done:3.0f}%"
-            width = max(width, len(text))
-            print(f"\r{text.ljust(width)}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        if width:
-            print(f"\r{' ' * width}\r", end="", file=sys.stderr, flush=True)
-
-
-def _compare(question: Question, progress: Progress, arguments: argparse.Namespace) -> int:
-    plans = compare_slices(question, progress, max_tokens=arguments.simulated_tokens // 3)
+def _compare(question: Question, arguments: argparse.Namespace) -> int:
+    plans = compare_slices(question)
     if arguments.json:
         print_json(
             [
@@ -191,10 +154,7 @@ def _compare(question: Question, progress: Progress, arguments: argparse.Namespa
     return 0 if any(isinstance(one, Plan) and one.fits for one in plans.values()) else 1
 
 
-_COLUMNS = (
-    *("engines", "pages", "adapters", "requests", "requests/s", "tokens/s"),
-    *("TTFT p50/p99", "ITL p50/p99", "load"),
-)
+_COLUMNS = ("engines", "pages", "adapters", "requests", "requests/s", "tokens/s", "TTFT", "ITL", "load")
 _COMPARED = (
     "Each slice is an engine of its own. Adapters are divided among the engines, and requests follow them."
 )
@@ -204,7 +164,7 @@ def _compare_record(name: str, found: Plan | str) -> dict[str, str]:
     record = dict.fromkeys(_COLUMNS, "-")
     if isinstance(found, str):
         return {"device": name, **record}
-    memory, capacity, latencies = found.memory, found.capacity, found.latencies
+    memory, service = found.memory, found.service
     record |= {"engines": str(found.engines), "load": "fits" if found.fits else "does not fit"}
     if memory.num_pages:
         record |= {
@@ -212,16 +172,13 @@ def _compare_record(name: str, found: Plan | str) -> dict[str, str]:
             "adapters": f"{memory.adapters_at_once:,}",
             "requests": f"{memory.requests_at_once:,}",
         }
-    if capacity is not None:
+    if service is not None:
         record |= {
-            "requests/s": f"{found.engines * capacity.requests_per_s:.3g}",
-            "tokens/s": f"{found.engines * capacity.output_tokens_per_s:,.0f}",
+            "requests/s": f"{found.engines * service.requests_per_s:.3g}",
+            "tokens/s": f"{found.engines * service.output_tokens_per_s:,.0f}",
         }
-    if latencies is not None:
-        record |= {
-            "TTFT p50/p99": f"{_ms(latencies.ttft_p50_s)} / {_ms(latencies.ttft_p99_s)}",
-            "ITL p50/p99": f"{_ms(latencies.itl_p50_s)} / {_ms(latencies.itl_p99_s)}",
-        }
+    if service is not None and found.fits:
+        record |= {"TTFT": _ms(service.ttft_s), "ITL": _ms(service.itl_s)}
     return {"device": name, **record}
 
 
@@ -230,8 +187,8 @@ def _describe(question: Question, found: Plan, remedies: list[str]) -> str:
     blocks = [_describe_memory(question.spec, question.device, found)]
     if memory.num_pages:
         blocks.append(_describe_room(question, memory))
-    if found.capacity is not None:
-        blocks.append(_describe_traffic(found))
+    if found.service is not None:
+        blocks.append(_describe_traffic(question.load, found, found.service))
     if found.problem is not None:
         blocks.append(f"The load does not fit: {found.problem}.")
     elif remedies:
@@ -291,28 +248,22 @@ def _describe_room(question: Question, memory: Memory) -> str:
     )
 
 
-def _describe_traffic(found: Plan) -> str:
-    capacity, latencies, usage = found.capacity, found.latencies, found.utilization or 0.0
-    assert capacity is not None, "the caller has looked"
+def _describe_traffic(load: Load, found: Plan, service: Service) -> str:
     rows = {
-        "capacity": f"{capacity.requests_per_s:.3g} requests/s, {capacity.output_tokens_per_s:,.0f} tokens/s of "
-        f"answers, {capacity.running:.0f} sequences at once",
-        "load": f"{found.rate:.3g} requests/s, {found.rate * found.output_tokens:,.0f} tokens/s of answers: "
-        f"{100 * usage:.0f}% of the capacity",
+        "capacity": f"{service.requests_per_s:.3g} requests/s, {service.output_tokens_per_s:,.0f} tokens/s of "
+        f"answers, {service.most_running:.0f} sequences at once",
+        "load": f"{found.rate:.3g} requests/s, {found.rate * load.output_tokens:,.0f} tokens/s of answers: "
+        f"{100 * found.rate / service.requests_per_s:.0f}% of the capacity",
     }
-    if latencies is not None:
+    if found.fits:
         rows |= {
-            "TTFT": f"p50 {_ms(latencies.ttft_p50_s)}, p99 {_ms(latencies.ttft_p99_s)}",
-            "ITL": f"p50 {_ms(latencies.itl_p50_s)}, p99 {_ms(latencies.itl_p99_s)}",
-            "adapter hits": f"{100 * latencies.hit_share:.0f}% of requests found theirs in the pool, at first empty",
-            "simulated": f"{capacity.num_requests} requests for the capacity; {latencies.num_requests} requests in "
-            f"{latencies.seconds:.0f} s for the latencies",
+            "TTFT": f"{_ms(service.ttft_s)} on average, if no request waits for another to end",
+            "ITL": f"{_ms(service.itl_s)} on average",
+            "adapter hits": f"{100 * service.hit_share:.0f}% of requests find theirs in the pool",
         }
-    else:
-        rows["simulated"] = f"{capacity.num_requests} requests for the capacity"
     rows["assumed"] = (
         f"{EFFICIENCIES['weights']:g} of the bandwidth, {EFFICIENCIES['matrix products']:g} of the FLOP/s; "
-        "capacities may be 20% too high"
+        "capacities may be a third too high, and a TTFT of tens of milliseconds half of the real one"
     )
     if found.config.tensor_parallel_size > 1:
         rows["assumed"] += "; times of several devices together were never measured"
