@@ -25,11 +25,11 @@ import torch
 
 from bench.bars import Bar
 from bench.parts import Tables, run_parts
+from bench.simulation.request_log import percentile
 from bench.sse_client import SseClient
 from bench.structured import write_tokenizer
 from bench.table import Row
 from bench.workload import write_model
-from slora.simulation.request_log import percentile
 from slora_kernels.progress_bar import track_progress
 from tests.api.served import Served, serving, wait_for
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from bench.gates import DynamicGate, StaticGate
 from bench.machines import A10G_7B
+from bench.simulation.simulation import Gate, Setup, Simulation
+from bench.simulation.traces import S2, Trace, slora_trace
 from bench.table import Row
-from slora.simulation.simulation import Gate, Setup, Simulation
-from slora.simulation.traces import S2, Trace, slora_trace
 
 SIZES = (8, 16, 32)
 WINDOWS_S = (0.5, 2.0, 8.0)

@@ -9,13 +9,13 @@ to bring but are computed just the same.
 from dataclasses import dataclass, field
 
 from bench.machines import A10G_7B, CPU_110M
+from bench.simulation.machine import Machine
+from bench.simulation.request_log import percentile
+from bench.simulation.simulation import Setup, Simulation
+from bench.simulation.traces import S2, Trace, TraceRequest, merge
+from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row
 from slora.scheduler.step_plan import StepPlan
-from slora.simulation.machine import Machine
-from slora.simulation.request_log import percentile
-from slora.simulation.simulation import Setup, Simulation
-from slora.simulation.traces import S2, Trace, TraceRequest, merge
-from slora.simulation.virtual_source import FetchCosts
 
 FAR = FetchCosts(bytes_per_s=20e6, num_lanes=5)
 COLD_EVERY_S = 0.1

@@ -6,10 +6,10 @@ allows 512 tokens and its end is a surprise. Attainment: requests whose first to
 """
 
 from bench.machines import A10G_7B
+from bench.simulation.request_log import SLO_S
+from bench.simulation.simulation import Policies, Setup, Simulation
+from bench.simulation.traces import S2, Trace, slora_trace
 from bench.table import Row
-from slora.simulation.request_log import SLO_S
-from slora.simulation.simulation import Policies, Setup, Simulation
-from slora.simulation.traces import S2, Trace, slora_trace
 
 TWICE = 2.8
 MAX_TOKENS = 512

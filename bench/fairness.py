@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from bench.machines import A10G_7B
+from bench.simulation.request_log import Outcome, percentile
+from bench.simulation.simulation import Policies, Setup, Simulation
+from bench.simulation.traces import Trace, TraceRequest, merge, slora_trace
 from bench.table import Row
 from slora.scheduler.step_plan import StepPlan
-from slora.simulation.request_log import Outcome, percentile
-from slora.simulation.simulation import Policies, Setup, Simulation
-from slora.simulation.traces import Trace, TraceRequest, merge, slora_trace
 
 RANKS = (8,)
 # An A10G serves about 1.5 requests/s of S-LoRA's lengths: so each tenant alone is too much for it.

@@ -29,17 +29,17 @@ from bench.fleet_policies import (
     choose_chameleon_victim,
 )
 from bench.machines import A10G_7B
+from bench.simulation.fleet.fleet import Fleet, FleetResults, Loss, RouterPolicy, RoutingPolicy
+from bench.simulation.fleet.model_adapters import AdapterSettings
+from bench.simulation.fleet.replica_model import ReplicaSettings
+from bench.simulation.fleet.traffic import Demand, Traffic, make_traffic, read_trace_arrays
+from bench.simulation.request_log import SLO_S
+from bench.simulation.routed_engines import RoutedEngines
+from bench.simulation.simulation import Policies, Setup
+from bench.simulation.traces import S2, zipf_trace
+from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row, print_table, write_json
 from slora.routing.router import Router
-from slora.simulation.fleet.fleet import Fleet, FleetResults, Loss, RouterPolicy, RoutingPolicy
-from slora.simulation.fleet.model_adapters import AdapterSettings
-from slora.simulation.fleet.replica_model import ReplicaSettings
-from slora.simulation.fleet.traffic import Demand, Traffic, make_traffic, read_trace_arrays
-from slora.simulation.request_log import SLO_S
-from slora.simulation.routed_engines import RoutedEngines
-from slora.simulation.simulation import Policies, Setup
-from slora.simulation.traces import S2, zipf_trace
-from slora.simulation.virtual_source import FetchCosts
 from slora_kernels.progress_bar import track_progress
 
 REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)

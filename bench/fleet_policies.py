@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bench.simulation.fleet.model_adapters import ModelAdapters
+from bench.simulation.fleet.replica_model import ReplicaModel
+from bench.simulation.lengths import FloatArray, IntArray
 from slora.routing.rendezvous import hash_key, hash_names, rank_names
 from slora.routing.replica_state import ReplicaState, RoutedWork
-from slora.simulation.fleet.model_adapters import ModelAdapters
-from slora.simulation.fleet.replica_model import ReplicaModel
-from slora.simulation.lengths import FloatArray, IntArray
 
 
 class _Reported:

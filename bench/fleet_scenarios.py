@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.fleet import ADAPTERS, RATE, SETTINGS, TOKEN_S, bound_goodput, describe, make_demand
+from bench.simulation.fleet.autoscaling import ScalingRule
+from bench.simulation.fleet.fleet import Fleet, Loss, RouterPolicy
+from bench.simulation.fleet.replica_model import ReplicaSettings
+from bench.simulation.fleet.traffic import Demand, Traffic, make_traffic
+from bench.simulation.request_log import SLO_S
 from bench.table import Row, print_table, write_json
 from slora.routing.router import DEFAULT_PENALTIES, Penalties, Router
-from slora.simulation.fleet.autoscaling import ScalingRule
-from slora.simulation.fleet.fleet import Fleet, Loss, RouterPolicy
-from slora.simulation.fleet.replica_model import ReplicaSettings
-from slora.simulation.fleet.traffic import Demand, Traffic, make_traffic
-from slora.simulation.request_log import SLO_S
 from slora_kernels.progress_bar import track_progress
 
 

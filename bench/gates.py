@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from slora.simulation.traces import TraceRequest
+from bench.simulation.traces import TraceRequest
 
 
 class StaticGate:

@@ -14,6 +14,7 @@ import torch
 
 from bench.cold_adapters import COLD_EVERY_S, FAR, NUM_DECODING, NUM_WARM
 from bench.paced_source import PacedSource
+from bench.simulation.request_log import percentile
 from bench.table import Row
 from bench.workload import RANKS, prompts, write_adapter, write_model
 from slora.engine.engine import Engine
@@ -21,7 +22,6 @@ from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
-from slora.simulation.request_log import percentile
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

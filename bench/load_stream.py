@@ -19,8 +19,8 @@ import httpx
 from bench.adapter_depot import BLOCK_TOKENS, Deposit, Depot
 from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.ping_redis import RedisPinger
+from bench.simulation.request_log import percentile
 from bench.table import Row
-from slora.simulation.request_log import percentile
 from slora_adapters.store.redis_store import open_redis_store
 from slora_kernels.progress_bar import track_progress
 

@@ -6,8 +6,8 @@ simulated machine serves as many requests a second as S-LoRA's raw results say. 
 each other, not for predicting a machine.
 """
 
+from bench.simulation.machine import Machine
 from slora.cost_model import CostModel
-from slora.simulation.machine import Machine
 from slora_kernels.layout import llama_shape
 
 LLAMA_7B = llama_shape(

@@ -8,8 +8,8 @@ pool     S-LoRA's S2 trace (ranks 64/32/16/8, 200 adapters, 2 requests/s for 300
          splits are chosen in hindsight: the adapter part with which most ran at once, of all that were tried.
 sharing  KV pages saved by parallel sampling and by beam search, beside the PagedAttention paper's figures, and what
          other ways to count the same would give. Lengths are synthetic with the paper's means (see
-         slora/simulation/lengths.py); what beams propose is random, in its two extremes and in between (see
-         slora/simulation/next_tokens.py).
+         bench/simulation/lengths.py); what beams propose is random, in its two extremes and in between (see
+         bench/simulation/next_tokens.py).
 swap     bringing back a preempted sequence by copying its pages or by computing it again, over block sizes.
 
 All but the copies of "swap" are simulated: the production scheduler plans every step, nothing is computed.
@@ -19,8 +19,8 @@ from bench.machines import A10G_7B
 from bench.parts import Tables, run_parts
 from bench.pool_division import Division, compare, s2_division, shifting_trace
 from bench.sharing import counting_rows, sharing_rows
+from bench.simulation.traces import S2
 from bench.swapping import swap_rows
-from slora.simulation.traces import S2
 
 
 def pool_tables(*, quick: bool) -> Tables:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.buddy import Buddy
-from slora.simulation.traces import TraceRequest
+from bench.simulation.traces import TraceRequest
 
 # Llama-7B's context: what Orca (Max) reserves for each request.
 MAX_CONTEXT = 2048

@@ -8,12 +8,12 @@ import time
 from dataclasses import replace
 
 from bench.machines import CPU_110M
+from bench.simulation.machine import Machine
+from bench.simulation.simulation import Setup, Simulation
+from bench.simulation.traces import TraceRequest
 from bench.table import Row
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount
-from slora.simulation.machine import Machine
-from slora.simulation.simulation import Setup, Simulation
-from slora.simulation.traces import TraceRequest
 
 NUM_TENANTS = 200
 OUTPUT_TOKENS = 4000

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Collection
 
-from slora.simulation.virtual_source import FetchCosts
+from bench.simulation.virtual_source import FetchCosts
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion

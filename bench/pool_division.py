@@ -19,10 +19,10 @@ from bench.memory_layouts import (
     reserve_pow2,
 )
 from bench.serving_loop import LoopResult, ServingLoop
+from bench.simulation.machine import Machine
+from bench.simulation.simulation import Policies, PoolMeter, Setup, Simulation
+from bench.simulation.traces import S2, Setting, Trace, merge, slora_trace
 from bench.table import Row
-from slora.simulation.machine import Machine
-from slora.simulation.simulation import Policies, PoolMeter, Setup, Simulation
-from slora.simulation.traces import S2, Setting, Trace, merge, slora_trace
 
 WARM_UP_S = 30.0
 MAX_NUM_SEQS = 256

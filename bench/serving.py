@@ -3,7 +3,7 @@
     python -m bench.serving [--parts trace http layers] [--quick] [--json FILE]
 
 trace   an open loop: each request is sent at its time in the trace, even if earlier ones are unanswered. The traces
-        are S-LoRA's generator and a Zipf trace (`slora.simulation.traces`). Each adapter is a tenant. The figures
+        are S-LoRA's generator and a Zipf trace (`bench.simulation.traces`). Each adapter is a tenant. The figures
         have the definitions of `vllm bench serve` (`bench.serving_metrics`).
 http    64 streams of the base model over HTTP, in turn with the same requests in the engine alone. Over HTTP, the
         tenant has quotas, and its usage goes into the ledger. The engine has one thread in both cases, so that the API
@@ -37,11 +37,11 @@ from bench.contenders.answering import Setup as ContenderSetup
 from bench.live_platform import Platform, Setup, Sizes, completion, live_platform
 from bench.parts import Tables, run_parts
 from bench.serving_metrics import Limits, Served, serving_row, tenant_rows
+from bench.simulation.request_log import percentile
+from bench.simulation.traces import Trace, slora_trace, zipf_trace
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import ModelSize, prompts
-from slora.simulation.request_log import percentile
-from slora.simulation.traces import Trace, slora_trace, zipf_trace
 from slora_kernels.progress_bar import track_progress
 from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, environment, running
 from tests.api.served import Served as Server

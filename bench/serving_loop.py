@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from bench.memory_layouts import Job, Layout
+from bench.simulation.machine import Machine
+from bench.simulation.traces import Trace
 from slora.cost_model import StepWork
-from slora.simulation.machine import Machine
-from slora.simulation.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

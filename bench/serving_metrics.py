@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bench.simulation.request_log import percentile
 from bench.sse_client import Answer
 from bench.table import Row
-from slora.simulation.request_log import percentile
 
 __all__ = ["Limits", "Served", "jain_index", "serving_row", "tenant_rows"]
 

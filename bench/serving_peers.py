@@ -40,10 +40,10 @@ from bench.contender import ContenderFailed, Launch
 from bench.live_platform import Setup, Sizes, live_platform
 from bench.parts import Tables, run_parts
 from bench.peer_environments import launch_peer
+from bench.simulation.traces import zipf_trace
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import RANKS, SMALL, prompts
-from slora.simulation.traces import zipf_trace
 from slora_kernels.progress_bar import track_progress
 from tests.api.served import environment
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from bench.machines import A100_7B
+from bench.simulation.lengths import ALPACA, SHAREGPT, SHAREGPT_SHAPED, LengthPair, Lognormal
+from bench.simulation.next_tokens import SENTENCE_TOKENS, NextTokens
+from bench.simulation.simulation import Policies, Setup, Simulation
+from bench.simulation.traces import base_trace
 from bench.table import Row
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
-from slora.simulation.lengths import ALPACA, SHAREGPT, SHAREGPT_SHAPED, LengthPair, Lognormal
-from slora.simulation.next_tokens import SENTENCE_TOKENS, NextTokens
-from slora.simulation.simulation import Policies, Setup, Simulation
-from slora.simulation.traces import base_trace
 
 WIDTHS = (2, 4, 6)
 BEAMS = {"alike": NextTokens(0), "sentence": NextTokens(SENTENCE_TOKENS), "independent": NextTokens(None)}

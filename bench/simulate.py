@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 
 from bench.machines import A10G_7B, A100_7B
+from bench.simulation.machine import Machine
+from bench.simulation.simulation import Policies, PoolMeter, Setup, Simulation
+from bench.simulation.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
+from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row, markdown, print_table, write_json
 from slora.engine_config import EVICTION_POLICIES
-from slora.simulation.machine import Machine
-from slora.simulation.simulation import Policies, PoolMeter, Setup, Simulation
-from slora.simulation.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
-from slora.simulation.virtual_source import FetchCosts
 from slora_kernels.progress_bar import track_progress
 
 NUM_TENANTS = 20

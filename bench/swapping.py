@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.machines import A10G_7B, CPU_110M
+from bench.simulation.machine import Machine
 from bench.table import Row
-from slora.simulation.machine import Machine
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Issuing one asynchronous copy: about 10 us on CUDA, which the bytes of small blocks do not outweigh.

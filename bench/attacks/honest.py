@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from slora.simulation.request_log import SLO_S, percentile
+from bench.simulation.request_log import SLO_S, percentile
 
 __all__ = ["Harvest"]
 

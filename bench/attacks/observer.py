@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
-from slora.simulation.request_log import percentile
+from bench.simulation.request_log import percentile
 
 __all__ = ["Noticed"]
 

@@ -32,9 +32,9 @@ from bench.gpu.random_engine import LLAMA_8B, TINY, EngineSize, RandomEngine
 from bench.gpu.replay import replay
 from bench.gpu.resumed_table import ResumedTable
 from bench.machines import ATTENTION
+from bench.simulation.traces import S1, Trace, slora_trace, zipf_trace
 from bench.table import Row, print_table
 from bench.workload import prompts
-from slora.simulation.traces import S1, Trace, slora_trace, zipf_trace
 
 KINDS = ("copy", "decode", "serving", "popular", "contest")
 DECODE_RANK = 16

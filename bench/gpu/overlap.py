@@ -18,10 +18,10 @@ import torch
 from bench.gpu.random_engine import LLAMA_8B, TINY, EngineSize, RandomEngine
 from bench.gpu.replay import measure_gaps
 from bench.gpu.resumed_table import ResumedTable
+from bench.simulation.request_log import percentile
 from bench.table import Row, print_table
 from bench.workload import prompts
 from slora.request import EngineRequest
-from slora.simulation.request_log import percentile
 
 RANK = 16
 ALONE, BESIDE_COLD, BESIDE_BASE = CASES = ("alone", "beside cold adapters", "beside the base")

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.random_engine import EngineSize
+from bench.simulation.traces import Trace, TraceRequest
 from bench.table import Row
-from slora.simulation.traces import Trace, TraceRequest
 
 ONE_ADAPTER, ADAPTER_NAMES = "peft, one adapter", "peft, adapter_names"
 

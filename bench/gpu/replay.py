@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.gpu.random_engine import RandomEngine
+from bench.simulation.request_log import Outcome, Results, summarize
+from bench.simulation.traces import Trace, TraceRequest
 from bench.table import Row
 from slora.request import EngineRequest
-from slora.simulation.request_log import Outcome, Results, summarize
-from slora.simulation.traces import Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from bench.sharing import (
     sharing_rows,
 )
 from bench.simulate import VALUES, Length, policy_rows, verdict_rows
+from bench.simulation.request_log import SLO_S
+from bench.simulation.simulation import Policies, Setup, Simulation
+from bench.simulation.traces import S2, TraceRequest, slora_trace
 from bench.swapping import BLOCK_SIZES, swap_rows
 from bench.table import markdown, print_table
-from slora.simulation.request_log import SLO_S
-from slora.simulation.simulation import Policies, Setup, Simulation
-from slora.simulation.traces import S2, TraceRequest, slora_trace
 
 
 def request(arrival_s: float, thread: int) -> TraceRequest:

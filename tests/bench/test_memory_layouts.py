@@ -11,7 +11,7 @@ from bench.buddy import Buddy
 from bench.machines import A10G_7B
 from bench.memory_layouts import reserve_max, reserve_oracle, reserve_pow2
 from bench.pool_division import compare, s2_division, shifting_trace
-from slora.simulation.traces import TraceRequest
+from bench.simulation.traces import TraceRequest
 
 
 @given(st.integers(1, 3000), st.lists(st.integers(1, 400), max_size=40), st.randoms(use_true_random=False))

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slora.simulation.fleet.replica_model import ReplicaModel
+from bench.simulation.fleet.replica_model import ReplicaModel
 
 
 @dataclass(frozen=True, slots=True)

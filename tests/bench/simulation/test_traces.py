@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from slora.simulation.lengths import ALPACA, MAX_TOKENS, SHAREGPT, SHAREGPT_SHAPED, LengthPair
-from slora.simulation.traces import (
+from bench.simulation.lengths import ALPACA, MAX_TOKENS, SHAREGPT, SHAREGPT_SHAPED, LengthPair
+from bench.simulation.traces import (
     base_trace,
     chat_trace,
     merge,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from slora.simulation.adapter_fleet import AdapterFleet
+from bench.simulation.adapter_fleet import AdapterFleet
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion

@@ -7,11 +7,11 @@ import math
 import sys
 from collections.abc import Sequence
 
+from bench.simulation.request_log import Outcome, Results, summarize
+from bench.simulation.simulation import Setup, Simulation
+from bench.simulation.traces import Trace, TraceRequest
 from slora.routing.replica_state import ReplicaState, RoutedWork
 from slora.routing.router import Router
-from slora.simulation.request_log import Outcome, Results, summarize
-from slora.simulation.simulation import Setup, Simulation
-from slora.simulation.traces import Trace, TraceRequest
 
 
 class RoutedEngines:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slora.simulation.lengths import SHAREGPT, FloatArray, IntArray, LengthPair, draw_lengths
-from slora.simulation.traces import Trace
+from bench.simulation.lengths import SHAREGPT, FloatArray, IntArray, LengthPair, draw_lengths
+from bench.simulation.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.simulation.fleet.model_adapters import AdapterSettings, ModelAdapters
+from bench.simulation.fleet.model_queue import ModelQueue
+from bench.simulation.fleet.model_request import FleetLog, ModelRequest
+from bench.simulation.machine import Machine
 from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.charges import OUTPUT_PRICE
 from slora.scheduler.preemption import LOOK_AHEAD
-from slora.simulation.fleet.model_adapters import AdapterSettings, ModelAdapters
-from slora.simulation.fleet.model_queue import ModelQueue
-from slora.simulation.fleet.model_request import FleetLog, ModelRequest
-from slora.simulation.machine import Machine
 
 # A decoding request: (step at which it ends, number, offset, request). Its context at step s is offset + s tokens.
 _Row = tuple[int, int, int, ModelRequest]

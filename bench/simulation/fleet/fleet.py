@@ -7,14 +7,14 @@ from typing import Protocol
 
 import numpy as np
 
+from bench.simulation.fleet.autoscaling import Autoscaler, ScalingRule
+from bench.simulation.fleet.model_request import FleetLog, ModelRequest
+from bench.simulation.fleet.replica_model import ReplicaModel, ReplicaSettings
+from bench.simulation.fleet.traffic import Traffic
+from bench.simulation.lengths import FloatArray
+from bench.simulation.request_log import SLO_S
 from slora.routing.replica_state import ReplicaState, RoutedWork
 from slora.routing.router import Router
-from slora.simulation.fleet.autoscaling import Autoscaler, ScalingRule
-from slora.simulation.fleet.model_request import FleetLog, ModelRequest
-from slora.simulation.fleet.replica_model import ReplicaModel, ReplicaSettings
-from slora.simulation.fleet.traffic import Traffic
-from slora.simulation.lengths import FloatArray
-from slora.simulation.request_log import SLO_S
 from slora_adapters.version import AdapterVersion
 
 

@@ -2,11 +2,11 @@
 
 import random
 
+from bench.simulation.fleet.model_queue import ModelQueue
+from bench.simulation.fleet.model_request import ModelRequest
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.queues.fair_queue import FairQueue
-from slora.simulation.fleet.model_queue import ModelQueue
-from slora.simulation.fleet.model_request import ModelRequest
 from tests.support.queueing import make_sequence, make_tenant
 
 

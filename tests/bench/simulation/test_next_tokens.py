@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from bench.simulation.next_tokens import NextTokens
 from slora.scheduler.beam_search import BeamSearch
-from slora.simulation.next_tokens import NextTokens
 from tests.support.beam_model import beam_params
 
 

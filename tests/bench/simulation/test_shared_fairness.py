@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from bench.machines import A10G_7B
+from bench.simulation.routed_engines import RoutedEngines
+from bench.simulation.simulation import Setup
+from bench.simulation.traces import Trace, TraceRequest
 from slora.routing.router import Penalties, Router
-from slora.simulation.routed_engines import RoutedEngines
-from slora.simulation.simulation import Setup
-from slora.simulation.traces import Trace, TraceRequest
 
 SETUP = Setup(A10G_7B, (8,), num_tenants=3, max_num_seqs=24)
 TOKEN_S = 1.2e-3

@@ -1,11 +1,11 @@
 """Several engines with the production scheduler behind the router."""
 
 from bench.machines import A10G_7B
+from bench.simulation.routed_engines import RoutedEngines
+from bench.simulation.simulation import Setup
+from bench.simulation.traces import S2, zipf_trace
+from bench.simulation.virtual_source import FetchCosts
 from slora.routing.router import Penalties, Router
-from slora.simulation.routed_engines import RoutedEngines
-from slora.simulation.simulation import Setup
-from slora.simulation.traces import S2, zipf_trace
-from slora.simulation.virtual_source import FetchCosts
 
 TOKEN_S = 1.2e-3
 SETUP = Setup(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slora.simulation.lengths import SHAREGPT, LengthPair
+from bench.simulation.lengths import SHAREGPT, LengthPair
 
 # Smaller ids are special tokens. A simulated model stops at one of them.
 FIRST_TOKEN = 16

@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from slora.simulation.machine import Machine
+from bench.simulation.machine import Machine
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from bench.machines import A10G_7B
+from bench.simulation.fleet.model_request import FleetLog
+from bench.simulation.fleet.replica_model import ReplicaModel
+from bench.simulation.fleet.traffic import Demand, make_traffic, read_trace_arrays
+from bench.simulation.routed_engines import RoutedEngines
+from bench.simulation.simulation import Policies, Setup
+from bench.simulation.traces import S2, zipf_trace
 from slora.routing.router import Router
-from slora.simulation.fleet.model_request import FleetLog
-from slora.simulation.fleet.replica_model import ReplicaModel
-from slora.simulation.fleet.traffic import Demand, make_traffic, read_trace_arrays
-from slora.simulation.routed_engines import RoutedEngines
-from slora.simulation.simulation import Policies, Setup
-from slora.simulation.traces import S2, zipf_trace
-from tests.slora.simulation.fleet.fleets import FETCH, SETTINGS, TOKEN_S, make_fleet
+from tests.bench.simulation.fleet.fleets import FETCH, SETTINGS, TOKEN_S, make_fleet
 
 
 # From half load to overload, in which the scheduler preempts requests and is fair among tenants. `bench.fleet` compares

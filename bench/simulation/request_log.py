@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass, field
 
-from slora.simulation.traces import TraceRequest
+from bench.simulation.traces import TraceRequest
 
 # S-LoRA's service-level objective: the first token within six seconds.
 SLO_S = 6.0

@@ -1,18 +1,11 @@
 """The simulated machine: a model on a device, and the costs of its work."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from slora.cost_model import CostModel, StepWork
-from slora_kernels.kv_format import KVFormat
+from slora.cost_model import CostModel
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
 BLOCK_TOKENS = 16
-
-
-class StepClock(Protocol):
-    def step_seconds(self, work: StepWork, adapter_bytes: int) -> float:
-        """Returns the seconds of a step. adapter_bytes: packed size of the distinct adapters of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +13,7 @@ class Machine:
     """A model on a device.
 
     pool_tokens: number of tokens whose KV fills the page pool. adapted: paths of the modules that adapters change.
-    costs: the cost model of the scheduler. clock: gives the times of steps; None: `costs` gives them.
-    window: as in `KVFootprint`.
+    costs: the cost model of the scheduler, which also gives the times of steps.
     """
 
     name: str
@@ -30,9 +22,6 @@ class Machine:
     pool_tokens: int
     costs: CostModel
     block_tokens: int = BLOCK_TOKENS
-    kv_format: KVFormat = KVFormat.MODEL
-    window: int | None = None
-    clock: StepClock | None = None
 
     @property
     def num_pages(self) -> int:
@@ -41,7 +30,7 @@ class Machine:
     @property
     def full_page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.shape.page_bytes(self.block_tokens, self.kv_format) * self.shape.num_layers
+        return self.shape.page_bytes(self.block_tokens) * self.shape.num_layers
 
     @property
     def token_bytes(self) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from operator import attrgetter
 
+from bench.simulation.fleet.model_request import ModelRequest
 from slora.pool.tenant_account import TenantAccount
-from slora.simulation.fleet.model_request import ModelRequest
 
 _service = attrgetter("service")
 

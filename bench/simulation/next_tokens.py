@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
+from bench.simulation.traces import FIRST_TOKEN
 from slora.scheduler.beam_search import Proposal
-from slora.simulation.traces import FIRST_TOKEN
 
 SENTENCE_TOKENS = 20
 # With this many breaks for each proposed token, the largest shares are almost surely found.

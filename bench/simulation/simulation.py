@@ -10,6 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+from bench.simulation.adapter_fleet import AdapterFleet
+from bench.simulation.machine import Machine
+from bench.simulation.next_tokens import NextTokens
+from bench.simulation.request_log import Outcome, Results, summarize
+from bench.simulation.traces import Trace, TraceRequest
+from bench.simulation.virtual_source import FetchCosts, VirtualSource
 from slora.kv_footprint import KVFootprint
 from slora.request import EngineRequest, StepOutput, single_adapter
 from slora.sampling_params import SamplingParams
@@ -17,12 +23,6 @@ from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
-from slora.simulation.adapter_fleet import AdapterFleet
-from slora.simulation.machine import Machine
-from slora.simulation.next_tokens import NextTokens
-from slora.simulation.request_log import Outcome, Results, summarize
-from slora.simulation.traces import Trace, TraceRequest
-from slora.simulation.virtual_source import FetchCosts, VirtualSource
 
 STOP_TOKEN = 2
 
@@ -79,7 +79,7 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
         num_pages=machine.num_pages,
         num_slots=setup.num_slots,
         full_page_bytes=machine.full_page_bytes,
-        footprint=KVFootprint(machine.block_tokens, machine.window),
+        footprint=KVFootprint(machine.block_tokens),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         load_pages=setup.load_pages,
@@ -260,17 +260,7 @@ class Simulation:
         totals.loaded_bytes += work.loaded_bytes
         totals.swapped_pages += work.swapped_pages
         totals.starts += sum(1 for s in plan.rows_to_write if s.request.adapters and s.index == 0)
-        clock = self.machine.clock
-        return (
-            self.machine.costs.step_seconds(work)
-            if clock is None
-            else clock.step_seconds(work, self._adapter_bytes(plan))
-        )
-
-    def _adapter_bytes(self, plan: StepPlan) -> int:
-        """Packed size of the distinct adapters that a step computes with."""
-        versions = {version for chunk in plan.chunks for version, _ in chunk.sequence.request.adapters}
-        return sum(map(self.fleet.num_bytes, versions))
+        return self.machine.costs.step_seconds(work)
 
     def _sample_token(self, sequence: Sequence) -> SampledToken:
         token, stops_after = self._tokens[sequence.request.request_id]

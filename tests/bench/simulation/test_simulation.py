@@ -3,14 +3,14 @@
 import pytest
 
 from bench.machines import A10G_7B, CPU_110M
+from bench.simulation.lengths import ALPACA
+from bench.simulation.machine import Machine
+from bench.simulation.next_tokens import NextTokens
+from bench.simulation.simulation import Policies, PoolMeter, Setup, Simulation
+from bench.simulation.traces import S2, TraceRequest, base_trace, slora_trace
+from bench.simulation.virtual_source import FetchCosts
 from slora.cost_model import StepWork
 from slora.scheduler.step_plan import StepPlan
-from slora.simulation.lengths import ALPACA
-from slora.simulation.machine import Machine
-from slora.simulation.next_tokens import NextTokens
-from slora.simulation.simulation import Policies, PoolMeter, Setup, Simulation
-from slora.simulation.traces import S2, TraceRequest, base_trace, slora_trace
-from slora.simulation.virtual_source import FetchCosts
 
 SLOW_FETCH = FetchCosts(latency_s=0.05, bytes_per_s=200e6, num_lanes=2)
 

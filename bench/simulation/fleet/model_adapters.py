@@ -5,9 +5,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from slora.simulation.fleet.model_request import ModelRequest
-from slora.simulation.machine import Machine
-from slora.simulation.virtual_source import FetchCosts
+from bench.simulation.fleet.model_request import ModelRequest
+from bench.simulation.machine import Machine
+from bench.simulation.virtual_source import FetchCosts
 
 # Seconds until a copy in the host cache is found.
 HOST_FETCH_S = 0.001

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from slora.simulation.fleet.autoscaling import ScalingRule
-from slora.simulation.fleet.fleet import Loss, Phase
-from slora.simulation.fleet.traffic import Demand, make_traffic
-from tests.slora.simulation.fleet.fleets import SETTINGS, make_fleet
+from bench.simulation.fleet.autoscaling import ScalingRule
+from bench.simulation.fleet.fleet import Loss, Phase
+from bench.simulation.fleet.traffic import Demand, make_traffic
+from tests.bench.simulation.fleet.fleets import SETTINGS, make_fleet
 
 
 def test_requests_of_lost_replicas_continue_on_the_others() -> None:

@@ -1,14 +1,14 @@
 """Simulated fleets behind the production router, for tests."""
 
 from bench.machines import A10G_7B
+from bench.simulation.fleet.autoscaling import ScalingRule
+from bench.simulation.fleet.fleet import Fleet, Loss, RouterPolicy
+from bench.simulation.fleet.model_adapters import AdapterSettings
+from bench.simulation.fleet.replica_model import ReplicaSettings
+from bench.simulation.fleet.traffic import Traffic
+from bench.simulation.traces import S2
+from bench.simulation.virtual_source import FetchCosts
 from slora.routing.router import Router
-from slora.simulation.fleet.autoscaling import ScalingRule
-from slora.simulation.fleet.fleet import Fleet, Loss, RouterPolicy
-from slora.simulation.fleet.model_adapters import AdapterSettings
-from slora.simulation.fleet.replica_model import ReplicaSettings
-from slora.simulation.fleet.traffic import Traffic
-from slora.simulation.traces import S2
-from slora.simulation.virtual_source import FetchCosts
 
 FETCH = FetchCosts(latency_s=0.02, bytes_per_s=200e6)
 SETTINGS = ReplicaSettings(A10G_7B, AdapterSettings(S2.ranks, FETCH), num_tenants=20)
