@@ -161,6 +161,7 @@ def test_copied_requests_run_and_have_no_key(platform: Platform, view: ConsolePa
     page.get_by_label("Top k").fill("5")
     page.get_by_label("Stop at").fill("'")
     for button, command in (("Copy as curl", ["bash", "-c"]), ("Copy as Python", [sys.executable, "-c"])):
+        expect(answer(page, "base").get_by_role("button", name="Copied")).to_have_count(0)
         answer(page, "base").get_by_role("button", name=button).click()
         expect(answer(page, "base").get_by_role("button", name="Copied")).to_be_visible()
         copied = page.evaluate("navigator.clipboard.readText()")
