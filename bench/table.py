@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,31 @@ Row = dict[str, Any]
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
+    print(f"\n{format_table(title, rows)}")
+
+
+def format_table(title: str, rows: Sequence[Row]) -> str:
     """Columns in the order of the first row's keys; numbers to the right, with as many digits as are worth reading."""
     columns = list(rows[0])
     cells = [columns, *([_show(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
-    print(f"\n{title}")
+    lines = [title]
     for line in cells:
         pairs = zip(line, widths, numeric, strict=True)
-        print("  ".join(cell.rjust(w) if right else cell.ljust(w) for cell, w, right in pairs).rstrip())
+        lines.append(
+            "  ".join(cell.rjust(w) if right else cell.ljust(w) for cell, w, right in pairs).rstrip()
+        )
+    return "\n".join(lines)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file of JSON lines. A line that a killed process did not finish is skipped."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:

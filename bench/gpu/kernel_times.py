@@ -1,11 +1,12 @@
 """How long the kernels take on this GPU, beside the bytes that they must move and its own copies.
 
-    python -m bench.gpu.kernel_times FILE [--seconds 480] [--kinds copy lora decode prefill sample]
+    python -m bench.gpu.kernel_times FILE [--seconds 480] [--kinds copy matmul lora decode prefill sample]
 
 FILE gets a row for each case as it is measured; run again, it goes on behind the last one. Shapes are Llama-3.1-8B's in
 bfloat16. Calls go over several layers in turn, so that nothing is found in a cache because it was used just now; they
 are captured as one graph, so that what is timed is the device's and not the host's.
 
+matmul   of square matrices: the rate that prefill is compared with.
 lora     a site's shrink and expand: batch, distinct adapters, ranks. Bytes: A and B of the distinct adapters, x once,
          the output twice.
 decode   attention of one token a sequence: batch, context, what K and V are kept as. Bytes: K and V.
@@ -23,7 +24,7 @@ import torch
 
 from bench.gpu.device_time import time_device
 from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
-from bench.gpu.resumed_table import ResumedTable
+from bench.gpu.resumed_table import Case, ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.kernel_selector import select_kernels
@@ -35,7 +36,6 @@ from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}
 SITES = ("qkv", "o", "gate_up", "down")
 FILTERS = {"none": (0, 1.0), "top_p 0.9": (0, 0.9), "top_k 50, top_p 0.9": (50, 0.9)}
-Case = tuple[Row, Callable[[], Row]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Sizes:
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     copy_bytes: int
+    matmul_size: int = 8192
 
     def geometry(self, kv_format: KVFormat) -> KVGeometry:
         shape = self.shape
@@ -79,6 +80,7 @@ class KernelTimes:
     def cases(self, kinds: list[str]) -> Iterator[Case]:
         makers = {
             "copy": self._copies,
+            "matmul": self._matmuls,
             "lora": self._loras,
             "decode": self._decodes,
             "prefill": self._prefills,
@@ -96,6 +98,17 @@ class KernelTimes:
             return _rate(seconds, 2 * source.nbytes)
 
         yield {}, measure
+
+    def _matmuls(self) -> Iterator[Case]:
+        size = self._sizes.matmul_size
+
+        def measure() -> Row:
+            a, b = (torch.randn(size, size, device=self._device).to(self._sizes.dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            seconds = time_device(lambda: torch.matmul(a, b, out=out), self._device)
+            return _rate(seconds, 3 * a.nbytes) | {"TFLOP/s": 2 * size**3 / seconds / 1e12}
+
+        yield {"size": size}, measure
 
     def _loras(self) -> Iterator[Case]:
         for rank in RANKS:
@@ -226,7 +239,7 @@ def compare(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = ["copy", "lora", "decode", "prefill", "sample"]
+    kinds = ["copy", "matmul", "lora", "decode", "prefill", "sample"]
     parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
     parser.add_argument("--seconds", type=float, default=480.0, help="start no case after this time")
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)

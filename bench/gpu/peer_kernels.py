@@ -1,38 +1,29 @@
 """Our LoRA kernels beside vLLM's and SGLang's, on the same adapters and the same machine.
 
-    python -m bench.gpu.peer_kernels FILE --peer-sources DIR [--seconds 300] [--tiny]
-
 Shapes are Llama-3.1-8B's in bfloat16, all four sites of a layer, rank 16, batches of 8 to 256 among 8 and 64 distinct
 adapters; the same numbers, in pages for ours and stacked by module for theirs. Each case checks first that theirs and
 ours add the same, and then times them over eight layers in turn, as a graph (bench/gpu/kernel_times.py). The bar: ours
-are 1.2 times as fast. DIR has the peers' sources: bench/gpu/peer_sources.py says which.
-
---tiny compares the numbers on a CPU, in Triton's interpreter (TRITON_INTERPRET=1); its times mean nothing.
+are 1.2 times as fast. bench/gpu/peer_sources.py says which sources the peers need.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bench.gpu.device_time import time_device
 from bench.gpu.kernel_times import LLAMA_8B, SITES, Sizes
-from bench.gpu.peer_sources import PEERS, Peer, Weights
+from bench.gpu.peer_sources import Peer, Weights
 from bench.gpu.random_adapters import RandomAdapters, cut_evenly
-from bench.gpu.resumed_table import ResumedTable
-from bench.table import Row, print_table
-from slora_kernels.kernel_selector import select_kernels
+from bench.table import Row
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite, llama_shape
 from slora_kernels.ops import Kernels
 
 MakePeer = Callable[[list[int], torch.device], Peer]
 RANK = 16
 OURS = "slora"
-WHOLE = replace(LLAMA_8B, batches=(8, 64, 128, 256), adapters=(8, 64))
+WHOLE = replace(LLAMA_8B, batches=(64,), adapters=(64, 8))
 SMALL = Sizes(
     llama_shape(1, 256, 4, 2, 64, 384, 100, 2),
     torch.float16,  # the interpreter multiplies bfloat16's raw bits
@@ -129,25 +120,3 @@ def unpack(scene: RandomAdapters, site: LoraSite, dtype: torch.dtype) -> Weights
         for m, width in zip(modules, site.widths, strict=True)
     ]
     return Weights([part.contiguous() for part in a.split(RANK, 1)], b)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
-    parser.add_argument("--peer-sources", type=Path, required=True, help="see bench/gpu/peer_sources.py")
-    parser.add_argument("--seconds", type=float, default=300.0, help="start no case after this time")
-    parser.add_argument(
-        "--tiny", action="store_true", help="run on a CPU, to check that the numbers are the same"
-    )
-    options = parser.parse_args()
-    device = torch.device("cpu" if options.tiny else "cuda")
-    table = ResumedTable(options.table, device)
-    makers = {name: partial(make, options.peer_sources) for name, make in PEERS.items()}
-    times = PeerTimes(SMALL if options.tiny else WHOLE, device, select_kernels("triton", device), makers)
-    is_whole = table.fill(times.cases(), options.seconds)
-    print_table("us a layer", table.rows())
-    print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")
-
-
-if __name__ == "__main__":
-    main()

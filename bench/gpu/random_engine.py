@@ -1,16 +1,19 @@
 """An engine with a random model and random adapters, which are made in memory and never read from a file.
 
-Weights are made on the device. Adapters are packed on the host, in page-locked memory if there is a GPU, as the loader
-does it. All adapters are copies of a few. Each is loaded separately, and the time of a load depends only on its bytes.
+Weights are made on the device. Packed adapters lie in page-locked host memory if there is a GPU, as the loader leaves
+them. All adapters of a kind are copies of a few. Each is loaded separately, and the time of a load depends only on its
+bytes.
 """
 
 import itertools
 import json
+import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +21,13 @@ import torch
 from bench.kernels import MODELS
 from bench.machines import ALL_LINEARS
 from bench.made_weights import MadeWeights
+from slora.engine import process
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.models.decoder import Decoder
 from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, single_adapter
+from slora.request import EngineRequest, StepOutput, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import Fetched, FetchFailed
@@ -31,8 +35,23 @@ from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
-_DISTINCT = 4
+_DISTINCT = 2
 _STD = 0.02
+_KIND_DIGITS = 2
+
+
+class AdapterKind(NamedTuple):
+    """adapted: the paths of the linears that these adapters change."""
+
+    rank: int
+    adapted: Sequence[str] = ALL_LINEARS
+
+
+class RandomAdapter(NamedTuple):
+    """kind: its position among the kinds of the engine."""
+
+    number: int
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +76,9 @@ class EngineSize:
     def write_config(self, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(dict(self.fields)))
 
-    def layout(self, rank: int, adapted: Sequence[str] = ALL_LINEARS) -> AdapterLayout:
+    def layout(self, kind: AdapterKind) -> AdapterLayout:
         shape = self.spec().shape(self.dtype)
-        ranks = [rank if linear.path in adapted else 0 for linear in shape.linears]
+        ranks = [kind.rank if linear.path in kind.adapted else 0 for linear in shape.linears]
         return lay_out_adapter(shape, [*ranks * shape.num_layers, 0, 0])
 
     def weight_bytes(self) -> int:
@@ -68,7 +87,10 @@ class EngineSize:
         return shape.element_bytes * (shape.num_weights + shape.hidden_size * shape.vocab_size)
 
 
-LLAMA_8B = EngineSize(MODELS["llama-8b"], "cuda", 64 << 30, 8192)
+# Weights of 16 GB and a pool of 48 GiB leave 10 GB of an 80 GB card for activations and graphs.
+LLAMA_8B = EngineSize(MODELS["llama-8b"], "cuda", 48 << 30, 8192)
+# The widths of the whole model, and so its kernels. Four layers and a small pool start in seconds.
+FOUR_LAYERS = EngineSize(MODELS["llama-8b"] | {"num_hidden_layers": 4}, "cuda", 6 << 30, 8192)
 TINY = EngineSize(
     MODELS["llama-8b"]
     | {
@@ -88,6 +110,9 @@ TINY = EngineSize(
 )
 
 
+SIZES = {"whole": LLAMA_8B, "warm": FOUR_LAYERS, "tiny": TINY}
+
+
 def make_weights(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Decoder:
@@ -102,25 +127,30 @@ class RandomSource:
 
     shape: ModelShape
     dtype: str
-    layout: AdapterLayout
-    pinned: bool
+    layouts: list[AdapterLayout]
+    device: str
     capacity_bytes: int | None = None
     paces: Mapping[str, float] = field(default_factory=dict)
-    _copies: list[PackedAdapter] = field(default_factory=list)
+    _copies: list[list[PackedAdapter]] = field(default_factory=list)
     _arrived: list[Fetched | FetchFailed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        scales = (self.layout.modules[:, 0] > 0).astype(np.float32)
-        for seed in range(_DISTINCT):
-            random = torch.Generator().manual_seed(seed)
-            buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=self.pinned)
-            buffer.view(dtype).normal_(std=_STD, generator=random)
-            self._copies.append(PackedAdapter(self.layout, scales, buffer.numpy()))
+        self._copies = [[self._make(layout) for _ in range(_DISTINCT)] for layout in self.layouts]
 
-    def version(self, number: int) -> AdapterVersion:
+    def _make(self, layout: AdapterLayout) -> PackedAdapter:
+        content = torch.empty(
+            layout.num_bytes // getattr(torch, self.dtype).itemsize,
+            dtype=getattr(torch, self.dtype),
+            device=self.device,
+        )
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=self.device == "cuda")
+        buffer.copy_(content.normal_(std=_STD).view(torch.uint8))
+        return PackedAdapter(layout, (layout.modules[:, 0] > 0).astype(np.float32), buffer.numpy())
+
+    def version(self, adapter: RandomAdapter) -> AdapterVersion:
         """Returns the version of an adapter. Each adapter has a tenant of its own, as in S-LoRA's benchmark."""
-        return AdapterVersion(f"tenant-{number}", f"{number:064x}")
+        digest = f"{adapter.kind:0{_KIND_DIGITS}x}{adapter.number:0{64 - _KIND_DIGITS}x}"
+        return AdapterVersion(f"tenant-{adapter.number}", digest)
 
     @property
     def cached_versions(self) -> frozenset[AdapterVersion]:
@@ -130,7 +160,9 @@ class RandomSource:
         return CacheCounts()
 
     def request(self, version: AdapterVersion) -> None:
-        self._arrived.append(Fetched(version, self._copies[int(version.digest, 16) % _DISTINCT]))
+        kind, number = version.digest[:_KIND_DIGITS], version.digest[_KIND_DIGITS:]
+        copies = self._copies[int(kind, 16)]
+        self._arrived.append(Fetched(version, copies[int(number, 16) % len(copies)]))
 
     def poll(self) -> list[Fetched | FetchFailed]:
         arrived, self._arrived = self._arrived, []
@@ -144,14 +176,13 @@ class RandomSource:
 
 
 class RandomEngine:
-    """rank: of all adapters, which adapt the linears `adapted`. settings: further fields of EngineConfig."""
+    """settings: further fields of EngineConfig."""
 
-    def __init__(
-        self, size: EngineSize, rank: int, adapted: Sequence[str] = ALL_LINEARS, **settings: Any
-    ) -> None:
+    def __init__(self, size: EngineSize, kinds: Sequence[AdapterKind], **settings: Any) -> None:
         self.size = size
-        spec, layout = size.spec(), size.layout(rank, adapted)
-        self.adapters = RandomSource(spec.shape(size.dtype), size.dtype, layout, size.device == "cuda")
+        spec = size.spec()
+        layouts = [size.layout(kind) for kind in kinds]
+        self.adapters = RandomSource(spec.shape(size.dtype), size.dtype, layouts, size.device)
         config = EngineConfig(
             Path("random"),
             dtype=size.dtype,
@@ -160,20 +191,57 @@ class RandomEngine:
             max_model_len=size.max_model_len,
             swap_bytes=0,
             prefix_cache="off",
-            max_lora_rank=rank,
+            max_lora_rank=max(kind.rank for kind in kinds),
             **settings,
         )
         self.engine = Engine(config, spec, self.adapters, load=make_weights)
         self._numbers = itertools.count()
+        self._made: list[str] = []
 
-    def make_request(self, prompt: list[int], adapter: int | None, output_tokens: int) -> EngineRequest:
-        """Makes a greedy request for exactly `output_tokens` tokens. adapter: its number; None is the base model."""
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may do something. An adapter that is requested arrives in the next step."""
+        return self.engine.has_work or self.engine.num_unfinished > 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token."""
+        return self.engine.info.full_page_bytes // self.engine.info.block_tokens
+
+    def adapter_bytes(self, kind: int = 0) -> int:
+        return self.adapters.layouts[kind].num_bytes
+
+    def make_request(
+        self, prompt: list[int], adapter: RandomAdapter | None, output_tokens: int
+    ) -> EngineRequest:
+        """Makes a greedy request for exactly `output_tokens` tokens. adapter: None is the base model."""
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         version = None if adapter is None else self.adapters.version(adapter)
         tenant = "base" if version is None else version.tenant
-        return EngineRequest(str(next(self._numbers)), tenant, prompt, single_adapter(version), params)
+        self._made.append(str(next(self._numbers)))
+        return EngineRequest(self._made[-1], tenant, prompt, single_adapter(version), params)
+
+    def run_until(self, is_enough: Callable[[list[StepOutput]], bool]) -> None:
+        """Runs steps until their outputs are enough. Raises the error of a request that fails."""
+        while self.has_work:
+            outputs = self.engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+            if is_enough(outputs):
+                return
+        raise RuntimeError("the engine has no more work, and its outputs were not enough")
 
     def drop_all(self) -> None:
-        """Aborts all requests."""
-        for number in range(next(self._numbers)):
-            self.engine.abort(str(number))
+        """Aborts all requests, and finishes the step that may still run."""
+        for request_id in self._made:
+            self.engine.abort(request_id)
+        self._made.clear()
+        while self.engine.has_work:
+            self.engine.step()
+
+
+if __name__ == "__main__":
+    # The engine process of `slora serve` with a random model: see bench/gpu/random_server.py.
+    process.Engine = partial(Engine, load=make_weights)  # type: ignore[misc, assignment]
+    sys.exit(process.main())

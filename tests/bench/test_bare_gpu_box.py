@@ -31,6 +31,7 @@ OF_A_SERVER = (
     "many_adapters",
     "null_server",
     "ping_redis",
+    "random_server",
     "ray_hop",
     "serving",
     "serving_peers",
@@ -70,7 +71,7 @@ for name in sys.argv[1:]:
         "slora.runner.runner",
         "slora_kernels.gpu.triton_kernels",
         "slora_adapters.peft.packing",
-        "bench.gpu.end_to_end",
+        "bench.gpu.stages",
     } <= {*names}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *names],
