@@ -30,7 +30,7 @@ from bench.workload import prompts
 from slora.device.step_batch import StepArrays
 from slora.engine.engine import Engine
 from slora.request import StepOutput
-from slora.runner.runner import Runner
+from slora.runner.runner import Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 
 # Rank 8 on the linears of attention is S-LoRA's setting S1.
@@ -43,11 +43,15 @@ MakeEngine = Callable[[], RandomEngine]
 
 
 class Scene(NamedTuple):
-    """`batch` requests that decode, with `adapters` distinct adapters in turn; 0 is the base model."""
+    """`batch` requests that decode, with `adapters` distinct adapters in turn; 0 is the base model.
+
+    overlap: whether the host plans a step while the GPU computes the one before.
+    """
 
     batch: int
     adapters: int
     ranks: str = "16"
+    overlap: bool = True
 
     def adapter(self, number: int) -> RandomAdapter | None:
         kinds = RANKS[self.ranks]
@@ -60,7 +64,8 @@ class Scene(NamedTuple):
 
     @property
     def key(self) -> Row:
-        return {"batch": self.batch, "adapters": self.adapters, "ranks": self.ranks if self.adapters else "-"}
+        ranks = (self.ranks if self.adapters else "-") + ("" if self.overlap else " (no overlap)")
+        return {"batch": self.batch, "adapters": self.adapters, "ranks": ranks}
 
 
 class Answers(NamedTuple):
@@ -99,6 +104,7 @@ _FIRST = tuple(Scene(64, count) for count in (0, 8, 32, 1, 64))
 WHOLE = DecodeScale(
     scenes=(
         *_FIRST,
+        *(Scene(64, count, overlap=False) for count in (0, 8)),
         *(Scene(1, count) for count in (0, 1)),
         *(Scene(256, count) for count in (0, 8, 64)),
         *(Scene(16, count) for count in (0, 1, 8)),
@@ -116,7 +122,7 @@ WHOLE = DecodeScale(
     answers=tuple(Answers(streams, count, 128, 128) for streams in (64, 256) for count in (0, 32)),
 )
 SMALL = DecodeScale(
-    scenes=(Scene(4, 0), Scene(4, 2), Scene(4, 3, "8/16/64")),
+    scenes=(Scene(4, 0), Scene(4, 2), Scene(4, 2, overlap=False), Scene(4, 3, "8/16/64")),
     profiled=(Scene(4, 0), Scene(4, 2)),
     answers=(Answers(2, 0, 8, 4), Answers(2, 2, 8, 4)),
     prompt_tokens=8,
@@ -221,6 +227,7 @@ def _time_answers(made: RandomEngine, answers: Answers) -> Row:
 
 def _begin(made: RandomEngine, scale: DecodeScale, scene: Scene, num_steps: int) -> None:
     """Adds the requests, and runs steps until all of them decode."""
+    made.engine._num_overlapped = int(scene.overlap)
     # Requests that begin first generate tokens until the last one has begun.
     output_tokens = num_steps + 2 * scene.batch + 16
     waiting = set()
@@ -243,13 +250,14 @@ def _timed_functions() -> list[Timed]:
         Timed(StepArrays, "upload", "upload ms"),
         Timed(Runner, "_forward", "launch ms"),
         Timed(slora.runner.runner, "sample", "sample ms"),
+        Timed(RunningStep, "wait", "wait ms"),
         Timed(Scheduler, "postprocess", "postprocess ms"),
         Timed(Engine, "_learn", "learn ms"),
     ]
 
 
 def _time_host(num_steps: int, engine: Engine) -> Row:
-    """Medians. The wait for the GPU is part of `sample ms`."""
+    """Medians. `wait ms` includes the wait for the GPU."""
     clock = StepClock()
     timed = _timed_functions()
     with clock.timing(timed):
