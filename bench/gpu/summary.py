@@ -15,6 +15,7 @@ _HOST = (
     "upload ms",
     "launch ms",
     "sample ms",
+    "wait ms",
     "postprocess ms",
     "learn ms",
     "rest",
