@@ -66,11 +66,16 @@ class Kernels(Protocol):
         weight: of the dtype of x, or float32. Gemma's weight 1 + w needs more than the 8 significant bits of bfloat16.
         """
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place (rounded to its dtype), then returns the norm of the new residual. All are [T, H]."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
+    ) -> Tensor:
+        """residual += x in place (rounded to its dtype), then returns the norm of the new residual. All are [T, H].
 
-    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """[T, 2I] (gate | up) -> [T, I]: activation(gate) * up."""
+        delta: float32 of the shape of x. It is added to x first, and the sum is rounded to the dtype of x.
+        """
+
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
+        """[T, 2I] (gate | up) -> [T, I]: activation(gate) * up. delta: added to gate_up as in `add_rms_norm`."""
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K] times (values * scales[:, None]) transposed, plus bias -> [T, N] of x's dtype.
@@ -95,6 +100,7 @@ class Kernels(Protocol):
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
         """Normalises and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
 
@@ -103,6 +109,7 @@ class Kernels(Protocol):
         even and at most D. The first R dimensions of a head are rotated. As in Llama, dimension i is paired with
         i + R/2: (a, b) -> (a cos - b sin, b cos + a sin). None: no rotation.
         norms: applied to each head before the rotation. None: no norm.
+        delta: added to qkv first, as in `add_rms_norm`.
         """
 
     def attend(
@@ -160,3 +167,18 @@ class Kernels(Protocol):
         self, out: Tensor, shrunk: ShrinkOutput, pages: Tensor, site: LoraSite, step: LoraStep
     ) -> None:
         """out [T, sum(site.widths)] += weight * scale * shrunk times B, module by module, in place."""
+
+    def write_delta(
+        self,
+        delta: Tensor,
+        shrunk: ShrinkOutput,
+        pages: Tensor,
+        site: LoraSite,
+        step: LoraStep,
+        dtype: torch.dtype,
+    ) -> None:
+        """delta float32 [T, sum(site.widths)] = weight * scale * shrunk times B, for tiles of decode rows only.
+
+        Adding this delta and rounding once gives the same bits as `expand`. Rows in no tile must be zero, and remain
+        zero. dtype: the model's dtype.
+        """

@@ -28,7 +28,14 @@ from slora_kernels.batch import (
 from slora_kernels.grouped_matmuls import grouped_linear
 from slora_kernels.layout import LARGEST_E4M3, LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
-from slora_kernels.lora_matmuls import HostLoraTile, expand_tiles, plan_tiles, shrink_tiles
+from slora_kernels.lora_matmuls import (
+    HostLoraTile,
+    add_delta,
+    expand_tiles,
+    plan_tiles,
+    shrink_tiles,
+    write_delta,
+)
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.token_masks import mask_logits
@@ -288,12 +295,14 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual.add_(x)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
+    ) -> Tensor:
+        residual.add_(add_delta(x, delta))
         return self.rms_norm(residual, weight, eps)
 
-    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
+        gate, up = add_delta(gate_up, delta).chunk(2, dim=-1)
         return (_apply_activation(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -311,7 +320,9 @@ class TorchKernels:
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
+        qkv = add_delta(qkv, delta)
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
         turning = geometry.num_heads + geometry.num_kv_heads
         turned = heads[:, :turning]
@@ -381,6 +392,11 @@ class TorchKernels:
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
         return shrink_embedding(token_ids, pages, site, step, dtype)
+
+    def write_delta(
+        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> None:
+        write_delta(self, delta, shrunk, pages, site, step, dtype)
 
     def expand(self, out: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan

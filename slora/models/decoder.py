@@ -162,31 +162,41 @@ class _Forward:
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
         for index, layer in enumerate(layers):
-            attended = self._norm(self._attend(hidden, layer, index), layer.attention_post_norm)
-            hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            output = self._norm(self._transform(hidden, layer.mlp), layer.mlp_post_norm)
+            attended, delta = self._attend(hidden, layer, index)
+            hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps, delta)
+            output, delta = self._transform(hidden, layer)
             if index + 1 < len(layers):
-                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps)
+                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps, delta)
         rows = self._batch.output_rows
-        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps)
+        delta = None if delta is None else delta[rows]
+        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps, delta)
 
-    def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> Tensor:
+    def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> tuple[Tensor, Tensor | None]:
+        """Returns the output of attention, and a delta that is to be added to it, if there is one."""
         kernels, pages, geometry = self._kernels, self._memory.pages, self._memory.geometry
-        qkv = self._apply(hidden, layer.qkv)
+        qkv, delta = self._apply_apart(hidden, layer.qkv)
         query = kernels.rotate_and_write_kv(
-            qkv, layer.cos_sin, pages, geometry, index, self._step, layer.query_key_norm
+            qkv, layer.cos_sin, pages, geometry, index, self._step, layer.query_key_norm, delta
         )
         attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
-        return self._collectives.sum(self._apply(attended, layer.output))
+        return self._finish(attended, layer.output, layer.attention_post_norm)
 
-    def _transform(self, hidden: Tensor, mlp: Mlp) -> Tensor:
-        if isinstance(mlp, DenseMlp):
-            return self._collectives.sum(self._apply_mlp(hidden, mlp))
-        return self._collectives.sum(self._mix_experts(hidden, mlp))
+    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> tuple[Tensor, Tensor | None]:
+        """Returns the output of the MLP, and a delta that is to be added to it, if there is one."""
+        if isinstance(layer.mlp, DenseMlp):
+            return self._finish(self._gate(hidden, layer.mlp), layer.mlp.down, layer.mlp_post_norm)
+        mixed = self._collectives.sum(self._mix_experts(hidden, layer.mlp))
+        return self._norm(mixed, layer.mlp_post_norm), None
 
-    def _apply_mlp(self, hidden: Tensor, mlp: DenseMlp) -> Tensor:
-        gated = self._kernels.act_mul(self._apply(hidden, mlp.gate_up), self._activation)
-        return self._apply(gated, mlp.down)
+    def _finish(self, x: Tensor, linear: Linear, post_norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Applies the last linear of attention or of an MLP. Other ranks and the post norm need the whole sum."""
+        if self._collectives.size == 1 and post_norm is None:
+            return self._apply_apart(x, linear)
+        return self._norm(self._collectives.sum(self._apply(x, linear)), post_norm), None
+
+    def _gate(self, hidden: Tensor, mlp: DenseMlp) -> Tensor:
+        gate_up, delta = self._apply_apart(hidden, mlp.gate_up)
+        return self._kernels.act_mul(gate_up, self._activation, delta)
 
     def _mix_experts(self, hidden: Tensor, mlp: SparseMlp) -> Tensor:
         kernels, experts = self._kernels, self._experts
@@ -198,10 +208,14 @@ class _Forward:
         if mlp.shared is None:
             return mixed
         gate = torch.sigmoid(self._apply(hidden, mlp.shared.gate))
-        return mixed + gate * self._apply_mlp(hidden, mlp.shared.mlp)
+        return mixed + gate * self._apply(self._gate(hidden, mlp.shared.mlp), mlp.shared.mlp.down)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
+
+    def _apply_apart(self, x: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
+        """Like `_apply`, but the adapters' part of the sum may be returned on its own."""
+        return self._deltas.compute_apart(lambda: linear.apply(x, self._kernels), x, linear.site)
 
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""

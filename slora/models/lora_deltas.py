@@ -1,14 +1,18 @@
 """Adds the adapters' LoRA outputs to the base model's outputs, site by site."""
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import SideStream
-from slora_kernels.batch import LoraTiles
+from slora_kernels.batch import LoraStep, LoraTiles
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
+
+_Result = TypeVar("_Result")
 
 
 class LoraDeltas:
@@ -16,7 +20,7 @@ class LoraDeltas:
 
     layers: the rows and their adapters. Each layer adds to the result of the layers before it, so the sum of a row's
     adapters has a fixed order. Empty: no row has an adapter.
-    side: the stream that runs shrinks in parallel with the base model's matmuls. None: shrinks run after the matmuls.
+    side: the stream that runs LoRA kernels in parallel with the base model's matmuls. None: they run after the matmuls.
     """
 
     def __init__(
@@ -30,6 +34,8 @@ class LoraDeltas:
         self._kernels = kernels
         self._steps = [kernels.prepare_lora(tiles, memory.tables) for tiles in layers]
         self._side = side
+        self._writes_apart = side is not None and _has_only_decode_rows(self._steps)
+        self._deltas: dict[int, Tensor] = {}
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
         """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""
@@ -37,17 +43,46 @@ class LoraDeltas:
             out = base()
             self.add(out, x, site)
             return out
-        shrunk = self._side.fork(
-            lambda: [self._kernels.shrink(x, self._pages, site, step) for step in self._steps]
+        shrunk, out = self._run_beside(
+            lambda: [self._kernels.shrink(x, self._pages, site, step) for step in self._steps], base
         )
+        for step, one in zip(self._steps, shrunk, strict=True):
+            self._kernels.expand(out, one, self._pages, site, step)
+        return out
+
+    def compute_apart(
+        self, base: Callable[[], Tensor], x: Tensor, site: LoraSite
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `compute`, but may return the output of `base` and the delta [T, sum(site.widths)] that is to be added
+        to it. The delta is valid until the next site of the same width is computed.
+
+        The whole LoRA work of the site then runs beside `base`. No kernel of its own adds the delta: the kernel that
+        reads the output does.
+        """
+        if not self._writes_apart:
+            return self.compute(base, x, site), None
+        delta, out = self._run_beside(lambda: self._write_delta(x, site), base)
+        return out, delta
+
+    def _write_delta(self, x: Tensor, site: LoraSite) -> Tensor:
+        width, (step,) = sum(site.widths), self._steps
+        if width not in self._deltas:
+            # Rows without an adapter stay zero in all layers.
+            self._deltas[width] = torch.zeros(len(x), width, dtype=torch.float32, device=x.device)
+        delta = self._deltas[width]
+        shrunk = self._kernels.shrink(x, self._pages, site, step)
+        self._kernels.write_delta(delta, shrunk, self._pages, site, step, x.dtype)
+        return delta
+
+    def _run_beside(self, work: Callable[[], _Result], base: Callable[[], Tensor]) -> tuple[_Result, Tensor]:
+        assert self._side is not None
+        result = self._side.fork(work)
         try:
             out = base()
         finally:
             # Join even if `base` fails: the memory of x must not be reused while the shrink still reads it.
             self._side.join()
-        for step, one in zip(self._steps, shrunk, strict=True):
-            self._kernels.expand(out, one, self._pages, site, step)
-        return out
+        return result, out
 
     def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
         """out [T, sum(site.widths)] += scale * (x A^T) B^T. x [T, site.in_width]: the input of the site's linears."""
@@ -63,3 +98,11 @@ class LoraDeltas:
         for step in self._steps:
             shrunk = self._kernels.shrink_embedding(token_ids, self._pages, site, step, out.dtype)
             self._kernels.expand(out, shrunk, self._pages, site, step)
+
+
+def _has_only_decode_rows(steps: list[LoraStep]) -> bool:
+    """Whether there is one layer of LoRA work, and `Kernels.write_delta` accepts its tiles."""
+    if len(steps) != 1:
+        return False
+    tiles = steps[0].tiles
+    return tiles.max_group_rank > 0 and tiles.num_decodes == len(tiles.tiles)

@@ -21,13 +21,19 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _act_mul_kernel(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(gate_up, delta, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     source = gate_up + row * (2 * WIDTH) + columns
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    if delta is not None:
+        delta_source = delta + row * (2 * WIDTH) + columns
+        gate += tl.load(delta_source, mask=inside, other=0.0)
+        up += tl.load(delta_source + WIDTH, mask=inside, other=0.0)
+        gate = gate.to(gate_up.dtype.element_ty).to(tl.float32)
+        up = up.to(gate_up.dtype.element_ty).to(tl.float32)
     if ACTIVATION == "silu":
         factor = _sigmoid(gate)
     elif ACTIVATION == "gelu":
@@ -38,13 +44,18 @@ def _act_mul_kernel(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
     tl.store(out + row * WIDTH + columns, (gate * factor * up).to(out.dtype.element_ty), mask=inside)
 
 
-def bind_act_mul(gate_up: Tensor, activation: Activation) -> tuple[Launch, Tensor]:
-    """Binds the kernel to gate_up [T, 2I]. Returns the launch and its output [T, I]."""
+def bind_act_mul(
+    gate_up: Tensor, activation: Activation, delta: Tensor | None = None
+) -> tuple[Launch, Tensor]:
+    """Binds the kernel to gate_up [T, 2I] and a delta float32 [T, 2I] that is added to it.
+
+    Returns the launch and its output [T, I].
+    """
     width = gate_up.shape[1] // 2
     out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
     return Launch(
         _act_mul_kernel,
         (gate_up.shape[0], triton.cdiv(width, BLOCK_COLUMNS)),
-        {"gate_up": gate_up, "out": out},
+        {"gate_up": gate_up, "delta": delta, "out": out},
         {"WIDTH": width, "ACTIVATION": activation, "BLOCK": BLOCK_COLUMNS},
     ), out

@@ -116,17 +116,25 @@ def bind_lora_expand(
     site: LoraSite,
     tiles: LoraTiles,
     sizes: LoraSizes,
+    *,
+    adds: bool = True,
+    starts_early: bool = False,
 ) -> list[Launch]:
     """Binds the kernels to shrunk [splits, T, columns] and to out [T, sum(site.widths)], which is changed in place.
+
+    adds: False overwrites the rows of out that are in a tile. All tiles must then be of decode rows. out: of the dtype
+    of shrunk, or float32.
+    starts_early: whether the kernel for decode rows may start while the shrink runs (see `Launch`).
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.
     """
-    widths = site.widths
+    assert adds or tiles.num_decodes == tiles.tiles.shape[0], "only the kernel for decode rows overwrites"
+    widths, dtype = site.widths, shrunk.dtype
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
-    segment = SEGMENT_BYTES // out.element_size()
+    segment = SEGMENT_BYTES // dtype.itemsize
     page_segments = pages.shape[1] // SEGMENT_BYTES
-    elements = pages.view(out.dtype)
+    elements = pages.view(dtype)
     arguments = {
         "out": out,
         "shrunk": shrunk,
@@ -170,8 +178,11 @@ def bind_lora_expand(
                     "TWO_PAGES": rows.block_rank * triton.cdiv(max(widths), segment) <= page_segments,
                     "BLOCK_R": rows.block_rank,
                     "BLOCK_N": block,
+                    "ADDS": adds,
+                    "WAITS": starts_early,
                 },
                 rows.num_warps,
+                starts_early=starts_early,
             )
         )
     if num_others := tiles.tiles.shape[0] - num_rows:
@@ -182,7 +193,7 @@ def bind_lora_expand(
             "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
             "BLOCK_N": block,
-            "DOT_DTYPE": dot_dtype(out.dtype),
+            "DOT_DTYPE": dot_dtype(dtype),
         }
         launches.append(
             Launch(

@@ -40,7 +40,7 @@ from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.launch import Launch
-from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.layout import AdapterLayout, LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 RANKS = (8, 16, 64)
@@ -66,12 +66,7 @@ def bind_lora_site(
     Returns a launch of shrink (`lora_shrink_embedding` at the embedding), then two launches of expand, one per tile.
     """
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
-    tables = AdapterTables(
-        torch.zeros(1, 64, dtype=torch.int32),
-        torch.from_numpy(layout.groups)[None],
-        torch.from_numpy(layout.modules)[None],
-        torch.ones(1, shape.num_modules),
-    )
+    tables = _make_tables(shape, layout)
     rows = torch.tensor([[0, 0, _TOKENS], [0, _TOKENS, tokens]], dtype=torch.int32)
     tiles = LoraTiles(rows, torch.ones(2), 3 * rank, tokens, num_decodes=1)
     tokens += _TOKENS
@@ -83,6 +78,40 @@ def bind_lora_site(
         first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
     out = torch.zeros(tokens, sum(site.widths), dtype=dtype)
     return [first, *bind_lora_expand(out, shrunk, pages, tables, site, tiles, sizes)]
+
+
+def _bind_delta(
+    shape: ModelShape,
+    pages: Tensor,
+    dtype: torch.dtype,
+    site: LoraSite,
+    rank: int,
+    sizes: LoraSizes,
+    *,
+    starts_early: bool,
+) -> list[Launch]:
+    """The LoRA launches of one site that runs beside the base model's matmul."""
+    layout = lay_out_adapter(shape, [rank] * shape.num_modules)
+    tables = _make_tables(shape, layout)
+    tiles = LoraTiles(torch.tensor([[0, 0, 4]], dtype=torch.int32), torch.ones(1), 3 * rank, 4, num_decodes=1)
+    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+    delta = torch.zeros(_TOKENS, sum(site.widths))
+    first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes, starts_next=starts_early)
+    return [
+        first,
+        *bind_lora_expand(
+            delta, shrunk, pages, tables, site, tiles, sizes, adds=False, starts_early=starts_early
+        ),
+    ]
+
+
+def _make_tables(shape: ModelShape, layout: AdapterLayout) -> AdapterTables:
+    return AdapterTables(
+        torch.zeros(1, 64, dtype=torch.int32),
+        torch.from_numpy(layout.groups)[None],
+        torch.from_numpy(layout.modules)[None],
+        torch.ones(1, shape.num_modules),
+    )
 
 
 def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
@@ -105,6 +134,7 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
     return [
         *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, rule),
         bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, rule),
+        bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms, qkv.float()),
         bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms),
     ]
 
@@ -124,7 +154,7 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
     ]
 
 
-def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
+def _bind_llama(dtype: torch.dtype, sizes: LoraSizes, *, starts_early: bool) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
@@ -132,13 +162,19 @@ def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
             for tokens in (_TOKENS, TILE_TOKENS):
                 for launch in bind_lora_site(shape, pages, dtype, site, rank, tokens, sizes):
                     yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch
+        for index, site in enumerate(shape.layer_sites(0)):
+            for launch in _bind_delta(shape, pages, dtype, site, rank, sizes, starts_early=starts_early):
+                yield f"Llama-3.1-8B, delta of site {index}, rank {rank}", launch
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
+    gate_up = torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype)
     for launch in (
         *_bind_attention(geometry, AttentionRule(0.1), None),
         bind_rms_norm(x, None, x[0], 1e-5)[0],
         bind_rms_norm(x, x, x[0], 1e-5)[0],
-        bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0],
+        bind_rms_norm(x, x, x[0], 1e-5, x.float())[0],
+        bind_act_mul(gate_up, "silu")[0],
+        bind_act_mul(gate_up, "silu", gate_up.float())[0],
         *_bind_sampling(torch.zeros(_TOKENS, shape.vocab_size, dtype=dtype)),
     ):
         yield "Llama-3.1-8B", launch
@@ -202,13 +238,18 @@ def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
 
 
 def bind_all(
-    dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat], sizes: LoraSizes
+    dtype: torch.dtype,
+    forms: list[torch.dtype],
+    kv_formats: list[KVFormat],
+    sizes: LoraSizes,
+    *,
+    starts_early: bool,
 ) -> Launches:
     """All launches, each with a description (see `CompiledKernel.case`).
 
-    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
+    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages. starts_early: see `TritonKernels`.
     """
-    yield from _bind_llama(dtype, sizes)
+    yield from _bind_llama(dtype, sizes, starts_early=starts_early)
     for bound in (_bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)

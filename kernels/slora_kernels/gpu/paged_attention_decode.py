@@ -14,6 +14,7 @@ from torch import Tensor
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.gpu.paged_attention_loop import (
     LOG2_E,
+    attend_e4m3_pages,
     attend_pages,
     base_two_cap,
     count_iteration_tokens,
@@ -23,8 +24,9 @@ from slora_kernels.gpu.paged_attention_loop import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per iteration of the loop.
-ITERATION_TOKENS = 64
+# Context tokens per iteration of the loop: at most 128, if K and V are in fp8.
+ITERATION_TOKENS = 128
+MASKED_ITERATION_TOKENS = 32
 # MIN_SPLIT_TOKENS is enough to amortise the merge. MAX_SPLITS lets one sequence with 8 KV heads start 128 programs. An
 # H100 or H200 has about as many multiprocessors.
 MIN_SPLIT_TOKENS = 128
@@ -86,7 +88,8 @@ def _paged_attention_decode_kernel(
     source = q + token * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
     rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
     layer_start, head_tokens = layer * LAYER_ELEMENTS, kv_head * BLOCK_TOKENS
-    acc, peak, total = attend_pages(
+    ATTEND: tl.constexpr = attend_pages if scales is None else attend_e4m3_pages
+    acc, peak, total = ATTEND(
         rows_q,
         tl.full((BLOCK_M,), context, tl.int32),
         pages,
@@ -159,10 +162,10 @@ def _count_iteration_tokens(geometry: KVGeometry) -> int:
     """Returns the number of context tokens per iteration of the loop.
 
     Head dims that are not a power of two, such as 96, need masks, which an MI300 keeps in scalar registers. Such head
-    dims get half as many tokens per iteration, so that these registers do not spill.
+    dims get fewer tokens per iteration, so that these registers do not spill.
     """
     whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
-    return count_iteration_tokens(geometry, ITERATION_TOKENS if whole else ITERATION_TOKENS // 2)
+    return count_iteration_tokens(geometry, ITERATION_TOKENS if whole else MASKED_ITERATION_TOKENS)
 
 
 def count_splits(most_visible: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.gpu.paged_attention_loop import (
     LOG2_E,
+    attend_e4m3_pages,
     attend_pages,
     base_two_cap,
     count_iteration_tokens,
@@ -107,7 +108,8 @@ def _paged_attention_prefill_kernel(
     layer_start, head_tokens = layer * LAYER_ELEMENTS, kv_head * BLOCK_TOKENS
     before = tl.load(context_lens + b) - size
     begin = first_visible(before + query + 1, WINDOW)
-    acc, _, total = attend_pages(
+    ATTEND: tl.constexpr = attend_pages if scales is None else attend_e4m3_pages
+    acc, _, total = ATTEND(
         rows_q,
         tl.where(real, before + queries + 1, begin + 1),
         pages,

@@ -14,12 +14,15 @@ from slora_kernels.launch import Launch
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, eps, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    x, delta, residual, weight, out, eps, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + lanes
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if delta is not None:
+        values += tl.load(delta + place, mask=inside, other=0.0)
+        values = values.to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         rounded = values.to(residual.dtype.element_ty)
@@ -30,10 +33,13 @@ def _rms_norm_kernel(
     tl.store(out + place, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
-def bind_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Launch, Tensor]:
+def bind_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, delta: Tensor | None = None
+) -> tuple[Launch, Tensor]:
     """Binds the kernel to x [T, H] and weight [H].
 
-    If there is a residual [T, H], the launch first adds x to it in place, and computes the norm of the sum.
+    The launch first adds the delta float32 [T, H] to x, if there is one. If there is a residual [T, H], it adds x to
+    the residual in place, and computes the norm of the sum.
     Returns the launch and its output [T, H].
     """
     out = torch.empty_like(x)
@@ -41,7 +47,14 @@ def bind_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     return Launch(
         _rms_norm_kernel,
         (x.shape[0],),
-        {"x": x, "residual": x if residual is None else residual, "weight": weight, "out": out, "eps": eps},
+        {
+            "x": x,
+            "delta": delta,
+            "residual": x if residual is None else residual,
+            "weight": weight,
+            "out": out,
+            "eps": eps,
+        },
         {"WIDTH": x.shape[1], "HAS_RESIDUAL": residual is not None, "BLOCK": block},
         num_warps=4 if block <= 2048 else 8,
     ), out

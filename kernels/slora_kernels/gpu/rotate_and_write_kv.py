@@ -18,8 +18,19 @@ _NAN_SCALE = tl.constexpr(0x7FC0)
 
 
 @triton.jit
+def _load(source, delta, mask):
+    """Elements of qkv, plus the delta of each, rounded to the dtype of qkv. delta: pointers, or None."""
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if delta is not None:
+        values += tl.load(delta, mask=mask, other=0.0)
+        values = values.to(source.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@triton.jit
 def _norm_and_rotate_heads(
     source,
+    delta,
     real,
     angles,
     weight,
@@ -32,7 +43,7 @@ def _norm_and_rotate_heads(
 ):
     """Normalises (if NORMED) and rotates heads. The first 2 * HALF dimensions of a head are rotated.
 
-    source: pointers to the heads [M]. real: bool [M], false for padding.
+    source: pointers to the heads [M]. delta: pointers to what is added, or None. real: bool [M], false for padding.
     Returns both halves of the rotated dimensions [M, BLOCK_HALF] and the other dimensions [M, BLOCK_REST], float32.
     """
     halves = tl.arange(0, BLOCK_HALF)
@@ -40,9 +51,15 @@ def _norm_and_rotate_heads(
     turning, staying = halves < HALF, rest < HEAD_DIM
     at_a, at_rest = source[:, None] + halves[None, :], source[:, None] + rest[None, :]
     mask_a, mask_rest = real[:, None] & turning[None, :], real[:, None] & staying[None, :]
-    a = tl.load(at_a, mask=mask_a, other=0.0).to(tl.float32)
-    b = tl.load(at_a + HALF, mask=mask_a, other=0.0).to(tl.float32)
-    c = tl.load(at_rest, mask=mask_rest, other=0.0).to(tl.float32)
+    if delta is None:
+        a = _load(at_a, None, mask_a)
+        b = _load(at_a + HALF, None, mask_a)
+        c = _load(at_rest, None, mask_rest)
+    else:
+        delta_a, delta_rest = delta[:, None] + halves[None, :], delta[:, None] + rest[None, :]
+        a = _load(at_a, delta_a, mask_a)
+        b = _load(at_a + HALF, delta_a + HALF, mask_a)
+        c = _load(at_rest, delta_rest, mask_rest)
     if NORMED:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
@@ -80,6 +97,7 @@ def _store_heads(
 @triton.jit(do_not_specialize=["layer"])
 def _rotate_and_write_kv_kernel(
     qkv,
+    delta,
     cos_sin,
     query_norm,
     key_norm,
@@ -110,10 +128,16 @@ def _rotate_and_write_kv_kernel(
     angles = cos_sin + tl.load(positions + token) * (2 * HALF)
 
     members = tl.arange(0, BLOCK_G)
-    q, real = row + (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
-    if (HALF > 0) | NORMED:
+    at_q, real = (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
+    q = row + at_q
+    if delta is not None:
+        delta_row = delta + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        delta_q = delta_row + at_q
+    else:
+        delta_q = None
+    if (HALF > 0) | NORMED | (delta is not None):
         a, b, c = _norm_and_rotate_heads(
-            q, real, angles, query_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
+            q, delta_q, real, angles, query_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
         )
         _store_heads(q, real, a, b, c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
 
@@ -124,18 +148,23 @@ def _rotate_and_write_kv_kernel(
     # A padding row has slot -1 and writes nothing.
     written = slot + one >= 0
     target = pages + start + (kv_head * BLOCK_TOKENS + offset) * HEAD_DIM + one
-    key = row + (HEADS + kv_head) * HEAD_DIM + one
+    at_key = (HEADS + kv_head) * HEAD_DIM + one
+    key = row + at_key
+    delta_key = delta_row + at_key if delta is not None else None
     a, b, c = _norm_and_rotate_heads(
-        key, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
+        key, delta_key, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
     )
     lanes = tl.arange(0, BLOCK_D)
     inside = (lanes < HEAD_DIM) & written
-    value = tl.load(key + KV_HEADS * HEAD_DIM + lanes, mask=inside, other=0.0)
+    at_value = KV_HEADS * HEAD_DIM + lanes
+    if delta is not None:
+        value = _load(key + at_value, delta_key + at_value, inside)
+    else:
+        value = _load(key + at_value, None, inside)
     if scales is None:
         # Round before the check for finite values, because rounding may overflow.
         element = pages.dtype.element_ty
         a, b, c = a.to(element).to(tl.float32), b.to(element).to(tl.float32), c.to(element).to(tl.float32)
-    value = value.to(tl.float32)
     largest_k = tl.maximum(
         tl.maximum(tl.max(measure_magnitudes(a), 1), tl.max(measure_magnitudes(b), 1)),
         tl.max(measure_magnitudes(c), 1),
@@ -173,9 +202,11 @@ def bind_rotate_and_write_kv(
     layer: int,
     batch: AttentionBatch,
     norms: QueryKeyNorm | None = None,
+    delta: Tensor | None = None,
 ) -> Launch:
     """Rotates q of qkv [T, (Hq + 2 Hk) * D] in place, and writes k and v to pages uint8 [num_pages, full_page_bytes].
 
+    delta: float32 of the shape of qkv, added to it. None: nothing is added.
     cos_sin: float32 [max_positions, R], or None (R = 0). batch.kv_slots and batch.positions: int64 [T]. A token with
     slot -1 writes no KV.
     """
@@ -186,6 +217,7 @@ def bind_rotate_and_write_kv(
         (qkv.shape[0], geometry.num_kv_heads),
         {
             "qkv": qkv,
+            "delta": delta,
             # Placeholders for absent tensors are never read.
             "cos_sin": qkv if cos_sin is None else cos_sin,
             "query_norm": qkv if norms is None else norms.query,

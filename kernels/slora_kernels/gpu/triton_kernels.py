@@ -30,7 +30,7 @@ from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
-from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
+from slora_kernels.gpu.lora_sizes import LoraSizes, can_start_early, load_sizes, name_architecture
 from slora_kernels.gpu.mask_logits import bind_mask_logits
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
@@ -52,18 +52,27 @@ class TritonKernels:
     launch: the function that is called with every launch. By default, it runs the launch. Tests and measurements pass a
     function that records launches.
     sizes: block sizes of the LoRA kernels. None: the package's defaults.
+    starts_early: whether a kernel may start before the kernel whose output it reads has ended (see `Launch`).
     """
 
     name = "triton"
 
-    def __init__(self, launch: Callable[[Launch], None] = Launch.run, sizes: LoraSizes | None = None) -> None:
+    def __init__(
+        self,
+        launch: Callable[[Launch], None] = Launch.run,
+        sizes: LoraSizes | None = None,
+        *,
+        starts_early: bool = False,
+    ) -> None:
         self._launch = launch
+        self._starts_early = starts_early
         self._sizes = sizes or load_sizes()
 
     @staticmethod
     def on(device: torch.device) -> "TritonKernels":
         """Kernels with the LoRA sizes tuned for this GPU."""
-        return TritonKernels(sizes=load_sizes(name_architecture(device)))
+        architecture = name_architecture(device)
+        return TritonKernels(sizes=load_sizes(architecture), starts_early=can_start_early(architecture))
 
     @property
     def tile_limits(self) -> TileLimits:
@@ -84,13 +93,15 @@ class TritonKernels:
         self._launch(launch)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        launch, out = bind_rms_norm(x, residual, weight, eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
+    ) -> Tensor:
+        launch, out = bind_rms_norm(x, residual, weight, eps, delta)
         self._launch(launch)
         return out
 
-    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        launch, out = bind_act_mul(gate_up, activation)
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
+        launch, out = bind_act_mul(gate_up, activation, delta)
         self._launch(launch)
         return out
 
@@ -113,8 +124,9 @@ class TritonKernels:
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
-        self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms))
+        self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms, delta))
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
         return heads[:, : geometry.num_heads]
 
@@ -156,7 +168,9 @@ class TritonKernels:
         return tokens
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
-        launch, shrunk = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)
+        launch, shrunk = bind_lora_shrink(
+            x, pages, step.tables, site, step.tiles, self._sizes, starts_next=self._starts_early
+        )
         if step.tiles.max_group_rank:
             self._launch(launch)
         return shrunk
@@ -173,3 +187,12 @@ class TritonKernels:
         if step.tiles.max_group_rank:
             for launch in bind_lora_expand(out, shrunk, pages, step.tables, site, step.tiles, self._sizes):
                 self._launch(launch)
+
+    def write_delta(
+        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> None:
+        early = self._starts_early
+        for launch in bind_lora_expand(
+            delta, shrunk, pages, step.tables, site, step.tiles, self._sizes, adds=False, starts_early=early
+        ):
+            self._launch(launch)

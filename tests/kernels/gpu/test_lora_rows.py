@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import LoraTiles
+from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_sizes import LoraSizes, RowSizes, load_sizes
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.launch import Launch
@@ -17,7 +18,7 @@ from tests.kernels.test_lora import DOWN, GROUPS, QKV, build, make_inputs, run_g
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # (slot, first token, tokens): decode rows of all adapters, some of them alone, then chunks of two adapters. Tokens 4,
 # 14 and 30 belong to the base model.
-DECODES = [(0, 0, 1), (1, 1, 3), (3, 5, 1), (2, 6, 8), (1, 15, 1)]
+DECODES = [(0, 0, 1), (1, 1, 3), (3, 5, 1), (2, 6, 4), (2, 10, 4), (1, 15, 1)]
 CHUNKS = [(3, 16, 2), (0, 18, 12)]
 BASE = [4, 14, 30]
 TOKENS = 31
@@ -137,7 +138,7 @@ def test_an_adapter_may_end_anywhere_in_a_page(
         shape, torch.float32, [[0, 0, 0, 0, rank, 0, 0, 0, 0]], block_tokens=block_tokens, device=DEVICE
     )
     assert scene.pages.shape[1] == block_tokens // 2 * 256 and rank * 3 == segments
-    for count in (1, 13):
+    for count in (1, ROW_TILE_TOKENS if num_decodes else 13):
         tiles = replace(build_tiles([(0, 0, count)], scene.tables), num_decodes=num_decodes)
         site = shape.layer_sites(0)[2]
         x, out = make_inputs(scene, site, count)
@@ -150,8 +151,8 @@ def test_an_adapter_may_end_anywhere_in_a_page(
 @pytest.mark.parametrize(
     ("runs", "num_decodes", "sizes", "expected"),
     (
-        (DECODES, 5, with_rows(16, 1), ["shrink", "expand_rows"]),
-        (DECODES + CHUNKS, 5, with_rows(16, 1), ["shrink", "expand_rows", "expand"]),
+        (DECODES, len(DECODES), with_rows(16, 1), ["shrink", "expand_rows"]),
+        (DECODES + CHUNKS, len(DECODES), with_rows(16, 1), ["shrink", "expand_rows", "expand"]),
         (CHUNKS, 0, with_rows(16, 1), ["shrink", "expand"]),
     ),
     ids=("decodes", "both", "chunks"),

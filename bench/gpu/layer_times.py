@@ -1,0 +1,410 @@
+"""What adapters cost a decode step: some layers of a decoder as one graph, with the LoRA kernels at different places.
+
+    python -m bench.gpu.layer_times FILE [--seconds 60] [--parts layers fp8 timeline]
+
+layers    norm, qkv, rotation, o, norm, gate and up, activation, down: everything but attention. A row is a place, a
+          number of adapters and a rank. "over base us" is the time of a layer less that without adapters, "bytes us" is
+          what the copy's rate allows for the adapters' bytes.
+fp8       decode attention over KV in fp8, by the tokens of an iteration and the stages of the pipeline.
+timeline  the kernels of one layer by the profiler, with registers and shared memory.
+
+Each place and each attention is first compared with torch's kernels on the same input. The places:
+
+base      no adapters.
+serial    shrink, matmul, expand on one stream.
+beside    shrink beside the matmul, then expand.
+apart     shrink and expand beside the matmul. The kernel that reads the output adds the delta.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from bench.gpu.device_time import time_device
+from bench.gpu.kernel_times import LLAMA_8B, KernelTimes, Sizes
+from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
+from bench.gpu.resumed_table import ResumedTable
+from bench.table import Row, print_table
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.gpu import paged_attention_decode
+from slora_kernels.gpu.lora_sizes import LoraSizes, can_start_early, load_sizes, name_architecture
+from slora_kernels.gpu.triton_kernels import TritonKernels
+from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.launch import Launch
+from slora_kernels.layout import LoraSite
+from slora_kernels.ops import Kernels
+
+Case = tuple[Row, Callable[[], Row]]
+PARTS = ("layers", "fp8", "timeline")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the LoRA kernels of a site run.
+
+    priority: of the side stream; a lower number goes first. base_first: whether the matmul is launched before them.
+    early: whether expand starts while shrink runs. shrink: replaces splits, block_segments and num_warps of shrink.
+    """
+
+    name: str
+    writes_apart: bool = False
+    is_serial: bool = False
+    priority: int = 0
+    base_first: bool = False
+    early: bool = False
+    shrink: tuple[int, int, int] | None = None
+
+
+BASE = Place("base")
+PLACES = (
+    Place("serial", is_serial=True),
+    Place("beside"),
+    Place("apart", writes_apart=True),
+    Place("apart early", writes_apart=True, early=True),
+    Place("apart early urgent", writes_apart=True, early=True, priority=-1),
+    Place("apart early, base first", writes_apart=True, early=True, base_first=True),
+    Place("apart early, splits 4", writes_apart=True, early=True, shrink=(4, 1, 2)),
+    Place("apart early, splits 4x4", writes_apart=True, early=True, shrink=(4, 2, 4)),
+)
+# Adapters and their rank.
+LOADS = ((8, 16), (32, 16), (64, 16), (8, 64))
+# Batch and context.
+ATTENTIONS = ((32, 4096), (64, 4096), (64, 1024))
+
+
+class Layers:
+    """Some layers of a decoder without attention, and adapters on all their linears. Calls take the layers in turn."""
+
+    def __init__(self, sizes: Sizes, batch: int, num_adapters: int, rank: int, device: torch.device) -> None:
+        shape, dtype = sizes.shape, sizes.dtype
+        self.shape, self.device = shape, device
+        self._scene = RandomAdapters.make(shape, dtype, (rank,), max(num_adapters, 1), device)
+        self._num_adapters, self._batch = num_adapters, batch
+        self.geometry = sizes.geometry(KVFormat.MODEL)
+
+        def draw(*numbers: int) -> Tensor:
+            return (torch.randn(*numbers, device=device) * numbers[-1] ** -0.5).to(dtype)
+
+        self._weights = [
+            [draw(sum(site.widths), site.in_width) for site in shape.layer_sites(layer)]
+            for layer in range(shape.num_layers)
+        ]
+        self._norm = torch.ones(shape.hidden_size, dtype=dtype, device=device)
+        self._angles = torch.rand(BLOCK_TOKENS, shape.head_dim, device=device)
+        self._first = torch.randn(batch, shape.hidden_size, device=device).to(dtype)
+        self._pages = torch.zeros(
+            batch, _kv_bytes(self.geometry, BLOCK_TOKENS), dtype=torch.uint8, device=device
+        )
+        slots = torch.arange(batch, device=device)
+        self._attention = AttentionBatch(
+            query_starts=torch.arange(batch + 1, dtype=torch.int32, device=device),
+            context_lens=torch.ones(batch, dtype=torch.int32, device=device),
+            block_tables=slots.int()[:, None],
+            positions=torch.zeros(batch, dtype=torch.int64, device=device),
+            kv_slots=slots * BLOCK_TOKENS,
+            max_query_len=1,
+            max_context_len=1,
+        )
+        self._deltas = {
+            sum(site.widths): torch.zeros(batch, sum(site.widths), device=device) for site in shape.sites[:-2]
+        }
+
+    @property
+    def adapter_bytes(self) -> float:
+        """Of one layer of all adapters."""
+        layout = self._scene.layouts[0]
+        return self._num_adapters * layout.num_bytes / self.shape.num_layers
+
+    def bind(self, place: Place, kernels: Kernels) -> Callable[[], Tensor]:
+        """The work of all layers. Returns the last residual."""
+        scene, device = self._scene, self.device
+        rank, limits = scene.max_group_rank, kernels.tile_limits
+        tiles = cut_evenly(self._batch, max(self._num_adapters, 1), limits, rank, device, only_decodes=True)
+        step = kernels.prepare_lora(tiles, scene.tables)
+        attention = kernels.prepare_attention(self._attention)
+        side = torch.cuda.Stream(device, place.priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        forked, done = (torch.cuda.Event() if side else None for _ in range(2))  # type: ignore[no-untyped-call]
+
+        def beside(x: Tensor, site: LoraSite) -> Tensor:
+            shrunk = kernels.shrink(x, scene.pages, site, step)
+            if not place.writes_apart:
+                return cast(Tensor, shrunk)
+            delta = self._deltas[sum(site.widths)]
+            kernels.write_delta(delta, shrunk, scene.pages, site, step, x.dtype)
+            return delta
+
+        def apply(x: Tensor, weight: Tensor, site: LoraSite) -> tuple[Tensor, Tensor | None]:
+            if place == BASE or place.is_serial:
+                out = x @ weight.T
+                if place != BASE:
+                    kernels.expand(out, kernels.shrink(x, scene.pages, site, step), scene.pages, site, step)
+                return out, None
+            if side is None or forked is None or done is None:
+                result, out = beside(x, site), x @ weight.T
+            else:
+                forked.record()
+                if place.base_first:
+                    out = x @ weight.T
+                side.wait_event(forked)
+                with torch.cuda.stream(side):
+                    result = beside(x, site)
+                done.record(side)
+                if not place.base_first:
+                    out = x @ weight.T
+                torch.cuda.current_stream(device).wait_event(done)
+            if place.writes_apart:
+                return out, result
+            kernels.expand(out, result, scene.pages, site, step)
+            return out, None
+
+        def run() -> Tensor:
+            residual, out, delta = torch.zeros_like(self._first), self._first, None
+            for layer, weights in enumerate(self._weights):
+                qkv, o, gate_up, down = zip(weights, self.shape.layer_sites(layer), strict=True)
+                hidden = kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
+                out, delta = apply(hidden, *qkv)
+                heads = kernels.rotate_and_write_kv(
+                    out, self._angles, self._pages, self.geometry, layer, attention, None, delta
+                )
+                out, delta = apply(heads.reshape(len(heads), -1), *o)
+                hidden = kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
+                out, delta = apply(hidden, *gate_up)
+                out, delta = apply(kernels.act_mul(out, "silu", delta), *down)
+            kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
+            return residual
+
+        return run
+
+
+class LayerTimes:
+    def __init__(self, sizes: Sizes, device: torch.device, batch: int = 64) -> None:
+        self._sizes, self._device, self._batch = sizes, device, batch
+        self._twins = select_kernels("torch", device)
+        self._base_s = 0.0
+        self._copy_rate = 0.0
+
+    def cases(self, parts: list[str]) -> Iterator[Case]:
+        yield {"part": "copy"}, self._copy
+        if "layers" in parts:
+            yield {"part": "layers", "place": "base", "adapters": 0, "rank": 0}, self._base
+            for adapters, rank in LOADS:
+                if adapters <= self._batch:
+                    layers: list[Layers] = []
+                    for place in PLACES:
+                        key = {"part": "layers", "place": place.name, "adapters": adapters, "rank": rank}
+                        yield key, lambda p=place, n=adapters, r=rank, kept=layers: self._time(p, n, r, kept)
+        if "fp8" in parts:
+            for batch, context in ATTENTIONS:
+                for tokens in (64, 128):
+                    for stages in (2, 3):
+                        key = {
+                            "part": "fp8",
+                            "batch": batch,
+                            "context": context,
+                            "tokens": tokens,
+                            "stages": stages,
+                        }
+                        yield key, lambda b=batch, c=context, t=tokens, s=stages: self._attend(b, c, t, s)
+
+    def _kernels(self, place: Place) -> Kernels:
+        architecture = name_architecture(self._device)
+        sizes = load_sizes(architecture)
+        if place.shrink is not None:
+            sizes = _replace_shrink(sizes, *place.shrink)
+        return TritonKernels(sizes=sizes, starts_early=place.early and can_start_early(architecture))
+
+    def _copy(self) -> Row:
+        (_, measure), *_ = KernelTimes(self._sizes, self._twins, self._device).cases(["copy"])
+        return measure()
+
+    def _base(self) -> Row:
+        layers = Layers(self._sizes, self._batch, 0, 16, self._device)
+        seconds = time_device(layers.bind(BASE, self._kernels(BASE)), self._device)
+        return {"us": seconds / layers.shape.num_layers * 1e6}
+
+    def _time(self, place: Place, num_adapters: int, rank: int, kept: list[Layers]) -> Row:
+        if not kept:
+            kept.append(Layers(self._sizes, self._batch, num_adapters, rank, self._device))
+        (layers,) = kept
+        run = layers.bind(place, self._kernels(place))
+        expected = layers.bind(Place("serial", is_serial=True), self._twins)().float()
+        error = float((run().float() - expected).norm() / expected.norm())
+        seconds = time_device(run, self._device)
+        repeated = float((run().float() - expected).norm() / expected.norm())
+        return {
+            "us": seconds / layers.shape.num_layers * 1e6,
+            "adapter MB": layers.adapter_bytes / 1e6,
+            "error": max(error, repeated),
+        }
+
+    def _attend(self, batch: int, context: int, tokens: int, stages: int) -> Row:
+        def launch(launch: Launch) -> None:
+            is_decode = launch.kernel is paged_attention_decode._paged_attention_decode_kernel
+            (dataclasses.replace(launch, num_stages=stages) if is_decode else launch).run()
+
+        before = paged_attention_decode.ITERATION_TOKENS
+        paged_attention_decode.ITERATION_TOKENS = tokens
+        try:
+            return self._time_attention(batch, context, TritonKernels(launch))
+        finally:
+            paged_attention_decode.ITERATION_TOKENS = before
+
+    def _time_attention(self, batch: int, context: int, kernels: Kernels) -> Row:
+        geometry, device = self._sizes.geometry(KVFormat.FP8), self._device
+        blocks = -(-context // BLOCK_TOKENS)
+        pages = _draw_fp8_pages(geometry, batch * blocks, device)
+        order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0))
+        # Contexts of different lengths, so that the last iteration is not always whole.
+        contexts = context - torch.arange(batch, dtype=torch.int32) % 7
+        rows = AttentionBatch(
+            query_starts=torch.arange(batch + 1, dtype=torch.int32, device=device),
+            context_lens=contexts.to(device),
+            block_tables=order.int().view(batch, blocks).to(device),
+            positions=(contexts - 1).long().to(device),
+            kv_slots=torch.arange(batch, device=device),
+            max_query_len=1,
+            max_context_len=context,
+        )
+        q = torch.randn(batch, geometry.num_heads, geometry.head_dim, device=device).to(geometry.dtype)
+        rule = AttentionRule(geometry.head_dim**-0.5)
+        attended = kernels.attend(q, pages, geometry, 1, kernels.prepare_attention(rows), rule).float()
+        expected = self._twins.attend(
+            q, pages, geometry, 1, self._twins.prepare_attention(rows), rule
+        ).float()
+        step = kernels.prepare_attention(rows)
+
+        def run() -> None:
+            for layer in range(geometry.num_layers):
+                kernels.attend(q, pages, geometry, layer, step, rule)
+
+        seconds = time_device(run, device) / geometry.num_layers
+        num_bytes = _kv_bytes(geometry, batch * context) / geometry.num_layers
+        return {
+            "us": seconds * 1e6,
+            "GB/s": num_bytes / seconds / 1e9,
+            "error": float((attended - expected).norm() / expected.norm()),
+        }
+
+    def show_timeline(self, place: Place, num_adapters: int) -> list[Row]:
+        """The kernels of the second layer of a replayed graph, in the order in which they start."""
+        layers = Layers(self._sizes, self._batch, num_adapters, 16, self._device)
+        run = layers.bind(place, self._kernels(place))
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(2):
+                graph.replay()
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        kernels = sorted(
+            (event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"]
+        )
+        half = kernels[len(kernels) // 2 :]
+        norms = [index for index, event in enumerate(half) if "rms_norm" in event["name"]]
+        shown = half[norms[2] : norms[4] + 1]
+        return [
+            {
+                "kernel": event["name"][:48],
+                "at us": event["ts"] - shown[0]["ts"],
+                "us": event["dur"],
+                "stream": event["args"].get("stream"),
+                "grid": "x".join(map(str, event["args"].get("grid", []))),
+                "threads": event["args"].get("block", [0])[0],
+                "registers": event["args"].get("registers per thread"),
+                "shared": event["args"].get("shared memory"),
+            }
+            for event in shown
+        ]
+
+
+def _replace_shrink(sizes: LoraSizes, splits: int, block_segments: int, num_warps: int) -> LoraSizes:
+    shrink = [
+        dataclasses.replace(
+            of_width,
+            splits=splits,
+            tiles=tuple(
+                dataclasses.replace(tile, block_segments=block_segments, num_warps=num_warps)
+                for tile in of_width.tiles
+            ),
+        )
+        for of_width in sizes.shrink
+    ]
+    return dataclasses.replace(sizes, shrink=tuple(shrink))
+
+
+def _draw_fp8_pages(geometry: KVGeometry, count: int, device: torch.device) -> Tensor:
+    """Random elements of all sizes but NaN, and scales around 0.01."""
+    pages = torch.randint(
+        0, 255, (count, geometry.layout.num_bytes * geometry.num_layers), device=device, dtype=torch.uint8
+    )
+    pages.masked_fill_((pages & 0x7F) == 0x7F, 0x38)
+    layers = pages.view(count, geometry.num_layers, geometry.layout.num_bytes)
+    scales = layers[:, :, geometry.layout.scales_start :].view(torch.bfloat16)
+    scales.copy_(torch.rand(scales.shape, device=device) * 0.01 + 0.001)
+    return pages
+
+
+def _kv_bytes(geometry: KVGeometry, tokens: int) -> int:
+    return tokens * geometry.layout.num_bytes * geometry.num_layers // BLOCK_TOKENS
+
+
+def compare(rows: list[Row]) -> list[Row]:
+    """Adds what the adapters of a layer cost over the base, and what their bytes take at the rate of a copy."""
+    rate = next((row["GB/s"] for row in rows if row["part"] == "copy"), None)
+    base = next((row["us"] for row in rows if row.get("place") == "base"), None)
+    compared = []
+    for row in rows:
+        more: Row = {}
+        if row["part"] == "layers" and row["adapters"] and base and rate:
+            more = {"over base us": row["us"] - base, "bytes us": row["adapter MB"] / rate * 1e3}
+        if row["part"] == "fp8" and rate:
+            more = {"of copy": row["GB/s"] / rate}
+        compared.append(row | more)
+    return compared
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
+    parser.add_argument("--seconds", type=float, default=60.0, help="start no case after this time")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    table = ResumedTable(options.table, device)
+    times = LayerTimes(LLAMA_8B, device)
+    is_whole = table.fill(times.cases(options.parts), options.seconds)
+    rows = compare(table.rows())
+    for part in ("copy", "layers", "fp8"):
+        if of_part := [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == part]:
+            shown = of_part[1:] if part == "layers" and len(of_part) > 1 else of_part
+            print_table(part, shown)
+            if part == "layers":
+                print(f"base: {of_part[0]['us']:.1f} us a layer")
+    if "timeline" in options.parts:
+        for place in PLACES:
+            if place.name in ("beside", "apart early"):
+                with contextlib.suppress(KeyError, IndexError):
+                    print_table(f"timeline of {place.name}, 8 adapters", times.show_timeline(place, 8))
+    print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The GPU's bench of LoRA at its places, at a size that the interpreter goes through."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import layer_times
+from bench.gpu.kernel_times import Sizes
+from bench.gpu.layer_times import LayerTimes, compare
+from bench.gpu.resumed_table import ResumedTable
+from slora_kernels.layout import llama_shape
+
+CPU = torch.device("cpu")
+SMALL = Sizes(
+    llama_shape(2, 64, 4, 2, 16, 96, 100, 4),
+    torch.float32,
+    batches=(),
+    adapters=(),
+    contexts=(),
+    chunks=(),
+    copy_bytes=1 << 20,
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which measures real sizes")
+def test_every_place_and_every_attention_computes_what_torch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_times, "LOADS", ((2, 8),))
+    monkeypatch.setattr(layer_times, "ATTENTIONS", ((3, 40),))
+    table = ResumedTable(tmp_path / "rows.jsonl", CPU)
+    assert table.fill(LayerTimes(SMALL, CPU, batch=5).cases(["layers", "fp8"]), 600)
+    rows = compare(table.rows())
+    assert len(rows) == 2 + len(layer_times.PLACES) + 4
+    errors = {row.get("place", row["part"]): row["error"] for row in rows if "error" in row}
+    assert all(error < 1e-5 for error in errors.values()), errors
+    assert all("over base us" in row for row in rows if row.get("adapters"))
