@@ -64,3 +64,16 @@ def test_act_mul_matches_its_twin(
 def test_act_mul_survives_extreme_gates(kernels: Kernels, device: str, activation: Activation) -> None:
     gate_up = torch.tensor([[-1e12, -1e4, -100.0, 0.0, 100.0, 1e4] + [1.0] * 6], device=device)
     check_close(kernels.act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_delta_gives_the_same_bits_as_adding_it_first(
+    kernels: Kernels, device: str, dtype: torch.dtype
+) -> None:
+    x, residual = torch.randn(2, 5, 130, dtype=dtype, device=device)
+    weight, delta = torch.randn(130, dtype=dtype, device=device), torch.randn(5, 130, device=device)
+    added, residuals = (x.float() + delta).to(dtype), (residual.clone(), residual.clone())
+    expected = kernels.add_rms_norm(added, residuals[0], weight, 1e-5)
+    assert torch.equal(kernels.add_rms_norm(x, residuals[1], weight, 1e-5, delta), expected)
+    assert torch.equal(*residuals)
+    assert torch.equal(kernels.act_mul(x, "silu", delta), kernels.act_mul(added, "silu"))

@@ -59,3 +59,21 @@ def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
     actual, wanted = scene.pages.view(dtype), expected_pages.view(dtype)
     assert torch.equal(actual.isnan(), wanted.isnan())
     check_close(actual.nan_to_num(), wanted.nan_to_num(), units=1)
+
+
+@pytest.mark.parametrize("heads", (HEADS[1], HEADS[3], HEADS[5]), ids=str)
+def test_a_delta_of_qkv_gives_the_same_bits_as_adding_it_first(
+    kernels: Kernels, device: str, heads: tuple[int, int, int, int, int]
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_tokens, rotated = heads
+    geometry = KVGeometry(3, num_heads, num_kv_heads, head_dim, block_tokens, torch.bfloat16)
+    scene = build_attention(geometry, [(1, 1), (1, 17), (5, 21)], device=device)
+    qkv = torch.randn(7, (num_heads + 2 * num_kv_heads) * head_dim, device=device).bfloat16()
+    delta, cos_sin = torch.randn(qkv.shape, device=device), torch.rand(32, rotated, device=device)
+    added, pages = (qkv.float() + delta).bfloat16(), scene.pages.clone()
+    step = kernels.prepare_attention(scene.batch)
+    expected = kernels.rotate_and_write_kv(added, cos_sin, pages, geometry, 1, step)
+    assert torch.equal(
+        kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step, None, delta), expected
+    )
+    assert torch.equal(scene.pages.view(torch.bfloat16).nan_to_num(), pages.view(torch.bfloat16).nan_to_num())

@@ -120,7 +120,7 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     finally:
         torch.use_deterministic_algorithms(False)
     num_layers = steps.engine._runner._shape.num_layers
-    assert stream.calls == ["fork", "shrink", "base", "join", "expand"] * (LINEARS * num_layers)
+    assert stream.calls == ["fork", "shrink", "expand", "base", "join"] * (LINEARS * num_layers)
 
 
 def test_a_step_with_a_chunk_forks_nothing(small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
