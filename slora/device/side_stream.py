@@ -1,9 +1,9 @@
-"""Runs LoRA shrinks in parallel with the base model's matmuls. A shrink reads the same input as the matmul beside it,
-and does not write to the matmul's output.
+"""Runs LoRA kernels in parallel with the base model's matmuls. They read the same input as the matmul beside them, and
+do not write to the matmul's output.
 
-A decode linear is bound by reading its weights and leaves multiprocessors idle at its beginning and end. A shrink has a
-latency of a few microseconds, which the matmul hides. With prefill chunks, matmul and shrink are both bound by
-arithmetic, so there is nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
+A decode linear is bound by reading its weights and leaves multiprocessors idle at its beginning and end. The LoRA
+kernels have a latency of a few microseconds each, which the matmul hides. With prefill chunks, matmul and LoRA are both
+bound by arithmetic, so there is nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
 """
 
 from collections.abc import Callable

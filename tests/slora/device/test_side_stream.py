@@ -145,4 +145,4 @@ def test_a_failed_linear_still_joins_the_side_stream(
     monkeypatch.setattr(Linear, "apply", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         steps.compute(plan, stream)
-    assert stream.calls == ["fork", "shrink", "join"]
+    assert stream.calls == ["fork", "shrink", "expand", "join"]
