@@ -1,7 +1,7 @@
 """The Triton implementation of `Kernels`. It never synchronises with the host and prepares nothing per step.
 
-LoRA needs eight launches per layer: one shrink and one expand for each of four linear groups. In a decode step, both run
-beside the base model's matmul, and the kernel that reads the matmul's output adds the delta. Decode rows have an
+LoRA needs eight launches per layer: one shrink and one expand for each of four linear groups. In a decode step, both
+run beside the base model's matmul, and the kernel that reads the matmul's output adds the delta. Decode rows have an
 expand kernel of their own, so a step that also contains prefill chunks launches expand twice per group. Such a step is
 bound by arithmetic, and the extra launches matter little.
 """
