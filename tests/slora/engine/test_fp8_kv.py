@@ -18,7 +18,7 @@ from slora.request import EngineRequest
 from slora_adapters.loader.source import AdapterSource
 from slora_kernels.kv_format import KVFormat
 from tests.slora.engine.test_forks import apart, ask
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
+from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.poison import poison
@@ -64,7 +64,7 @@ def test_an_fp8_pool_has_more_pages_of_the_same_tokens(kits: Kits) -> None:
     assert fp8.info.shape == plain.info.shape, "adapters are packed alike"
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", ENGINE_KERNELS)
 @pytest.mark.parametrize("model", ["llama", "gemma2", "mistral_window"])
 def test_log_probabilities_are_close_to_those_without_fp8(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str

@@ -14,7 +14,7 @@ from torch import Tensor
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError
 from slora.models.model_spec_reader import read_model_spec
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import KINDS
@@ -75,7 +75,7 @@ def judge(kit: ModelKit, exact: Path, work: Work) -> Verdict:
     return sum(map(Oracle(exact, kit.adapters).judge, work[0], work[2], work[1]), Verdict())
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", ENGINE_KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
     kit: ModelKit, tmp_path: Path, report: Callable[[str], None], form: str, kernels: str
