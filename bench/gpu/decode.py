@@ -39,7 +39,7 @@ R16, R64, R8, S1_KIND = range(len(KINDS))
 RANKS = {"16": (R16,), "64": (R64,), "8/16/64": (R8, R16, R64)}
 TOP_KERNELS = 40
 
-MakeEngine = Callable[[], RandomEngine]
+MakeEngine = Callable[..., RandomEngine]
 
 
 class Scene(NamedTuple):

@@ -11,16 +11,19 @@ of 84 MB that no request has used before, or for the base model, which loads not
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from bench.gpu.decode import R16, S1_KIND, MakeEngine
+from bench.gpu.decode import R16, S1_KIND, MakeEngine, profile_kernels
 from bench.gpu.random_engine import RandomAdapter, RandomEngine
 from bench.gpu.resumed_table import Case
 from bench.simulation.request_log import percentile
 from bench.simulation.traces import Trace, TraceRequest, slora_trace, zipf_trace
 from bench.table import Row
 from bench.workload import prompts
+from slora.engine_config import EngineConfig
 from slora.request import EngineRequest
 
+DEFAULT_SEQS = EngineConfig(Path("random")).max_num_seqs
 # Of the saturated rate of the same number of adapters.
 _CALM = 0.8
 ALONE, BESIDE_COLD, BESIDE_BASE = COLD_CASES = ("alone", "beside cold adapters", "beside the base")
@@ -43,10 +46,12 @@ class LoadScale:
     cold_every_s: float
     cold_s: float
     cold_rounds: int
+    warm_steps: int
+    profiled_steps: int
 
 
-WHOLE = LoadScale((5, 2000), 1000, 100.0, 20.0, 12.0, (8, 512), 32, 4, 0.05, 3.0, 2)
-SMALL = LoadScale((2, 6), 4, 30.0, 1.0, 1.0, (3, 6), 3, 2, 0.01, 0.3, 1)
+WHOLE = LoadScale((5, 2000), 1000, 100.0, 20.0, 12.0, (8, 512), 32, 4, 0.05, 3.0, 2, 150, 8)
+SMALL = LoadScale((2, 6), 4, 30.0, 1.0, 1.0, (3, 6), 3, 2, 0.01, 0.3, 1, 2, 2)
 
 
 @dataclass(slots=True)
@@ -152,10 +157,20 @@ def _make(made: RandomEngine, asked: TraceRequest, kind: int, vocab_size: int) -
     return made.make_request(prompt, adapter, asked.output_tokens)
 
 
-def serving_cases(scale: LoadScale, make: MakeEngine, rows: Callable[[], list[Row]]) -> Iterator[Case]:
-    """rows: those that are measured so far; the calm rate follows from them."""
+def serving_cases(
+    scale: LoadScale, make: MakeEngine, rows: Callable[[], list[Row]], listing: Path
+) -> Iterator[Case]:
+    """rows: those that are measured so far; the calm rate follows from them. listing: see `profile_cases`."""
     for count in scale.adapters:
         yield {"load": "saturated", "adapters": count}, lambda n=count: _saturate(scale, make(), n)
+    # Twice as many sequences as the default make longer steps, but share their fixed costs.
+    for count in reversed(scale.adapters):
+        yield (
+            {"load": "saturated, wide", "adapters": count},
+            lambda n=count: _saturate(scale, make(max_num_seqs=2 * DEFAULT_SEQS), n),
+        )
+    key = {"case": "profile", "adapters": scale.adapters[1]}
+    yield key, lambda: _profile_saturated(scale, make(), scale.adapters[1], listing)
     few = scale.adapters[0]
     for count in scale.adapters:
         key = {"load": "calm", "adapters": count}
@@ -170,6 +185,27 @@ def _saturate(scale: LoadScale, made: RandomEngine, num_adapters: int) -> Row:
         made,
         lambda: replay(made, trace, S1_KIND, start_s=scale.saturated_s / 2, end_s=scale.saturated_s),
     )
+
+
+def _profile_saturated(scale: LoadScale, made: RandomEngine, num_adapters: int, listing: Path) -> Row:
+    """Steps of a full batch with a queue."""
+    engine = made.engine
+    for request in slora_trace(num_adapters, scale.rate, scale.saturated_s, lengths=scale.lengths):
+        engine.add(_make(made, request, S1_KIND, engine.info.vocab_size))
+    for _ in range(scale.warm_steps):
+        engine.step()
+
+    def run() -> None:
+        for _ in range(scale.profiled_steps):
+            engine.step()
+
+    before = engine.stats().step_tokens
+    row = profile_kernels(run, scale.profiled_steps, f"saturated, {num_adapters} adapters", listing)
+    after = engine.stats().step_tokens
+    made.drop_all()
+    return row | {
+        "tokens a step": (after.total - before.total) / max(1, sum(after.counts) - sum(before.counts))
+    }
 
 
 def _find_rate(rows: list[Row], num_adapters: int) -> float:

@@ -5,6 +5,7 @@ share what is expensive to make there: an engine takes about ten seconds.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -139,13 +140,25 @@ class Bench:
         self.out = out
         self.peers = peers
         self._engine: RandomEngine | None = None
+        self._settings: dict[str, int] = {}
 
-    def make_engine(self, table: ResumedTable) -> RandomEngine:
-        """Returns the engine of this process. The only place where the benches of the whole engine make one."""
+    def make_engine(self, table: ResumedTable, **settings: int) -> RandomEngine:
+        """Returns the engine of this process. The only place where the benches of the whole engine make one.
+
+        settings: of `EngineConfig`. An engine with other settings is replaced.
+        """
+        if self._engine is not None and settings != self._settings:
+            self._engine.drop_all()
+            self._engine.engine.close()
+            self._engine = None
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         if self._engine is None:
             start = time.perf_counter()
-            self._engine = RandomEngine(self.scale.size, KINDS, kernels=self.scale.kernel_name)
-            table.add({"case": "start", "seconds": time.perf_counter() - start})
+            self._settings = settings
+            self._engine = RandomEngine(self.scale.size, KINDS, kernels=self.scale.kernel_name, **settings)
+            table.add({"case": "start", **settings, "seconds": time.perf_counter() - start})
         self._engine.drop_all()
         return self._engine
 
@@ -212,7 +225,8 @@ def profile_decode(bench: Bench, table: ResumedTable, seconds: float) -> bool:
 
 
 def measure_serving(bench: Bench, table: ResumedTable, seconds: float) -> bool:
-    cases = serving_cases(bench.scale.load, lambda: bench.make_engine(table), table.rows)
+    make = partial(bench.make_engine, table)
+    cases = serving_cases(bench.scale.load, make, table.rows, bench.out / KERNELS)
     return table.fill(cases, seconds, errors=True)
 
 

@@ -2,8 +2,9 @@
 do not write to the matmul's output.
 
 A decode linear is bound by reading its weights and leaves multiprocessors idle at its beginning and end. The LoRA
-kernels have a latency of a few microseconds each, which the matmul hides. With prefill chunks, matmul and LoRA are both
-bound by arithmetic, so there is nothing to gain. Fork and join are CUDA events, so a CUDA graph can record them.
+kernels have a latency of a few microseconds each, which the matmul hides. With prefill chunks, the matmul is bound by
+arithmetic and a shrink by memory, so they also run well in parallel. Fork and join are CUDA events, so a CUDA graph can
+record them.
 """
 
 from collections.abc import Callable

@@ -21,6 +21,7 @@ class LoraDeltas:
     layers: the rows and their adapters. Each layer adds to the result of the layers before it, so the sum of a row's
     adapters has a fixed order. Empty: no row has an adapter.
     side: the stream that runs LoRA kernels in parallel with the base model's matmuls. None: they run after the matmuls.
+    only_decodes: whether the step has no prefill chunk.
     """
 
     def __init__(
@@ -29,12 +30,14 @@ class LoraDeltas:
         memory: DeviceMemory,
         kernels: Kernels,
         side: SideStream | None = None,
+        *,
+        only_decodes: bool = False,
     ) -> None:
         self._pages = memory.pages
         self._kernels = kernels
         self._steps = [kernels.prepare_lora(tiles, memory.tables) for tiles in layers]
         self._side = side
-        self._writes_apart = side is not None and _has_only_decode_rows(self._steps)
+        self._writes_apart = side is not None and only_decodes and _has_only_decode_rows(self._steps)
         self._deltas: dict[int, Tensor] = {}
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
