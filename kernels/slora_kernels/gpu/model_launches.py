@@ -24,6 +24,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
@@ -148,7 +149,7 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
     launch, weights = bind_token_weights(logits, torch.zeros(count), sampling)
     masks = torch.zeros(count, -(-logits.shape[1] // 32), dtype=torch.int32)
     masked = bind_mask_logits(logits, sampling.rows, masks)
-    launches = [masked, launch, bind_token_cutoffs(weights, sampling)[0]]
+    launches = [masked, *bind_argmax(logits)[0], launch, bind_token_cutoffs(weights, sampling)[0]]
     return launches + [
         bind_gumbel_sample(weights, w, sampling, logits.shape[1])[0] for w in (None, weights[:, 0])
     ]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slora_kernels.argmax import find_argmax
 from slora_kernels.batch import (
     Activation,
     AdapterTables,
@@ -25,6 +24,7 @@ from slora_kernels.batch import (
     TileLimits,
 )
 from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
@@ -155,7 +155,10 @@ class TritonKernels:
         self._launch(bind_mask_logits(logits, rows, masks))
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return find_argmax(logits)
+        launches, best, tokens = bind_argmax(logits)
+        for launch in launches:
+            self._launch(launch)
+        return best, tokens
 
     def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
         launch, weights = bind_token_weights(logits, max_logits, sampling)
