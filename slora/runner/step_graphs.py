@@ -10,7 +10,7 @@ other token reads its results.
 Adapters do not need graphs of their own. The adapters of a step are named by buffers and slot tables on the device, so
 another adapter in a slot changes no launch argument. Three numbers change the launches: the rank, rounded up to a power
 of two, the padded number of tiles, and the number of layers of LoRA work. So graphs differ by these numbers, but not by
-adapter. The tiles of a decode step are padded to a quarter, a half or all of the rows. A program for a padding tile
+adapter. The tiles of decode rows are padded to a quarter, a half or all of the rows. A program for a padding tile
 ends immediately, but a site has thousands of such programs. With 64 rows and 8 adapters, padding to all rows doubled
 the time of expand (H200).
 
@@ -31,11 +31,11 @@ __all__ = ["StepGraphs", "capture_cuda"]
 Work = Callable[[], Tensor]
 
 # Padding rows cost little in a decode step, because all rows share the read of the weights.
-_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
 # Padded tokens and sequences of steps with prefill chunks. With more tokens, the GPU takes longer to run the kernels
 # than the host takes to launch them.
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
-_SEQUENCES = (16, 64)
+_SEQUENCES = (16, 64, 256)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
 _SHORT_CONTEXT = 512
@@ -189,7 +189,11 @@ def _shape_layer(lora: LoraTiles, step: StepShape) -> LayerShape | None:
         decode_tiles = _least(parts, lora.num_decodes) if lora.num_decodes else 0
         other_tiles = _least(parts, num_others) if num_others else 0
     else:
-        decode_tiles, other_tiles = step.sequences, max(_TILE_PARTS[0], step.tokens // _TOKENS_PER_TILE)
+        parts = [-(-step.sequences // part) for part in _TILE_PARTS]
+        decode_tiles, other_tiles = (
+            _least(parts, lora.num_decodes),
+            max(_TILE_PARTS[0], step.tokens // _TOKENS_PER_TILE),
+        )
     if decode_tiles is None or other_tiles is None:
         return None
     if lora.num_decodes > decode_tiles or num_others > other_tiles:
