@@ -40,7 +40,6 @@ class PacedSource:
             seconds = self._costs.latency_s
             if isinstance(fetch, Fetched):
                 seconds += fetch.packed.layout.num_bytes / self._costs.bytes_per_s
-                fetch = Fetched(fetch.version, fetch.packed, seconds)
             done = max(time.monotonic(), heapq.heappop(self._lanes)) + seconds
             heapq.heappush(self._lanes, done)
             heapq.heappush(self._arrivals, (done, next(self._order), fetch))

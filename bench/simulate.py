@@ -2,10 +2,10 @@
 
     python -m bench.simulate [--scenes s2 zipf chat ...] [--quick] [--write DIRECTORY]
 
-Each scene is replayed with three seeds. From the defaults, one option at a time is set to each of its values: eviction
-(lru, cost, size), scheduling (fair, fcfs), preemption (auto, swap, recompute), prefix cache (tenant, off). The last
-table has, for each value, the mean first token and the mean latency over those of the default, as geometric means over
-all scenes: below 1 is better.
+Each scene is replayed with three seeds. From the defaults, one option at a time is set to each of its values:
+scheduling (fair, fcfs), preemption (auto, swap, recompute), prefix cache (tenant, off). The last table has, for each
+value, the mean first token and the mean latency over those of the default, as geometric means over all scenes: below 1
+is better.
 
 The production scheduler under virtual time, deterministic: the same commit prints the same numbers on any machine.
 --write leaves simulate-DATE.json and simulate-DATE.md in a directory.
@@ -25,14 +25,12 @@ from bench.simulation.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.simulation.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
 from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row, markdown, print_table, write_json
-from slora.engine_config import EVICTION_POLICIES
 from slora_kernels.progress_bar import track_progress
 
 NUM_TENANTS = 20
 # An object store near by: a rank 64 adapter of 128 MiB takes 0.7 s.
 REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)
 VALUES: dict[str, tuple[str, ...]] = {
-    "eviction": EVICTION_POLICIES,
     "scheduling": ("fair", "fcfs"),
     "preemption": ("auto", "swap", "recompute"),
     "prefix_cache": ("tenant", "off"),

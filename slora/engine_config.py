@@ -19,10 +19,6 @@ SWAP_SHARE = 0.25
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-# The names of the policies in `slora/pool/eviction_policy.py`.
-EVICTION_POLICIES = ("lru", "cost", "size")
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings of one engine. A size of None is derived from the model and the machine.
@@ -113,13 +109,6 @@ class EngineConfig:
         "also prefixes of all tenants on the base model, so that timing may reveal the prompts of "
         "other tenants; off: none",
         Choice(("off", "tenant", "public")),
-        metavar="NAME",
-    )
-    eviction: str = setting(
-        "lru",
-        "which idle adapter or cached prefix is evicted first: lru: the least recently used; cost: "
-        "the cheapest to restore, weighted by how often its kind is reused; size: the largest",
-        Choice(EVICTION_POLICIES),
         metavar="NAME",
     )
     preemption: str = setting(

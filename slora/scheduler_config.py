@@ -26,7 +26,7 @@ class SchedulerConfig:
     loads_beside: whether the device copies adapters while it computes a step that does not use them.
     prompt_lookup_tokens: maximum number of tokens that a step drafts for a sequence; 0: no drafts.
     metrics_tenants: as in `EngineConfig`.
-    prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
+    prefix_cache, preemption, scheduling: the policies of `EngineConfig`, which checks them.
     """
 
     num_pages: int
@@ -44,4 +44,3 @@ class SchedulerConfig:
     prefix_cache: str = _DEFAULTS["prefix_cache"]
     preemption: str = _DEFAULTS["preemption"]
     scheduling: str = _DEFAULTS["scheduling"]
-    eviction: str = _DEFAULTS["eviction"]

@@ -36,7 +36,6 @@ class Policies:
     """The policies of the simulated engine; see SchedulerConfig. The defaults are the engine's."""
 
     scheduling: str = _default("scheduling")
-    eviction: str = _default("eviction")
     preemption: str = _default("preemption")
     prefix_cache: str = _default("prefix_cache")
 
@@ -87,7 +86,6 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
         prefix_cache=policies.prefix_cache,
         preemption=policies.preemption,
         scheduling=policies.scheduling,
-        eviction=policies.eviction,
     )
     return Scheduler(config, source, machine.costs)
 

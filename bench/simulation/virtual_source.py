@@ -41,7 +41,7 @@ class VirtualSource:
         self._costs = costs
         self._lanes = [0.0] * costs.num_lanes  # A heap of the times at which the lanes become free.
         self._arrivals: list[tuple[float, int, AdapterVersion]] = []  # A heap by time of arrival.
-        self._in_flight: dict[AdapterVersion, float] = {}  # When each fetch was requested.
+        self._in_flight: set[AdapterVersion] = set()
         self._order = itertools.count()
         self._pins: Counter[AdapterVersion] = Counter()
 
@@ -68,17 +68,17 @@ class VirtualSource:
         done = start + self._costs.latency_s + num_bytes / self._costs.bytes_per_s
         heapq.heappush(self._lanes, done)
         heapq.heappush(self._arrivals, (done, next(self._order), version))
-        self._in_flight[version] = self.now
+        self._in_flight.add(version)
         self.num_fetches += 1
         self.fetched_bytes += num_bytes
 
     def poll(self) -> list[Fetched | FetchFailed]:
         arrived: list[Fetched | FetchFailed] = []
         while self._arrivals and self._arrivals[0][0] <= self.now:
-            done, _, version = heapq.heappop(self._arrivals)
-            seconds = done - self._in_flight.pop(version)
+            _, _, version = heapq.heappop(self._arrivals)
+            self._in_flight.remove(version)
             self._pins[version] += 1
-            arrived.append(Fetched(version, self._fleet.packed(version), seconds))
+            arrived.append(Fetched(version, self._fleet.packed(version)))
         return arrived
 
     def release(self, version: AdapterVersion) -> None:

@@ -127,7 +127,6 @@ class Engine:
             prefix_cache=config.prefix_cache,
             preemption=config.preemption,
             scheduling=config.scheduling,
-            eviction=config.eviction,
         )
         self._source, self._fixed_costs = source, costs
         self._grammars = GrammarCompiler(

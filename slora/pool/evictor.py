@@ -3,7 +3,7 @@
 Only candidates can be evicted. An idle adapter is always a candidate. An idle prefix block is a candidate only while no
 idle block follows it; otherwise it is hidden.
 
-The eviction policy ranks the items. The evictor enforces the bounds of tenants:
+The item that has been idle longest is evicted first, within the bounds of tenants:
 
 Floor (`min_pages`): other tenants can evict a tenant's cached items only while it owns more pages than its floor. The
 last eviction may cut into the floor by less than the size of the evicted item.
@@ -17,44 +17,135 @@ Nearly all tenants have neither floor nor ceiling and share one heap. Each tenan
 from the logarithmic heap operations, the cost of an operation does not grow with the number of idle items.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
 
-from slora.pool.eviction_heap import Candidate, EvictionHeap
-from slora.pool.eviction_policy import Evictable, EvictionPolicy
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
 
+# Stale candidates are removed once they outnumber the live ones by more than this.
+_FEW = 64
+
+
+class Evictable(Protocol):
+    """An idle adapter, or the last idle block of a cached prefix."""
+
+    rank: int  # Set by the owner to `Evictor.next_rank` when the item becomes idle. The lowest rank is evicted first.
+    ticket: int  # Identifies the item's entry in a heap. It is 0 while the item is not a candidate.
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the item is pinned. This changes only while the item is not a candidate."""
+        ...
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that evicting the item frees."""
+        ...
+
+    @property
+    def tenant(self) -> TenantAccount:
+        """The tenant that owns the pages."""
+        ...
+
+
+class _Candidate(NamedTuple):
+    """One evictable item in the heap. `evict(requester)` evicts the item for the tenant that needs its pages.
+
+    Tickets are unique, so comparing two candidates never compares items.
+    """
+
+    rank: int
+    ticket: int
+    item: Evictable
+    evict: Callable[[TenantAccount], None]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the item is still a candidate with this ticket. An item that was removed has ticket 0, or a newer
+        ticket if it was added again.
+        """
+        return self.item.ticket == self.ticket
+
+
+class _Heap:
+    """A heap of candidates, lowest rank first.
+
+    Removed candidates stay in the heap until they reach its top (lazy deletion) or outnumber the live candidates.
+    """
+
+    __slots__ = ("_candidates", "num_live")
+
+    def __init__(self) -> None:
+        self.num_live = 0
+        self._candidates: list[_Candidate] = []
+
+    def push(self, candidate: _Candidate) -> None:
+        heapq.heappush(self._candidates, candidate)
+        self.num_live += 1
+
+    def peek(self) -> _Candidate | None:
+        candidates = self._candidates
+        while candidates:
+            candidate = candidates[0]
+            if candidate.is_live:
+                return candidate
+            heapq.heappop(candidates)
+        return None
+
+    def pop(self) -> _Candidate:
+        """Removes the candidate that `peek` just returned. It still counts as live until `count_removed` is called."""
+        return heapq.heappop(self._candidates)
+
+    def push_back(self, candidate: _Candidate) -> None:
+        """Pushes a candidate again after `pop`, whether it is still live or not."""
+        heapq.heappush(self._candidates, candidate)
+
+    def count_removed(self) -> None:
+        """Decrements the number of live candidates, after the caller has cleared the ticket of the removed item."""
+        self.num_live -= 1
+        if len(self._candidates) > 2 * self.num_live + _FEW:
+            self._candidates = self.live_candidates()
+            heapq.heapify(self._candidates)
+
+    def live_candidates(self) -> list[_Candidate]:
+        return [candidate for candidate in self._candidates if candidate.is_live]
+
+    def check_invariants(self) -> None:
+        live = self.live_candidates()
+        assert len(live) == self.num_live, (
+            f"{len(live)} candidates are live, but the counter is {self.num_live}"
+        )
+        # A search temporarily removes live candidates from the heap, and a sweep during the search does not see them.
+        # So the heap may exceed its usual limit by `num_live` after the search has pushed them back.
+        assert len(self._candidates) <= 3 * self.num_live + _FEW, "stale candidates pile up"
+
 
 class Evictor:
-    """Evicts idle adapters and cached prefix blocks, lowest rank first, within the bounds of tenants.
+    """Evicts idle adapters and cached prefix blocks within the bounds of tenants.
 
     Invariant: evicting all candidates, one after the other, eventually makes every cached page of `pool` free.
     """
 
-    def __init__(self, pool: PagePool, tenants: TenantAccounts, policy: EvictionPolicy) -> None:
+    def __init__(self, pool: PagePool, tenants: TenantAccounts) -> None:
         self.num_evictions = 0
         self._pool = pool
         self._tenants = tenants
-        self._policy = policy
-        self._age = 0.0
-        self._last_ticket = 0
-        self._num_ranked = 0
-        self._common = EvictionHeap()
+        self._last_ticket = self._last_rank = 0
+        self._common = _Heap()
         self._bounded = tenants.bounded
-        self._heaps = {tenant: EvictionHeap() for tenant in tenants.bounded}
-        self._pinned: dict[TenantAccount, EvictionHeap] = {}
+        self._heaps = {tenant: _Heap() for tenant in tenants.bounded}
+        self._pinned: dict[TenantAccount, _Heap] = {}
         self._pinned_pages: Counter[TenantAccount] = Counter()
 
-    def rank(self, item: Evictable) -> float:
-        """The eviction rank of an item that becomes idle now.
+    def next_rank(self) -> int:
+        """The rank of an item that becomes idle now. A hidden item keeps its rank until it becomes a candidate."""
+        self._last_rank += 1
+        return self._last_rank
 
-        A hidden item keeps this rank until it becomes a candidate.
-        """
-        self._num_ranked += 1
-        return self._policy.rank(item, self._num_ranked, self._age)
-
-    def add(self, item: Evictable, evict: Callable[[TenantAccount], None], rank: float) -> None:
+    def add(self, item: Evictable, evict: Callable[[TenantAccount], None]) -> None:
         """Makes an item a candidate. The item must be idle and not hidden, and its pages must be cached.
 
         evict: `evict(requester)` evicts the item for tenant `requester`. It frees `item.pages` in the pool, and
@@ -63,19 +154,9 @@ class Evictor:
         assert item.ticket == 0, f"{item!r} is already a candidate"
         self._last_ticket += 1
         item.ticket = self._last_ticket
-        self._heap_of(item).push(Candidate(rank, item.ticket, item, evict))
+        self._heap_of(item).push(_Candidate(item.rank, item.ticket, item, evict))
         if item.is_pinned:
             self._pinned_pages[item.tenant] += len(item.pages)
-
-    def record_reuse(self, item: Evictable) -> None:
-        """Reports a reuse to the policy. Called when a ranked item is used again, even if it was hidden."""
-        self._policy.record_outcome(item, was_used=True)
-        self.remove(item)
-
-    def record_eviction(self, item: Evictable) -> None:
-        """Reports an eviction to the policy. Called when an item is evicted for another resource, such as its slot."""
-        self._policy.record_outcome(item, was_used=False)
-        self.remove(item)
 
     def remove(self, item: Evictable) -> None:
         """Removes a candidate that is in use again, hidden or deleted.
@@ -205,16 +286,13 @@ class Evictor:
                 return False
         return True
 
-    def _evict_lowest(self, heaps: list[EvictionHeap], search: "_Search") -> bool:
+    def _evict_lowest(self, heaps: list[_Heap], search: "_Search") -> bool:
         heap = search.lowest(heaps)
         if heap is None:
             return False
         candidate = heap.pop()
         self._mark_removed(candidate.item)
-        # The age must never decrease. An item that a floor or `protected_items` kept until now may rank below the age.
-        self._age = max(self._age, candidate.rank)
         self.num_evictions += 1
-        self._policy.record_outcome(candidate.item, was_used=False)
         candidate.evict(search.requester)
         return True
 
@@ -225,9 +303,9 @@ class Evictor:
         if item.is_pinned:
             self._pinned_pages[item.tenant] -= len(item.pages)
 
-    def _heap_of(self, item: Evictable) -> EvictionHeap:
+    def _heap_of(self, item: Evictable) -> _Heap:
         if item.is_pinned:
-            return self._pinned.setdefault(item.tenant, EvictionHeap())
+            return self._pinned.setdefault(item.tenant, _Heap())
         if self._bounded is not self._tenants.bounded:
             self._rebuild_heaps()
         return self._heaps.get(item.tenant, self._common)
@@ -242,8 +320,8 @@ class Evictor:
             for candidate in heap.live_candidates()
         ]
         self._bounded = self._tenants.bounded
-        self._common = EvictionHeap()
-        self._heaps = {tenant: EvictionHeap() for tenant in self._bounded}
+        self._common = _Heap()
+        self._heaps = {tenant: _Heap() for tenant in self._bounded}
         for candidate in candidates:
             self._heaps.get(candidate.item.tenant, self._common).push(candidate)
 
@@ -261,12 +339,12 @@ class _Search:
         self.requester = requester
         self._ignores_floors = ignore_floors
         self._protected = protected_items
-        self._skipped: list[tuple[EvictionHeap, Candidate]] = []
+        self._skipped: list[tuple[_Heap, _Candidate]] = []
 
-    def lowest(self, heaps: list[EvictionHeap]) -> EvictionHeap | None:
+    def lowest(self, heaps: list[_Heap]) -> _Heap | None:
         """The heap whose lowest candidate is evicted next."""
-        best: EvictionHeap | None = None
-        best_candidate: Candidate | None = None
+        best: _Heap | None = None
+        best_candidate: _Candidate | None = None
         for heap in heaps:
             candidate = self._lowest_of(heap)
             if candidate is not None and (best_candidate is None or candidate < best_candidate):
@@ -277,7 +355,7 @@ class _Search:
         for heap, candidate in self._skipped:
             heap.push_back(candidate)
 
-    def _lowest_of(self, heap: EvictionHeap) -> Candidate | None:
+    def _lowest_of(self, heap: _Heap) -> _Candidate | None:
         candidate = heap.peek()
         while candidate is not None and not self._is_evictable(candidate.item):
             self._skipped.append((heap, heap.pop()))

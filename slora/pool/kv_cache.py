@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from slora.cost_model import Costs
-from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount
@@ -37,10 +35,9 @@ class PrefixBlock:
     rank, ticket: set for the evictor.
     """
 
-    content = Content.PREFIX
     is_pinned = False
 
-    __slots__ = ("_num_tokens", "adapters", "key", "pages", "parent", "rank", "tenant", "ticket")
+    __slots__ = ("adapters", "key", "pages", "parent", "rank", "tenant", "ticket")
 
     def __init__(
         self,
@@ -49,10 +46,8 @@ class PrefixBlock:
         parent: bytes | None,
         tenant: TenantAccount,
         adapters: tuple[AdapterVersion, ...],
-        num_tokens: int,
     ) -> None:
-        self._num_tokens = num_tokens
-        self.rank = 0.0
+        self.rank = 0
         self.pages = [page]
         self.key = key
         self.parent = parent
@@ -67,18 +62,10 @@ class PrefixBlock:
     def page(self) -> int:
         return self.pages[0]
 
-    def restore_s(self, costs: Costs) -> float:
-        """Seconds to recompute the block.
-
-        Loading its adapters is not counted: a request that reuses the block needs the adapters anyway.
-        """
-        return costs.prefill_s(self._num_tokens)
-
 
 class KVCache:
     """Manages the pages that hold KV. Every reference to a KV page is acquired and released here.
 
-    block_tokens: tokens per page.
     enabled: whether prefixes are cached; if not, no block is inserted.
     public_owner: with a public prefix cache, the tenant that owns the idle blocks of the base model. If a tenant with
         a floor owned them, its protected blocks could hide evictable blocks of other tenants.
@@ -89,12 +76,10 @@ class KVCache:
         self,
         pool: PagePool,
         evictor: Evictor,
-        block_tokens: int,
         *,
         enabled: bool = True,
         public_owner: TenantAccount | None = None,
     ) -> None:
-        self._block_tokens = block_tokens
         self.public_owner = public_owner
         self.enabled = enabled
         self.num_evictions = 0
@@ -167,7 +152,7 @@ class KVCache:
             return
         assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
         assert not self._pool.is_cached(page), f"page {page} is cached without a key"
-        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapters, self._block_tokens)
+        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapters)
         self._by_key[key] = self._by_page[page] = block
         for adapter in adapters:
             self._by_adapter.setdefault(adapter, {})[key] = block
@@ -204,7 +189,6 @@ class KVCache:
         blocks = [self._by_key[key] for key in keys]
         for block in blocks:
             if self._is_idle(block):
-                self._evictor.record_reuse(block)
                 self._pool.acquire(block.pages)
                 self._leave_idle(block)
             else:
@@ -282,7 +266,7 @@ class KVCache:
         if self.public_owner is not None and not block.adapters:
             self._pool.transfer(block.page, self.public_owner)
             block.tenant = self.public_owner
-        block.rank = self._evictor.rank(block)
+        block.rank = self._evictor.next_rank()
         if block.key not in self._num_idle_children:
             self._add_candidate(block)
         if block.parent is None:
@@ -308,7 +292,7 @@ class KVCache:
             self._add_candidate(parent)
 
     def _add_candidate(self, block: PrefixBlock) -> None:
-        self._evictor.add(block, partial(self._evict, block), block.rank)
+        self._evictor.add(block, partial(self._evict, block))
 
     def _evict(self, block: PrefixBlock, requester: TenantAccount) -> None:
         self.num_evictions += 1

@@ -19,8 +19,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from slora.cost_model import Costs
-from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
@@ -35,7 +33,6 @@ class Resident:
     """One adapter in the pool. Kernel work is planned for its `(slot, generation)`.
 
     num_bytes: size of the adapter; its last page may not be full.
-    fetch_s: expected seconds to fetch the adapter to the host again.
     num_loaded: number of leading pages whose bytes are loaded.
     is_loading: True until the last page is loaded or the load is abandoned.
     is_loaded: whether steps may compute with the adapter.
@@ -46,11 +43,8 @@ class Resident:
         number of sequences that run on the adapter.
     """
 
-    content = Content.ADAPTER
-
     __slots__ = (
         "evict_on_release",
-        "fetch_s",
         "generation",
         "is_loaded",
         "is_loading",
@@ -78,7 +72,6 @@ class Resident:
         pages: list[int],
         num_bytes: int,
         targets: LoraTargets,
-        fetch_s: float = 0.0,
     ) -> None:
         self.version = version
         self.tenant = tenant
@@ -87,7 +80,6 @@ class Resident:
         self.pages = pages
         self.num_bytes = num_bytes
         self.targets = targets
-        self.fetch_s = fetch_s
         self.num_users = 1  # The load is its first user.
         self.num_loaded = 0
         self.is_loading = True
@@ -95,18 +87,11 @@ class Resident:
         self.evict_on_release = False
         self.is_pinned = False
         self.ticket = 0
-        self.rank = 0.0
+        self.rank = 0
         self.reading = self.read_at = 0.0
 
     def __repr__(self) -> str:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
-
-    def restore_s(self, costs: Costs) -> float:
-        """Seconds to fetch the adapter to the host, as expected from recent fetches, and to load it into the pool.
-
-        A fetch from the host cache takes almost no time.
-        """
-        return self.fetch_s + costs.load_s(self.num_bytes)
 
 
 class Residency:
@@ -125,7 +110,7 @@ class Residency:
         self._evictor = evictor
         self._tenants = tenants
         self._residents: dict[AdapterVersion, Resident] = {}
-        self._idle: dict[AdapterVersion, Resident] = {}
+        self._idle: dict[AdapterVersion, Resident] = {}  # the adapter that has been idle longest is first
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._generations = [0] * num_slots
         self._displaced: OrderedDict[AdapterVersion, None] = OrderedDict()
@@ -158,7 +143,7 @@ class Residency:
         return sum(resident not in protected for resident in self._idle.values()) >= missing
 
     def ensure_free_slot(self, requester: TenantAccount, protected: Collection[Resident] = ()) -> bool:
-        """Frees a slot if none is free, by evicting the idle adapter with the lowest rank.
+        """Frees a slot if none is free, by evicting the adapter that has been idle longest.
 
         Never evicts `protected`. Returns False if no slot can be freed.
 
@@ -173,9 +158,7 @@ class Residency:
             return False
         idle = [resident for resident in idle if not resident.is_pinned] or idle
         open_to_all = [resident for resident in idle if _may_evict(requester, resident)]
-        lowest = min(open_to_all or idle, key=lambda resident: resident.rank)
-        self._evictor.record_eviction(lowest)
-        self._evict(lowest, requester, "slot")
+        self._evict((open_to_all or idle)[0], requester, "slot")
         return True
 
     def allocate(
@@ -185,7 +168,6 @@ class Residency:
         num_pages: int,
         num_bytes: int,
         targets: LoraTargets,
-        fetch_s: float = 0.0,
     ) -> Resident:
         """Allocates a slot and pages to the adapter, whose load is its first user.
 
@@ -195,9 +177,7 @@ class Residency:
         slot = self._free_slots.pop()
         self._generations[slot] += 1
         pages = self._pool.allocate(num_pages, tenant)
-        resident = Resident(
-            version, tenant, slot, self._generations[slot], pages, num_bytes, targets, fetch_s
-        )
+        resident = Resident(version, tenant, slot, self._generations[slot], pages, num_bytes, targets)
         self._residents[version] = resident
         return resident
 
@@ -242,7 +222,7 @@ class Residency:
         self.read(resident)
         if resident.num_users == 0:
             del self._idle[resident.version]
-            self._evictor.record_reuse(resident)
+            self._evictor.remove(resident)
             self._pool.acquire(resident.pages)
         resident.num_users += 1
 
@@ -257,7 +237,7 @@ class Residency:
         if resident.evict_on_release:
             self._evict(resident, None)
         else:
-            resident.rank = self._evictor.rank(resident)
+            resident.rank = self._evictor.next_rank()
             self._add_candidate(resident)
 
     def pin(self, resident: Resident) -> None:
@@ -301,7 +281,7 @@ class Residency:
             self._add_candidate(resident)
 
     def _add_candidate(self, resident: Resident) -> None:
-        self._evictor.add(resident, partial(self._evict, resident), resident.rank)
+        self._evictor.add(resident, partial(self._evict, resident))
 
     def _end_load(self, resident: Resident) -> None:
         self.read(resident)

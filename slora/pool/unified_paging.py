@@ -6,8 +6,6 @@ Only page numbers are managed here; the bytes are in `DeviceMemory`.
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from slora.cost_model import Costs
-from slora.pool.eviction_policy import make_policy
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
 from slora.pool.page_counts import PageCounts
@@ -23,16 +21,15 @@ class UnifiedPaging:
     footprint: the KV pages that a sequence needs.
     """
 
-    def __init__(self, config: SchedulerConfig, costs: Costs) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.footprint = config.footprint
         self.tenants = TenantAccounts(config.num_pages)
         self.pool = PagePool(config.num_pages)
-        self.evictor = Evictor(self.pool, self.tenants, make_policy(config.eviction, costs))
+        self.evictor = Evictor(self.pool, self.tenants)
         self.residency = Residency(self.pool, self.evictor, self.tenants, config.num_slots)
         self.kv = KVCache(
             self.pool,
             self.evictor,
-            config.footprint.block_tokens,
             enabled=config.prefix_cache != "off",
             public_owner=TenantAccount("") if config.prefix_cache == "public" else None,
         )

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
 
 from slora.scheduler.sequence import Sequence
-from slora_adapters.loader.fetch_pace import FetchPace
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
@@ -32,7 +31,6 @@ class AdapterFetching:
     """
 
     def __init__(self, source: AdapterSource) -> None:
-        self.pace = FetchPace()
         self.outcomes: Counter[str] = Counter(fetched=0, not_found=0, unavailable=0, corrupt=0)
         self._source = source
         self._missing: dict[Sequence, set[AdapterVersion]] = {}
@@ -113,7 +111,6 @@ class AdapterFetching:
             self.outcomes["fetched" if isinstance(fetch, Fetched) else fetch.code] += 1
             if isinstance(fetch, Fetched):
                 num_bytes = fetch.packed.num_bytes
-                self.pace.count(num_bytes, fetch.seconds)
                 self._copies[fetch.version] = fetch.packed
                 self._held_bytes += num_bytes
                 self._largest_bytes = max(self._largest_bytes, num_bytes)

@@ -209,7 +209,6 @@ class AdapterLoading:
             self.count_pages(packed),
             num_bytes,
             packed.layout.targets,
-            self._host.pace.fetch_s(packed.num_bytes),
         )
         self._loading[resident] = _Load(packed)
         self.loads[cause] += 1

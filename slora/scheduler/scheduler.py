@@ -110,7 +110,7 @@ class Scheduler:
         """grammars: the source of compiled grammars. None if no request uses structured output."""
         self.num_deadlines_missed = 0
         self.num_not_finite = 0
-        self.paging = UnifiedPaging(config, costs)
+        self.paging = UnifiedPaging(config)
         self.adapters = AdapterLoading(
             self.paging,
             source,

@@ -63,7 +63,6 @@ def test_auto_is_resolved_at_start() -> None:
         ("dtype", "int8", "auto, float32, bfloat16 or float16"),
         ("scheduling", "lottery", "fair or fcfs"),
         ("prefix_cache", "on", "off, tenant or public"),
-        ("eviction", "random", "lru, cost or size"),
         ("preemption", "never", "auto, swap or recompute"),
         ("swap_bytes", "some", "auto, or a size in bytes"),
         ("drain_seconds", "-1", "a number of seconds, 0 or more"),

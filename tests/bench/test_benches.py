@@ -164,7 +164,7 @@ def test_each_policy_is_compared_with_the_default_of_its_scene() -> None:
     rows = policy_rows(["zipf", "chat"], Length(6.0, 1))
     assert len(rows) == 2 * sum(len(values) for values in VALUES.values())
     verdicts = {(row["option"], row["value"]): row for row in verdict_rows(rows)}
-    assert verdicts["eviction", "cost"]["latency x"] == pytest.approx(1.0)
+    assert verdicts["preemption", "swap"]["latency x"] == pytest.approx(1.0)
     assert verdicts["prefix_cache", "off"]["first token x"] > 1.0
     assert markdown("policies", rows).count("\n") == 2 + 1 + len(rows)
 

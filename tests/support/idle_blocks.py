@@ -6,8 +6,6 @@ A block can be evicted when it is idle and no idle block follows it. Keys, token
 from collections.abc import Iterator
 from functools import partial
 
-from slora.cost_model import CostModel
-from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount
@@ -16,7 +14,6 @@ from slora.pool.tenant_account import TenantAccount
 class IdleBlock:
     """One page of a prefix. It is idle when it has no users. `is_here` is False after its eviction."""
 
-    content = Content.PREFIX
     is_pinned = False
 
     def __init__(self, page: int, tenant: TenantAccount, parent: "IdleBlock | None") -> None:
@@ -26,14 +23,11 @@ class IdleBlock:
         self.num_users = 1
         self.num_idle_children = 0
         self.is_here = True
-        self.ticket = 0
+        self.rank = self.ticket = 0
 
     @property
     def is_idle(self) -> bool:
         return self.is_here and self.num_users == 0
-
-    def restore_s(self, costs: CostModel) -> float:
-        return costs.prefill_s(16)
 
     def chain(self) -> "list[IdleBlock]":
         """All blocks from the root of the prefix to this block."""
@@ -63,7 +57,7 @@ class IdleBlocks:
     def acquire(self, block: IdleBlock) -> None:
         assert block.is_here
         if block.is_idle:
-            self._evictor.record_reuse(block)
+            self._evictor.remove(block)
             self._pool.acquire(block.pages)
             self._unhide(block.parent)
         block.num_users += 1
@@ -80,7 +74,8 @@ class IdleBlocks:
 
     def _offer_if_open(self, block: IdleBlock) -> None:
         if block.is_idle and not block.num_idle_children:
-            self._evictor.add(block, partial(self._evict, block), self._evictor.rank(block))
+            block.rank = self._evictor.next_rank()
+            self._evictor.add(block, partial(self._evict, block))
 
     def _unhide(self, parent: IdleBlock | None) -> None:
         if parent is not None:

@@ -38,13 +38,12 @@ class ScriptedSource:
     copy.
 
     A fetch is in flight until it is delivered, not until it is collected. A request in between starts a second fetch,
-    and both fetches return the same host copy. seconds: the reported duration of each fetch.
+    and both fetches return the same host copy.
     """
 
     def __init__(self, num_pages: dict[AdapterVersion, int], capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.paces: dict[str, float] = {}
-        self.seconds = 0.0
         self.in_flight: set[AdapterVersion] = set()
         self.discarded: set[AdapterVersion] = set()
         self.num_fetches: Counter[AdapterVersion] = Counter()
@@ -113,4 +112,4 @@ class ScriptedSource:
     def _pin(self, version: AdapterVersion) -> Fetched:
         self._pins[version] += 1
         packed = self._copies.setdefault(version, make_packed(self._num_pages[version]))
-        return Fetched(version, packed, self.seconds)
+        return Fetched(version, packed)

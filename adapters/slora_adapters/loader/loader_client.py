@@ -256,8 +256,7 @@ class LoaderClient:
             if message["op"] == "loaded":
                 self._held.setdefault(version, deque()).append(connection)
                 self._paces = {**self._paces, **message["paces"]}
-                seconds = time.monotonic() - request.since
-                self._results.append(Fetched(version, decode_loaded(message, connection.arena), seconds))
+                self._results.append(Fetched(version, decode_loaded(message, connection.arena)))
             else:
                 self._results.append(FetchFailed(version, message["code"], message["message"]))
         self._notify()

@@ -12,7 +12,6 @@ Every implementation follows these rules:
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,14 +36,10 @@ FailureCode = Literal["not_found", "unavailable", "corrupt"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """The packed adapter is in host memory, and stays there until `release(version)`.
-
-    seconds: time from `request` until the copy was ready; close to 0 if it was cached.
-    """
+    """The packed adapter is in host memory, and stays there until `release(version)`."""
 
     version: AdapterVersion
     packed: PackedAdapter
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +164,10 @@ class DirectorySource:
             if version in self._in_flight:
                 return
             self._in_flight.add(version)
-        since = time.monotonic()
         if self._threads is None:
-            self._finish(version, since)
+            self._finish(version)
         else:
-            self._threads.submit(self._finish, version, since)
+            self._threads.submit(self._finish, version)
 
     def poll(self) -> list[Fetched | FetchFailed]:
         with self._lock:
@@ -199,9 +193,9 @@ class DirectorySource:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _finish(self, version: AdapterVersion, since: float) -> None:
+    def _finish(self, version: AdapterVersion) -> None:
         try:
-            result = self._load(version, since)
+            result = self._load(version)
         except Exception as error:  # top of a thread: a bug must fail this request, not block it
             logger.exception("loading adapter %s failed", version.digest)
             result = FetchFailed(version, "unavailable", f"the adapter could not be loaded: {error}")
@@ -209,7 +203,7 @@ class DirectorySource:
             self._done.append(result)
         self._notify()
 
-    def _load(self, version: AdapterVersion, since: float) -> Fetched | FetchFailed:
+    def _load(self, version: AdapterVersion) -> Fetched | FetchFailed:
         packed = self._packed.get(version)
         if packed is not None:
             return Fetched(version, packed)
@@ -217,12 +211,12 @@ class DirectorySource:
             version, "not_found", f"adapter {version.digest[:12]} was never added, or was deleted"
         )
         for directory in self._directories.get(version, ()):
-            result = self._read(version, directory, since)
+            result = self._read(version, directory)
             if isinstance(result, Fetched):
                 break
         return result
 
-    def _read(self, version: AdapterVersion, directory: Path, since: float) -> Fetched | FetchFailed:
+    def _read(self, version: AdapterVersion, directory: Path) -> Fetched | FetchFailed:
         try:
             adapter = read_adapter(directory, self.shape, self.limits)
         except (AdapterNotFound, FileNotFoundError):
@@ -239,4 +233,4 @@ class DirectorySource:
             message = f"the weights in {str(directory)!r} were changed after they were added; add them again"
             return FetchFailed(version, "corrupt", message)
         packed = pack(adapter, self.shape, self.dtype, self._num_ranks)
-        return Fetched(version, packed, time.monotonic() - since)
+        return Fetched(version, packed)

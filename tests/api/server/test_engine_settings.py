@@ -33,7 +33,6 @@ def test_memory_and_scheduling_settings_reach_the_engine(kit: Kit, tmp_path: Pat
         "preemption": "swap",
         "swap_bytes": "64MiB",
         "scheduling": "fcfs",
-        "eviction": "size",
         "load_bytes_per_step": "1MB",
         "cuda_graphs": "off",
         "kv_cache_dtype": "fp8",

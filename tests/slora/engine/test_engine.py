@@ -307,7 +307,6 @@ def test_the_statistics_add_up(kit: ModelKit) -> None:
         ({"prefix_cache": "shared"}, "prefix_cache is 'shared'; it must be off, tenant or public"),
         ({"preemption": "wait"}, "preemption is 'wait'; it must be auto, swap or recompute"),
         ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),
-        ({"eviction": "random"}, "eviction is 'random'; it must be lru, cost or size"),
         ({"swap_bytes": -1}, "swap_bytes is -1; it must be auto, or a size in bytes"),
         (
             {"swap_bytes": 100},

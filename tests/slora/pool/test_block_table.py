@@ -3,7 +3,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.pool.block_table import BlockTable
-from slora.pool.eviction_policy import LeastRecentlyUsed
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
@@ -18,8 +17,8 @@ class Setup:
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
         tenants = TenantAccounts(num_pages)
-        evictor = Evictor(self.pool, tenants, LeastRecentlyUsed())
-        self.kv = KVCache(self.pool, evictor, BLOCK)
+        evictor = Evictor(self.pool, tenants)
+        self.kv = KVCache(self.pool, evictor)
         self.tenant: TenantAccount = tenants.find("a")
 
     def table(self, num_pages: int) -> BlockTable:

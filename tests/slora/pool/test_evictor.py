@@ -2,23 +2,10 @@ from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.cost_model import CostModel
-from slora.engine_config import EVICTION_POLICIES
-from slora.errors import ConfigError
-from slora.pool.eviction_policy import (
-    Content,
-    Evictable,
-    EvictionPolicy,
-    ExpectedCost,
-    LeastRecentlyUsed,
-    SizeAware,
-    make_policy,
-)
-from slora.pool.evictor import Evictor
+from slora.pool.evictor import Evictable, Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.residency import Residency, Resident
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
@@ -27,9 +14,6 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
 from tests.support.idle_blocks import IdleBlock, IdleBlocks
 
-COSTS = CostModel(
-    step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
-)
 TARGETS = LoraTargets(8, embedding=False, head=False, kv=True)
 NAMES = "abc"
 names = st.sampled_from(NAMES)
@@ -45,15 +29,11 @@ def _shares() -> st.SearchStrategy[TenantShare]:
 class PoolOfTenants(RuleBasedStateMachine):
     """Tenants compute prefixes and load adapters in one pool. Idle prefixes and adapters are evicted to make room."""
 
-    @initialize(
-        num_pages=st.integers(4, 24),
-        num_slots=st.integers(1, 4),
-        policy=st.sampled_from(EVICTION_POLICIES),
-    )
-    def start(self, num_pages: int, num_slots: int, policy: str) -> None:
+    @initialize(num_pages=st.integers(4, 24), num_slots=st.integers(1, 4))
+    def start(self, num_pages: int, num_slots: int) -> None:
         self.pool = PagePool(num_pages)
         self.tenants = TenantAccounts(num_pages)
-        self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
+        self.evictor = Evictor(self.pool, self.tenants)
         self.residency = Residency(self.pool, self.evictor, self.tenants, num_slots)
         self.blocks = IdleBlocks(self.pool, self.evictor)
         self.sequences: list[list[IdleBlock]] = []  # the blocks that each sequence uses, in order
@@ -304,53 +284,40 @@ TestPoolOfTenants = PoolOfTenants.TestCase
 class FakeItem:
     """An idle item of any size."""
 
-    def __init__(
-        self, name: str, pages: list[int], tenant: TenantAccount, restore_s: float, content: Content
-    ) -> None:
+    def __init__(self, name: str, pages: list[int], tenant: TenantAccount) -> None:
         self.name = name
-        self.content = content
         self.pages = pages
         self.tenant = tenant
-        self.ticket = 0
+        self.rank = self.ticket = 0
         self.is_pinned = False
-        self._restore_s = restore_s
 
     def __repr__(self) -> str:
         return self.name
-
-    def restore_s(self, costs: CostModel) -> float:
-        return self._restore_s
 
 
 class Setup:
     """A pool of 100 pages with idle items of any size. `evicted` lists the evicted items in order."""
 
-    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self) -> None:
         self.pool = PagePool(100)
         self.tenants = TenantAccounts(100)
-        self.evictor = Evictor(self.pool, self.tenants, policy or LeastRecentlyUsed())
+        self.evictor = Evictor(self.pool, self.tenants)
         self.evicted: list[str] = []
         self.requesters: list[TenantAccount] = []
 
     def add_item(
-        self,
-        name: str,
-        num_pages: int,
-        tenant: str = "owner",
-        restore_s: float = 1.0,
-        content: Content = Content.ADAPTER,
-        *,
-        is_pinned: bool = False,
+        self, name: str, num_pages: int, tenant: str = "owner", *, is_pinned: bool = False
     ) -> FakeItem:
         owner = self.tenants.find(tenant)
-        item = FakeItem(name, self.pool.allocate(num_pages, owner), owner, restore_s, content)
+        item = FakeItem(name, self.pool.allocate(num_pages, owner), owner)
         item.is_pinned = is_pinned
         self.pool.cache(item.pages)
         self.add(item)
         return item
 
     def add(self, item: FakeItem) -> None:
-        self.evictor.add(item, partial(self._evict, item), self.evictor.rank(item))
+        item.rank = self.evictor.next_rank()
+        self.evictor.add(item, partial(self._evict, item))
 
     def make_room(
         self, num_free: int, tenant: str = "requester", protected: Collection[Evictable] = (), **options: bool
@@ -363,7 +330,7 @@ class Setup:
         self.requesters.append(requester)
 
 
-def test_lru_evicts_the_item_that_became_idle_first() -> None:
+def test_the_item_that_became_idle_first_is_evicted_first() -> None:
     setup = Setup()
     first, _, _ = setup.add_item("x", 10), setup.add_item("y", 20), setup.add_item("z", 30)
     setup.evictor.remove(first)
@@ -371,63 +338,6 @@ def test_lru_evicts_the_item_that_became_idle_first() -> None:
     assert setup.make_room(70)
     assert setup.evicted == ["y", "z"]
     assert setup.requesters == [setup.tenants.find("requester")] * 2
-
-
-def test_the_cost_policy_evicts_the_item_that_is_cheapest_to_restore_per_page() -> None:
-    setup = Setup(ExpectedCost(COSTS))
-    setup.add_item("dear", 10, restore_s=5.0)
-    setup.add_item("cheap", 10, restore_s=1.0)
-    setup.add_item("large and dear", 40, restore_s=8.0)
-    assert setup.make_room(100)
-    assert setup.evicted == ["cheap", "large and dear", "dear"]
-
-
-def test_the_cost_policy_evicts_a_long_idle_item_before_newer_cheaper_ones() -> None:
-    setup = Setup(ExpectedCost(COSTS))
-    setup.add_item("old and dear", 10, restore_s=50.0)
-    for number in range(8):
-        setup.add_item(f"cheap {number}", 10, restore_s=10.0)
-        assert setup.make_room(90), "one of two leaves"
-    # Its lead is 2.5 s per page, half of 5. Each eviction reduces it by 4/8, 4/9, 4/10, ..., since no item is used
-    # again.
-    assert setup.evicted.index("old and dear") == 6
-
-
-def test_the_cost_policy_evicts_a_rarely_reused_kind_before_a_cheaper_one() -> None:
-    setup = Setup(ExpectedCost(COSTS))
-    for number in range(100):
-        setup.add_item(f"prefix {number}", 10, content=Content.PREFIX)
-        assert setup.make_room(100)
-    setup.evicted.clear()
-    setup.add_item("another prefix", 10, restore_s=10.0, content=Content.PREFIX)
-    setup.add_item("adapter", 10, restore_s=1.0)
-    assert setup.make_room(90)
-    assert setup.evicted == ["another prefix"], "10 s with a chance of 4% against 1 s with one of a half"
-
-
-def test_the_cost_policy_keeps_an_often_reused_kind_over_a_costlier_one() -> None:
-    setup = Setup(ExpectedCost(COSTS))
-    prefix = setup.add_item("prefix", 10, restore_s=1.0, content=Content.PREFIX)
-    for _ in range(100):
-        setup.evictor.record_reuse(prefix)
-        setup.add(prefix)
-    setup.add_item("adapter", 10, restore_s=1.8)
-    assert setup.make_room(90)
-    assert setup.evicted == ["adapter"], "1.8 s with a chance of a half against 1 s that is almost certain"
-
-
-def test_the_size_policy_evicts_the_larger_item_first() -> None:
-    setup = Setup(SizeAware())
-    setup.add_item("small", 2)
-    setup.add_item("large", 20)
-    assert setup.make_room(80)
-    assert setup.evicted == ["large"]
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    assert tuple(make_policy(name, COSTS).name for name in EVICTION_POLICIES) == EVICTION_POLICIES
-    with pytest.raises(ConfigError, match="eviction is 'fifo'; it must be one of lru, "):
-        make_policy("fifo", COSTS)
 
 
 def test_nothing_is_evicted_if_eviction_cannot_free_enough() -> None:

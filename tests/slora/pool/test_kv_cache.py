@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.cost_model import CostModel
-from slora.engine_config import EVICTION_POLICIES
 from slora.kv_footprint import KVFootprint
 from slora.pool.block_table import BlockTable
-from slora.pool.eviction_policy import LeastRecentlyUsed, make_policy
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
@@ -85,14 +83,13 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(6, 20),
         window=st.none() | st.integers(2, 6),
-        policy=st.sampled_from(EVICTION_POLICIES),
         is_public=st.booleans(),
     )
-    def start(self, num_pages: int, window: int | None, policy: str, is_public: bool) -> None:
+    def start(self, num_pages: int, window: int | None, is_public: bool) -> None:
         self.pool = PagePool(num_pages)
         self.tenants = TenantAccounts(num_pages)
-        self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
-        self.kv = KVCache(self.pool, self.evictor, BLOCK)
+        self.evictor = Evictor(self.pool, self.tenants)
+        self.kv = KVCache(self.pool, self.evictor)
         self.footprint = KVFootprint(BLOCK, window)
         self.is_public = is_public
         self.running: list[Running] = []
@@ -328,8 +325,8 @@ class Setup:
     def __init__(self, *, enabled: bool = True) -> None:
         self.pool = PagePool(20)
         self.tenants = TenantAccounts(20)
-        self.evictor = Evictor(self.pool, self.tenants, LeastRecentlyUsed())
-        self.kv = KVCache(self.pool, self.evictor, 16, enabled=enabled)
+        self.evictor = Evictor(self.pool, self.tenants)
+        self.kv = KVCache(self.pool, self.evictor, enabled=enabled)
         self.tenant = self.tenants.find("a")
 
     def compute(self, names: str, *adapters: AdapterVersion) -> list[int]:
@@ -570,7 +567,7 @@ def test_public_base_blocks_belong_to_the_public_account_once_they_are_cached() 
     """Born from a bug: a tenant at its ceiling could not free a block that was followed by another tenant's idle
     block."""
     setup, common = Setup(), TenantAccount("")
-    setup.kv = KVCache(setup.pool, setup.evictor, 16, public_owner=common)
+    setup.kv = KVCache(setup.pool, setup.evictor, public_owner=common)
     setup.keep("ab")
     setup.keep("c", AdapterVersion("a", "own"))
     assert (common.num_pages, common.num_cached) == (2, 2)

@@ -9,7 +9,6 @@ from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler_config import SchedulerConfig
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
-from tests.support.driving import COSTS
 
 TARGETS = LoraTargets(16, embedding=False, head=False, kv=False)
 
@@ -23,7 +22,7 @@ def make_paging(num_pages: int) -> UnifiedPaging:
         max_num_seqs=8,
         max_num_batched_tokens=64,
     )
-    return UnifiedPaging(config, COSTS)
+    return UnifiedPaging(config)
 
 
 def count_cells(paging: UnifiedPaging, mapper: PageMapper) -> Counter[str]:

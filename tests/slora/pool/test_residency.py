@@ -4,8 +4,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.cost_model import CostModel
-from slora.pool.eviction_policy import Evictable, EvictionPolicy, ExpectedCost, LeastRecentlyUsed
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.residency import Residency, Resident
@@ -27,7 +25,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.pool = PagePool(num_pages)
         tenants = TenantAccounts(num_pages)
         self.tenant, self.sequences = tenants.find("tenant"), tenants.find("sequences")
-        self.evictor = Evictor(self.pool, tenants, LeastRecentlyUsed())
+        self.evictor = Evictor(self.pool, tenants)
         self.residency = Residency(self.pool, self.evictor, tenants, num_slots)
         self.num_slots = num_slots
         self.kv_pages: list[int] = []
@@ -194,18 +192,14 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 TestResidency = ResidencyMachine.TestCase
 
-COSTS = CostModel(
-    step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
-)
-
 
 class Setup:
     """A pool of 100 pages with three slots."""
 
-    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self) -> None:
         self.pool = PagePool(100)
         self.tenants = TenantAccounts(100)
-        self.evictor = Evictor(self.pool, self.tenants, policy or LeastRecentlyUsed())
+        self.evictor = Evictor(self.pool, self.tenants)
         self.residency = Residency(self.pool, self.evictor, self.tenants, 3)
 
     def admit(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
@@ -286,57 +280,14 @@ def test_a_load_cannot_exceed_the_pages_of_its_adapter(setup: Setup) -> None:
         setup.residency.advance_load(setup.admit("x"), 11)
 
 
-def test_freeing_a_slot_evicts_the_lowest_ranked_idle_adapter() -> None:
-    setup = Setup(ExpectedCost(COSTS))
-    dear, cheap, other = (
-        setup.load(name, num_bytes=size) for name, size in [("d", 3000), ("c", 1000), ("o", 2000)]
-    )
+def test_freeing_a_slot_evicts_the_adapter_that_has_been_idle_longest(setup: Setup) -> None:
+    used_again, idle, _ = (setup.load(name) for name in "xyz")
+    setup.residency.acquire(used_again)
+    setup.residency.release(used_again)
     assert setup.residency.ensure_free_slot(setup.tenants.find("owner"))
-    assert (setup.is_here(dear), setup.is_here(cheap), setup.is_here(other)) == (True, False, True)
+    assert setup.is_here(used_again) and not setup.is_here(idle)
     assert setup.residency.ensure_free_slot(setup.tenants.find("owner")), "there is one already"
     assert len(setup.residency) == 2
-
-
-class RecordingPolicy:
-    """A policy that records what it is told."""
-
-    name = "remembering"
-
-    def __init__(self) -> None:
-        self.learned: list[tuple[Evictable, bool]] = []
-
-    def rank(self, item: Evictable, tick: int, age: float) -> float:
-        return tick
-
-    def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
-        self.learned.append((item, was_used))
-
-
-def test_the_policy_learns_reuses_and_evictions_for_pages_or_slots() -> None:
-    policy = RecordingPolicy()
-    setup = Setup(policy)
-    used, second, third = setup.load("x"), setup.load("y"), setup.load("z")
-    setup.residency.acquire(used)
-    setup.residency.acquire(used)
-    assert setup.residency.ensure_free_slot(setup.tenants.find("owner"))
-    assert setup.evictor.make_room(90, setup.tenants.find("requester"))
-    assert policy.learned == [(used, True), (second, False), (third, False)]
-
-
-def test_deletions_are_not_recorded_as_outcomes() -> None:
-    policy = RecordingPolicy()
-    setup = Setup(policy)
-    setup.residency.remove(setup.load("x").version)
-    setup.residency.abandon_load(setup.admit("y"))
-    assert policy.learned == []
-
-
-def test_restoring_an_adapter_costs_its_fetch_and_its_load(setup: Setup) -> None:
-    owner = setup.tenants.find("owner")
-    resident = setup.residency.allocate(
-        AdapterVersion("owner", "x"), owner, 10, 1_000_000, TARGETS, fetch_s=0.5
-    )
-    assert resident.restore_s(COSTS) == pytest.approx(0.51)
 
 
 def test_freeing_a_slot_evicts_an_adapter_within_a_floor_last(setup: Setup) -> None:
@@ -375,7 +326,7 @@ def test_freeing_a_slot_evicts_a_pinned_adapter_after_one_within_a_floor(setup: 
 
 
 def test_pinning_does_not_change_an_idle_adapters_eviction_rank() -> None:
-    setup = Setup(LeastRecentlyUsed())
+    setup = Setup()
     first, second = setup.load("x"), setup.load("y")
     setup.residency.pin(first)
     assert setup.evictor.make_room(90, setup.tenants.find("requester"))

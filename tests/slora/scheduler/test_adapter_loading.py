@@ -32,7 +32,7 @@ class Setup:
             max_num_seqs=8,
             max_num_batched_tokens=8,
         )
-        paging = UnifiedPaging(config, COSTS)
+        paging = UnifiedPaging(config)
         self.tenant = paging.tenants.find("a")
         self.pool, self.residency = paging.pool, paging.residency
         self.source = ScriptedSource({SMALL: 2, LARGE: 5})

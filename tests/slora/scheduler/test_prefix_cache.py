@@ -117,13 +117,13 @@ SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adap
 
 QUICK_CASES = [
     ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
-    ("llama", 27, SWAP | SLICES | {"eviction": "cost"}),
+    ("llama", 27, SWAP | SLICES),
     (
         "mistral_window",
         24,
-        RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"},
+        RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"scheduling": "fcfs"},
     ),
-    ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"eviction": "cost", "scheduling": "fcfs"}),
+    ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"scheduling": "fcfs"}),
 ]
 OTHER_CASES = [
     ("llama", 200, PUBLIC | CHUNKS),
@@ -134,7 +134,7 @@ OTHER_CASES = [
     ("llama", 36, {"preemption": "auto", "swap_pages": 5, **CHUNKS}),
     ("mistral_window", 200, ODD_CHUNKS),
     ("mistral_window", 25, SWAP | PUBLIC),
-    ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
+    ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"scheduling": "fcfs"}),
     ("mistral_window", 25, SWAP | SLICES | CHUNKS | {"prefix_cache": "off"}),
     ("phi3_longrope", 32, SWAP | SLICES),
     ("phi3_longrope", 32, RECOMPUTE | PUBLIC | CHUNKS),

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.engine_config import EVICTION_POLICIES
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.pool.residency import Resident
 from slora.pooling import Pooling, PoolingKind
@@ -59,7 +58,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "prefix_cache": st.sampled_from(["off", "tenant", "public"]),
                 "preemption": st.sampled_from(["auto", "swap", "recompute"]),
                 "scheduling": st.sampled_from(["fair", "fcfs"]),
-                "eviction": st.sampled_from(EVICTION_POLICIES),
                 "swap_pages": st.integers(0, 12),
                 "load_pages": st.integers(1, 3),
                 "prompt_lookup_tokens": st.integers(0, 6),
@@ -556,20 +554,6 @@ def test_requests_for_one_adapter_share_one_fetch_and_one_copy() -> None:
     list(bench.run_to_end(20))
     assert bench.source.num_fetches[LARGE] == 1
     assert bench.scheduler.adapters.num_loads == 1
-
-
-def test_the_expected_fetch_time_follows_recent_fetches() -> None:
-    num_pages = {SMALL: 2, LARGE: 6}
-    bench = SchedulerBench(num_pages, num_pages=32)
-    for version, seconds in ((SMALL, 2.0), (LARGE, 0.0)):
-        bench.source.seconds = seconds
-        bench.add(version.digest, adapter=version)
-        bench.step()
-        bench.source.deliver()
-        bench.step()
-    found = [bench.residency.find(version) for version in (SMALL, LARGE)]
-    expected = [one.fetch_s if one is not None else None for one in found]
-    assert expected == pytest.approx([2.0, 0.95 * 2.0 * 6 / (0.95 * 2 + 6)])
 
 
 def test_the_fetch_of_an_aborted_request_serves_the_next_request() -> None:

@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from slora.engine_config import EVICTION_POLICIES
 from slora.errors import ContextTooLong
 from slora.tenant_share import TenantShare
 from tests.slora.scheduler.test_scheduler import PAGES, VERSIONS
@@ -39,7 +38,6 @@ def make_bench(random: Random, *, overlap: bool = False) -> SchedulerBench:
         window=random.choice([None, None, 3, 8]),
         rope_switch=random.choice([None, None, 6, 14]),
         host_pages=random.choice([None, 0, 1, 6]),
-        eviction=random.choice(EVICTION_POLICIES),
         loads_beside=overlap and random.random() < 0.5,
         overlap=overlap,
     )

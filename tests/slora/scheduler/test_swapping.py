@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from slora.cost_model import CostModel
-from slora.pool.eviction_policy import LeastRecentlyUsed
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
@@ -15,7 +14,7 @@ from slora.pool.tenant_account import TenantAccounts
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
-from tests.support.queueing import BLOCK_TOKENS, make_sequence
+from tests.support.queueing import make_sequence
 from tests.support.scheduler_bench import COSTS
 
 
@@ -26,7 +25,7 @@ class Setup:
         tenants = TenantAccounts(20)
         self.tenant = tenants.find("a")
         pool = PagePool(20)
-        self.kv = KVCache(pool, Evictor(pool, tenants, LeastRecentlyUsed()), BLOCK_TOKENS)
+        self.kv = KVCache(pool, Evictor(pool, tenants))
         self.space = SwapSpace(6)
         self.swapping = Swapping(self.space, self.kv, costs, way)
 
