@@ -15,8 +15,8 @@ from bench.adapter_depot import Deposit, Depot
 from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.table import Row
 from bench.tier_rates import TierRates
+from slora_adapters.progress_bar import track_progress
 from slora_adapters.store.redis_store import open_redis_store
-from slora_kernels.progress_bar import track_progress
 
 NUM_ADAPTERS = 32
 RANK = 32

@@ -24,13 +24,13 @@ import torch
 from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
 from slora_adapters.database.database import Database
+from slora_adapters.progress_bar import track_progress
 from slora_adapters.registry.adapter_record import AdapterDetails
 from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
-from slora_kernels.progress_bar import track_progress
 from tests.api.platform import bearer
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer
 from tests.postgresql_server import running_postgresql

@@ -19,7 +19,7 @@ from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
 from bench.workload import SMALL, prompts
 from slora.engine_config import free_ram_bytes
-from slora_kernels.progress_bar import track_progress
+from slora_adapters.progress_bar import track_progress
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.
 _IN_TURN = 64

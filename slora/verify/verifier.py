@@ -8,10 +8,9 @@ so that only one copy of the base model is in memory at a time.
 import gc
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from slora.models.model_spec_reader import read_model_spec
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Completion
 from slora.verify.lora_probe import probe_adapter, probe_inputs
+from slora.verify.peft_reference import PeftReference
 from slora.verify.verification import TOLERANCES, ModuleCheck, PromptCheck, Verification, find_problems
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import Adapter
@@ -32,7 +32,7 @@ from slora_adapters.peft.peft_directory import MEMBER_NAMES
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import ModelShape
 
-__all__ = ["Reference", "VerificationRequest", "verify_adapter"]
+__all__ = ["VerificationRequest", "verify_adapter"]
 
 # Lengths of the random prompts: shorter and longer than a page of 16 tokens, and one longer than two pages.
 _DEFAULT_LENGTHS = (1, 7, 17, 40)
@@ -53,22 +53,6 @@ class VerificationRequest:
     max_lora_rank: int = 128
 
 
-class Reference(Protocol):
-    """The interface of the reference side, which `PeftReference` implements."""
-
-    notes: tuple[str, ...]
-
-    @property
-    def adapted(self) -> frozenset[str]: ...
-
-    def logits(self, prompt: Sequence[int], answer: Sequence[int], *, adapted: bool) -> Tensor: ...
-
-    def delta(self, path: str, inputs: Tensor) -> Tensor: ...
-
-
-LoadReference = Callable[[Path, Path, torch.dtype, torch.device], Reference]
-
-
 @dataclass(frozen=True, slots=True)
 class _EngineResults:
     """The results of this engine: answers, and deltas by the path of the module."""
@@ -79,10 +63,8 @@ class _EngineResults:
     device: torch.device
 
 
-def verify_adapter(
-    request: VerificationRequest, load_reference: LoadReference, served: LoraAdapter | None = None
-) -> Verification:
-    """Compares this engine with the reference.
+def verify_adapter(request: VerificationRequest, served: LoraAdapter | None = None) -> Verification:
+    """Compares this engine with transformers and peft.
 
     served: an adapter that this engine serves instead of the one in the directory. Tests use it to prove that a
         difference is found.
@@ -102,7 +84,7 @@ def verify_adapter(
     own = served or LoraAdapter(request.directory)
     adapter = read_content(own.content, shape, limits)
     ours = _run_engine(request, own, adapter, shape, dtype_name)
-    reference = load_reference(request.model, request.directory, dtype, ours.device)
+    reference = PeftReference(request.model, request.directory, dtype, ours.device)
     modules = tuple(_compare_modules(ours, reference, adapter, shape, dtype))
     prompts = tuple(
         _compare_answer(reference, answer, text, TOLERANCES[dtype_name].margin)
@@ -153,7 +135,7 @@ def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list
 
 
 def _compare_modules(
-    ours: _EngineResults, reference: Reference, adapter: Adapter, shape: ModelShape, dtype: torch.dtype
+    ours: _EngineResults, reference: PeftReference, adapter: Adapter, shape: ModelShape, dtype: torch.dtype
 ) -> list[ModuleCheck]:
     checks = []
     for site in shape.sites:
@@ -172,7 +154,9 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return difference / largest if largest else difference
 
 
-def _compare_answer(reference: Reference, answer: Completion, text: str | None, margin: float) -> PromptCheck:
+def _compare_answer(
+    reference: PeftReference, answer: Completion, text: str | None, margin: float
+) -> PromptCheck:
     """Compares by teacher forcing: the reference reads prompt and answer at once, with the adapter and without."""
     prompt, tokens = answer.prompt_token_ids, torch.tensor(answer.token_ids)
     read = answer.token_ids[:-1]  # Nothing was sampled after the last token.

@@ -20,8 +20,8 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.database.database_copy import copy_everything
 from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import StoreUnfit
+from slora_adapters.progress_bar import show_progress
 from slora_adapters.store.store import Store
-from slora_kernels.progress_bar import show_progress
 
 __all__ = ["restore_backup"]
 

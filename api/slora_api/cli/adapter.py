@@ -16,6 +16,7 @@ from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import HubSnapshot, download
+from slora_adapters.progress_bar import count_reads, show_progress
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import (
     CommandFailed,
@@ -26,7 +27,6 @@ from slora_api.cli.remote import (
     tenant_client,
     walk,
 )
-from slora_kernels.progress_bar import count_reads, show_progress
 
 __all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
 

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import httpx
 
+from slora_adapters.progress_bar import count_reads, show_progress
 from slora_api.cli.output import Columns, Record, print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
-from slora_kernels.progress_bar import count_reads, show_progress
 
 __all__ = ["cancel", "output", "show", "show_all", "submit"]
 

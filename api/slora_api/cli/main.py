@@ -46,7 +46,7 @@ _HANDLERS = {
     "engine restart": ("slora_api.cli.engine", "restart"),
     "audit log": ("slora_api.cli.audit", "log"),
     "adapter push": ("slora_api.cli.adapter", "push"),
-    "adapter verify": ("slora.verify.verify_command", "verify"),
+    "adapter verify": ("slora_api.cli.verify", "verify"),
     "adapter list": ("slora_api.cli.adapter", "show"),
     "adapter rm": ("slora_api.cli.adapter", "remove"),
     "adapter versions": ("slora_api.cli.alias", "versions"),

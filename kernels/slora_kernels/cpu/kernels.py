@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from numba import types
 from torch import Tensor
+from tqdm import tqdm
 
 from slora_kernels.batch import (
     Activation,
@@ -36,7 +37,6 @@ from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
 from slora_kernels.lora_matmuls import add_delta, write_delta
-from slora_kernels.progress_bar import track_progress
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.token_masks import mask_logits
@@ -104,7 +104,8 @@ class NumbaKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        for worker in track_progress("CPU kernels", _workers(geometry.kv_format), "kernel"):
+        workers = _workers(geometry.kv_format)
+        for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=None):
             _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 

@@ -13,10 +13,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
 import torch
+from tqdm import tqdm
 
 from slora_kernels.cpu.kernels import KV_KERNELS, NUM_KERNELS, compile_kernel
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.progress_bar import show_progress
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,14 +39,13 @@ def main() -> None:
     jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
     print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
     # A forked process does not have to import torch and numba again.
-    with (
-        ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool,
-        show_progress("CPU kernels", len(jobs), "kernel") as advance,
-    ):
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
         waiting = [pool.submit(_compile, *job) for job in jobs]
-        for num_done, done in enumerate(as_completed(waiting), 1):
+        shown = tqdm(
+            as_completed(waiting), "CPU kernels", len(jobs), unit="kernel", leave=False, disable=None
+        )
+        for num_done, done in enumerate(shown, 1):
             done.result()
-            advance(1)
             if not sys.stderr.isatty():
                 print(f"  {num_done} of {len(jobs)} after {time.monotonic() - started_at:.0f} s", flush=True)
 

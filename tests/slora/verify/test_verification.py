@@ -40,7 +40,7 @@ def compare(kit: ModelKit, kind: str, served: LoraAdapter | None = None, **quest
     asked = VerificationRequest(
         kit.directory, kit.adapters[kind], **{"max_tokens": 8, "device": "cpu", **question}
     )
-    return verify_adapter(asked, PeftReference, served)
+    return verify_adapter(asked, served)
 
 
 def changed(
@@ -87,7 +87,6 @@ def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> No
     make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
     found = verify_adapter(
         VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"),
-        PeftReference,
     )
     assert found.equal, found.problems
     # All linears except the embedding and the head.
@@ -114,7 +113,6 @@ def test_tokens_before_the_longrope_switch_are_verified_with_short_factors(
     make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
     found = verify_adapter(
         VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu"),
-        PeftReference,
     )
     assert read_model_spec(tmp_path / "base").rope_switch == 48
     lengths = [(check.prompt_tokens, check.prompt_tokens + check.answer_tokens) for check in found.prompts]
@@ -178,7 +176,7 @@ class OtherPeft(PeftReference):
 def test_a_difference_is_printed_with_its_place_and_exit_code_one(
     kit: ModelKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slora.verify.verify_command.PeftReference", OtherPeft)
+    monkeypatch.setattr("slora.verify.verifier.PeftReference", OtherPeft)
     prompt = ["--prompt", "The quick brown fox jumps over", "--prompt", "fox", "--max-tokens", "4"]
     command = ["adapter", "verify", str(kit.adapters["patterns"]), "--model", str(kit.directory)]
     assert main([*command, *prompt, "--device", "cpu"]) == 1

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from slora_kernels.progress_bar import count_reads, show_progress, track_progress
+from slora_adapters.progress_bar import count_reads, show_progress, track_progress
 from tests.support.terminal import Terminal
 
 

@@ -1,4 +1,4 @@
-"""`slora adapter verify`: the comparison of `verifier.py` on the command line, as a table or as JSON.
+"""`slora adapter verify`: the comparison of `slora.verify` on the command line, as a table or as JSON.
 
 Exit code 0: the adapter is served as peft computes it. 1: it is not. 2: it can't be served or compared, and every
 reason is printed.
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from slora.errors import ConfigError, NotComparable, RequestRefused
-from slora.verify.peft_reference import PeftReference
 from slora.verify.verification import ModuleCheck, Verification
 from slora.verify.verifier import VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
@@ -27,7 +26,7 @@ _MOST_ROWS = 12
 def verify(arguments: argparse.Namespace) -> int:
     """Compares, prints the result and returns the exit code."""
     try:
-        found = verify_adapter(_read_request(arguments), PeftReference)
+        found = verify_adapter(_read_request(arguments))
     except AdapterInvalid as error:
         return _report_unusable(error.reasons, as_json=arguments.json)
     except (AdapterError, ConfigError, NotComparable, RequestRefused) as error:
