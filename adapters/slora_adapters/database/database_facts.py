@@ -10,16 +10,13 @@ from sqlalchemy import exc, text
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.sql import Executable
 
-from slora_adapters.clock_offset import ClockOffset, measure_clock
 from slora_adapters.database.database_url import label_database, parse_database_url
 from slora_adapters.database.migration import Revisions, find_revisions
 from slora_adapters.database.postgresql_engine import check_settings, make_postgresql_engine
 from slora_adapters.database.sqlite_engine import check_writable, make_reading_engine
 from slora_adapters.errors import StoreUnavailable
 
-__all__ = ["DatabaseFacts", "measure_database_clock", "read_database_facts"]
-
-_NOW = text("SELECT extract(epoch FROM clock_timestamp())")
+__all__ = ["DatabaseFacts", "read_database_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +47,6 @@ def read_database_facts(place: Path | str) -> DatabaseFacts:
             return DatabaseFacts(label, "SQLite", None)
     with closing(_Reader(url, label)) as reader:
         return DatabaseFacts(label, reader.find_version(), reader.find_revisions())
-
-
-def measure_database_clock(place: str) -> ClockOffset | None:
-    """Measures the offset of the database server's clock. Returns None for SQLite, which has no clock of its own.
-    Raises ValueError and StoreUnavailable.
-    """
-    url = parse_database_url(place)
-    if url.get_backend_name() == "sqlite":
-        return None
-    with closing(_Reader(url, label_database(url))) as reader:
-        return measure_clock(lambda: float(reader.read(_NOW)[0][0]))
 
 
 class _Reader:

@@ -10,7 +10,6 @@ from typing import Any
 
 import redis
 
-from slora_adapters.clock_offset import ClockOffset, measure_clock
 from slora_adapters.store.durable_redis import as_unavailable, connect
 
 __all__ = ["RedisFacts", "read_redis_facts"]
@@ -29,7 +28,6 @@ class RedisFacts:
     used_bytes: int
     eviction: str
     is_logged: bool
-    clock: ClockOffset
 
 
 def read_redis_facts(url: str) -> RedisFacts:
@@ -46,7 +44,6 @@ def read_redis_facts(url: str) -> RedisFacts:
             int(info.get("used_memory", 0)),
             str(info.get("maxmemory_policy", "unknown")),
             bool(info.get("aof_enabled")),
-            measure_clock(lambda: _read_time(client)),
         )
 
 
@@ -57,8 +54,3 @@ def _client(url: str) -> Iterator["redis.Redis[bytes]"]:
         yield client
     finally:
         client.close()
-
-
-def _read_time(client: "redis.Redis[bytes]") -> float:
-    seconds, microseconds = client.time()
-    return float(seconds) + float(microseconds) / 1e6

@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from slora_api.data_dir import find_lock_holder, open_data_dir
-from slora_api.doctor import data_directory
-from slora_api.doctor.data_directory import check_data_directory, check_secrets
-from slora_api.doctor.file_system import FileSystem, find_file_system
-from slora_api.doctor.finding import Finding, Status
-from slora_api.doctor.server_probe import ServerProbe
+from slora_api.doctor import checks
+from slora_api.doctor.checks import Finding, Status, check_data_directory, check_secrets, find_file_system
 from slora_api.settings import Settings
-from tests.api.doctor.test_machine import SETTINGS, known, worst
+from tests.api.doctor.test_machine import SETTINGS, worst
 
 MOUNTS = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -30,7 +27,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def check(settings: Settings) -> Iterator[Finding]:
-    return check_data_directory(settings, known(ServerProbe()))
+    return check_data_directory(settings, is_in_use=False)
 
 
 def test_a_directory_that_another_server_uses_fails_unless_it_answers_on_the_port(settings: Settings) -> None:
@@ -39,8 +36,7 @@ def test_a_directory_that_another_server_uses_fails_unless_it_answers_on_the_por
     with open_data_dir(path):
         status, text = worst(check(settings))
         assert status is Status.FAILS and "another slora server uses it (process " in text
-        running = known(ServerProbe("taken", True, "0.1.0"))
-        assert worst(check_data_directory(settings, running))[0] is not Status.FAILS
+        assert worst(check_data_directory(settings, is_in_use=True))[0] is not Status.FAILS
     assert find_lock_holder(path) is None
 
 
@@ -55,7 +51,7 @@ def test_a_file_in_place_of_the_directory_fails(settings: Settings, tmp_path: Pa
     ("kind", "status", "words"),
     [
         ("nfs4", Status.WARNING, "PostgreSQL"),
-        ("tmpfs", Status.WARNING, "in memory"),
+        ("tmpfs", Status.WARNING, "it is on tmpfs"),
         ("overlay", Status.WARNING, "mount a volume"),
         ("xfs", Status.OK, "on xfs"),
     ],
@@ -63,7 +59,7 @@ def test_a_file_in_place_of_the_directory_fails(settings: Settings, tmp_path: Pa
 def test_a_file_system_that_may_lose_data_is_a_warning(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, kind: str, status: Status, words: str
 ) -> None:
-    monkeypatch.setattr(data_directory, "find_file_system", lambda _: FileSystem(kind))
+    monkeypatch.setattr(checks, "find_file_system", lambda _: kind)
     found, text = worst(check(replace(settings, max_upload_bytes=1)))
     assert found is status and words in text
 
@@ -73,7 +69,7 @@ def test_a_disk_with_little_room_is_a_warning_and_a_full_one_fails(
 ) -> None:
     status, text = worst(check(replace(settings, max_upload_bytes=1 << 60)))
     assert status is Status.WARNING and "uploads" in text
-    monkeypatch.setattr(data_directory, "has_space", lambda *_: False)
+    monkeypatch.setattr(checks, "has_space", lambda *_: False)
     assert worst(check(settings))[0] is Status.FAILS
 
 
@@ -90,9 +86,8 @@ def test_a_disk_that_does_not_sync_fails(settings: Settings, monkeypatch: pytest
 def test_the_mount_with_the_longest_path_decides(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
-    kinds = [find_file_system(Path(p), table).kind for p in ("/srv/a", "/srv/my disk/a", "/run", "/srvx")]
+    kinds = [find_file_system(Path(p), table) for p in ("/srv/a", "/srv/my disk/a", "/run", "/srvx")]
     assert kinds == ["nfs4", "xfs", "tmpfs", "ext4"]
-    assert find_file_system(Path("/srv/a"), table).is_network
 
 
 def test_secrets_that_others_may_read_are_a_warning(settings: Settings) -> None:

@@ -2,21 +2,27 @@
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from slora.device.device_facts import DeviceFacts
+from slora.errors import ConfigError
 from slora_api.doctor import doctor
-from slora_api.doctor.finding import Finding, Result, fine, warning
-from slora_api.doctor.secret_mask import SecretMask
+from slora_api.doctor.checks import Finding, Status, fine, warning
+from slora_api.doctor.doctor import Check, Result, run_checks
 from tests.api.command import Ended, run_command
+from tests.api.platform import running_platform
+from tests.api.scripted_engine import ScriptedEngine
 
 DEMO = Path(__file__).parents[3] / "demo"
 CPU = DeviceFacts("cpu", "CPU", 0, "numba", "2.13", "3.9", "0.68", 1, None, None)
 NAMES = [
-    "settings", "device", "model", "memory", "shared memory", "cores", "open files", "port", "data directory",
-    "secrets", "database", "store", "redis", "clock",
+    "settings", "device", "model", "memory", "open files", "port", "data directory", "secrets", "database", "store",
+    "redis",
 ]  # fmt: skip
 
 
@@ -94,18 +100,33 @@ def test_no_password_is_printed(tmp_path: Path) -> None:
     assert "other users of the machine can see --database" in ended.stdout
 
 
-def test_a_password_in_a_message_of_a_library_is_masked() -> None:
-    mask = SecretMask({"redis": "redis://u:s3cr%2Fet-pw@host/0", "admin_key": "an-admin-key"})
-    told = mask.mask(
-        "s3cr/et-pw s3cr%2Fet-pw an-admin-key postgresql://slora:a@b@host/x slora_abcdefgh_" + "x" * 43
-    )
-    assert told == "*** *** *** postgresql://slora:***@host/x slora_abcdefgh_***"
+def test_a_password_in_a_message_of_a_library_is_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "s3cr/et-pw s3cr%2Fet-pw an-admin-key postgresql://slora:a@b@host/x slora_abcdefgh_" + "x" * 43
+
+    def fail(_: object) -> Iterator[Finding]:
+        yield warning(text)
+
+    monkeypatch.setattr(doctor.checks, "check_redis", fail)
+    ended = examine(tmp_path, "--redis", "redis://u:s3cr%2Fet-pw@host/0", SLORA_ADMIN_KEY="an-admin-key")
+    assert "*** *** *** postgresql://slora:***@host/x slora_abcdefgh_***\n" in ended.stdout
+
+
+def test_a_running_server_is_checked_in_place_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    with running_platform(tmp_path / "data", ScriptedEngine()) as platform:
+        ended = examine(tmp_path, "--port", platform.url.rpartition(":")[2], "--json")
+    assert list(statuses(ended)) == [
+        *("settings", "server", "data directory", "secrets", "database", "store", "redis"),
+    ]
+    assert ended.returncode == 0 and statuses(ended)["server"] == "ok", ended.stdout
 
 
 def test_the_worst_findings_of_a_check_come_first_and_control_characters_are_replaced() -> None:
     found: list[Finding] = [warning("\x1b[2Jodd\nname", "rename it"), fine("rest.")]
     assert (
-        doctor._format_line(Result("store", found))
+        doctor.format_line(Result("store", found))
         == "warning  store           ?[2Jodd?name; rest. Remedy: rename it"
     )
 
@@ -116,3 +137,39 @@ def test_a_redis_that_hangs_is_a_failed_check(tmp_path: Path, monkeypatch: pytes
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
         ended = examine(tmp_path, "--redis", url, "--json")
     assert ended.returncode == 1 and statuses(ended)["redis"] == "fails"
+
+
+def test_a_check_that_hangs_fails_after_its_limit_and_keeps_what_it_found() -> None:
+    released = threading.Event()
+
+    def hang() -> Iterator[Finding]:
+        yield fine("begun")
+        released.wait()
+
+    def end() -> Iterator[Finding]:
+        yield fine("done")
+
+    with ThreadPoolExecutor() as threads:
+        (late, has_late_ended), (prompt, has_ended) = run_checks(
+            [Check("disk", hang, 0.05), Check("other", end, 600)], threads
+        )
+        released.set()
+    assert (late.status, has_late_ended) == (Status.FAILS, False)
+    assert late.detail == "no result within 0.05 s; begun" and "hangs" in late.remedy
+    assert (prompt.status, prompt.detail, has_ended) == (Status.OK, "done", True)
+
+
+def test_an_error_ends_a_check_with_its_message() -> None:
+    def refuse() -> Iterator[Finding]:
+        yield warning("odd", "mend it")
+        raise ConfigError("it is wrong; do this")
+
+    def break_down() -> Iterator[Finding]:
+        yield fine(str(1 // 0))
+
+    with ThreadPoolExecutor() as threads:
+        (refused, _), (broken, _) = run_checks(
+            [Check("a", refuse, 600), Check("b", break_down, 600)], threads
+        )
+    assert (refused.detail, refused.remedy) == ("it is wrong; do this; odd", "mend it")
+    assert broken.status is Status.FAILS and "ZeroDivisionError" in broken.detail

@@ -1,23 +1,31 @@
-"""Memory, cores, open files and the port are compared with the settings."""
+"""Memory, open files and the port are compared with the settings."""
 
 import json
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from slora.device.device_facts import DeviceFacts
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
-from slora_api.doctor import machine
-from slora_api.doctor.device import check_device
-from slora_api.doctor.finding import Finding, Status
-from slora_api.doctor.model_files import Model, find_model
-from slora_api.doctor.server_probe import ServerProbe, check_port, find_server
-from slora_api.doctor.shared_fact import SharedFact
+from slora_api.doctor import checks
+from slora_api.doctor.checks import (
+    Finding,
+    Model,
+    Status,
+    check_device,
+    check_port,
+    check_server,
+    find_model,
+    find_server,
+)
+from slora_api.package_version import find_package_version
 from slora_api.server import device as device_module
 from slora_api.server.device import check_num_gpus, find_device
 from slora_api.settings import Settings
@@ -25,13 +33,17 @@ from tests.api.doctor.test_doctor import CPU, DEMO
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
 
+T = TypeVar("T")
+
 GIB = 1 << 30
 SETTINGS = Settings(EngineConfig(DEMO / "model"))
 GPU = replace(CPU, type="cuda", device="H100 (CUDA 13.0)", num_gpus=2, kernels="triton", free_bytes=4 * GIB)
 
 
-def known(value: object) -> SharedFact:
-    return SharedFact(lambda: value)
+def known(value: T) -> Future[T]:
+    fact: Future[T] = Future()
+    fact.set_result(value)
+    return fact
 
 
 def worst(findings: Iterator[Finding]) -> tuple[Status, str]:
@@ -41,17 +53,15 @@ def worst(findings: Iterator[Finding]) -> tuple[Status, str]:
     return status, " ".join(f"{one.detail} {one.remedy}" for one in found)
 
 
-def check_memory(
-    settings: Settings, device: DeviceFacts = CPU, *, weights: int = GIB, probe: ServerProbe | None = None
-):
+def check_memory(settings: Settings, device: DeviceFacts = CPU, *, weights: int = GIB) -> tuple[Status, str]:
     model = Model(None, 1, weights)  # type: ignore[arg-type]
-    return worst(machine.check_memory(settings, known(device), known(model), known(probe or ServerProbe())))
+    return worst(checks.check_memory(settings, known(device), known(model)))
 
 
 @pytest.fixture
 def free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_ram_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr(machine, "cgroup_memory_limit", lambda: 9 * GIB)
+    monkeypatch.setattr(checks, "free_ram_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(checks, "cgroup_memory_limit", lambda: 9 * GIB)
 
 
 @pytest.mark.usefixtures("free_ram")
@@ -62,8 +72,14 @@ def test_settings_that_need_more_memory_than_is_free_fail_with_the_sum() -> None
     assert status is Status.FAILS
     assert "8.0 GiB of host memory are free (this control group may use 9.0 GiB)" in text
     assert "page pool 6.0 GiB" in text and "--pool-bytes" in text
-    # The memory of a server that runs is not free.
-    assert check_memory(large, probe=ServerProbe("taken", True, "0.1.0"))[0] is Status.OK
+
+
+@pytest.mark.usefixtures("free_ram")
+def test_memory_is_compared_without_the_weights_of_a_model_that_cannot_be_read() -> None:
+    unread: Future[Model] = Future()
+    unread.set_exception(ConfigError("no model"))
+    status, text = worst(checks.check_memory(SETTINGS, known(CPU), unread))
+    assert status is Status.OK and "page pool" in text and "weights" not in text
 
 
 @pytest.mark.usefixtures("free_ram")
@@ -91,57 +107,46 @@ def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
     assert find_model(quantized).num_bytes < 0.6 * found.num_bytes
 
 
-def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    monkeypatch.setattr(machine, "_CPU_LIMIT", limit)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    device = known(replace(CPU, num_threads=8))
-    assert worst(machine.check_cores(SETTINGS, device))[0] is Status.OK
-    limit.write_text("150000 100000\n")
-    status, text = worst(machine.check_cores(SETTINGS, device))
-    assert status is Status.WARNING and "set OMP_NUM_THREADS=2" in text
-    limit.write_text("max 100000\n")
-    status, text = worst(machine.check_cores(SETTINGS, known(replace(CPU, num_threads=1))))
-    assert status is Status.WARNING and "unset OMP_NUM_THREADS" in text
-
-
 def test_too_few_open_files_are_a_warning_and_fail_if_answers_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for limit, status in ((20_000, Status.OK), (1024, Status.WARNING), (256, Status.FAILS)):
         monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (100, limit))
-        assert worst(machine.check_open_files(SETTINGS))[0] is status
+        assert worst(checks.check_open_files(SETTINGS))[0] is status
 
 
-def test_shared_memory_that_cannot_be_created_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worst(machine.check_shared_memory(SETTINGS))[0] is Status.OK
-
-    def refuse(*_: object) -> int:
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.memfd_create", refuse)
-    status, text = worst(machine.check_shared_memory(SETTINGS))
-    assert status is Status.FAILS and "Operation not permitted" in text
-
-
-def test_a_port_of_another_program_fails_and_one_of_slora_does_not(tmp_path: Path) -> None:
+def test_a_port_of_another_program_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-        free = replace(SETTINGS, port=0)
-        assert worst(check_port(free, known(find_server(free))))[0] is Status.OK
-        taken = replace(SETTINGS, port=port)
-        found = find_server(taken)
-        assert found.is_taken and not found.is_slora
-        assert worst(check_port(taken, known(found)))[0] is Status.FAILS
+        taken = replace(SETTINGS, port=other.getsockname()[1])
+        assert find_server(taken) is None
+        assert worst(check_port(taken))[0] is Status.FAILS
+    free = replace(SETTINGS, port=0)
+    assert find_server(free) is None and worst(check_port(free))[0] is Status.OK
+
+
+def test_a_server_that_runs_is_asked_for_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_platform(tmp_path, ScriptedEngine()) as platform:
-        served = replace(SETTINGS, port=int(platform.url.rpartition(":")[2]))
-        found = find_server(served)
-        assert found.is_slora and not found.trouble
+        settings = replace(SETTINGS, port=int(platform.url.rpartition(":")[2]))
+
+        def check() -> tuple[Status, str]:
+            found = find_server(settings)
+            assert found is not None
+            return worst(check_server(settings, found))
+
+        status, text = check()
+        assert status is Status.OK and f"slora {find_package_version()} answers" in text
         platform.engine.ready = False
-        status, text = worst(check_port(served, known(find_server(served))))
+        status, text = check()
         assert status is Status.WARNING and "Not ready" in text
         platform.engine.ready = True
+        with monkeypatch.context() as patch:
+            patch.setattr(type(platform.services.reserve), "is_full", True)
+            status, text = check()
+        assert status is Status.WARNING and "disk of the data directory is full" in text
+        monkeypatch.setattr(checks, "find_package_version", lambda: "0.0.1")
+        status, text = check()
+        assert status is Status.WARNING and "this command is of version 0.0.1" in text
 
 
 def test_the_device_is_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Database, store, Redis and clocks are checked as a server uses them, and stay as they were."""
+"""Database, store and Redis are checked as a server uses them, and stay as they were."""
 
 import sqlite3
 from contextlib import closing
@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.clock_offset import ClockOffset
 from slora_adapters.database import migration
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
-from slora_api.doctor import storage
-from slora_api.doctor.finding import Status
-from slora_api.doctor.storage import check_clock, check_database, check_redis, check_store
+from slora_api.doctor.checks import Status, check_database, check_redis, check_store
 from slora_api.settings import Settings
 from tests.api.doctor.test_machine import SETTINGS, worst
 from tests.redis_server import RedisServer
@@ -25,14 +22,9 @@ def settings(tmp_path: Path) -> Settings:
     return replace(SETTINGS, data_dir=str(tmp_path))
 
 
-def test_a_database_of_this_release_is_in_order_and_has_a_clock_on_postgresql(
-    settings: Settings, database_place: str
-) -> None:
-    chosen = replace(settings, database=database_place)
-    status, text = worst(check_database(chosen))
+def test_a_database_of_this_release_is_in_order(settings: Settings, database_place: str) -> None:
+    status, text = worst(check_database(replace(settings, database=database_place)))
     assert status is Status.OK and "has the schema of this release" in text
-    is_server = database_place.startswith("postgresql")
-    assert ("the clock of the database is" in worst(check_clock(chosen))[1]) == is_server
 
 
 @pytest.mark.parametrize(
@@ -99,8 +91,6 @@ def test_a_redis_that_is_the_store_is_tried_and_left_empty(
         status, text = worst(check_redis(chosen))
         assert status is Status.OK
         assert "maxmemory-policy noeviction, appendonly yes" in text
-        status, text = worst(check_clock(chosen))
-        assert status is Status.OK and "the clock of the store is" in text
         assert set(client.keys()) == before
 
 
@@ -114,20 +104,3 @@ def test_a_redis_that_may_lose_data_is_refused_as_store_and_warned_about_for_quo
     assert status is Status.WARNING and "set maxmemory-policy noeviction" in text
     status, text = worst(check_redis(replace(settings, redis=server.tcp_url)))
     assert status is Status.OK and "used of 100 MiB" in text
-
-
-@pytest.mark.parametrize(
-    ("offset", "status"),
-    [
-        (ClockOffset(0.5, 0.1), Status.OK),
-        (ClockOffset(-3.0, 2.0), Status.OK),
-        (ClockOffset(-3.0, 0.1), Status.WARNING),
-        (ClockOffset(45.0, 0.1), Status.FAILS),
-    ],
-)
-def test_a_clock_that_differs_by_more_than_the_round_trip_explains_is_reported(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, offset: ClockOffset, status: Status
-) -> None:
-    monkeypatch.setattr(storage, "_measure_clocks", lambda _: iter([("the database", offset)]))
-    found, text = worst(check_clock(settings))
-    assert found is status and ("behind" in text) == (offset.seconds < 0)
