@@ -40,14 +40,15 @@ from slora_kernels.layout import llama_shape
 
 # Tests that compute on a GPU if there is one. Numba's kernels are for CPUs, and compile for minutes.
 TESTS = (
-    "tests/slora/engine/test_gpu.py",
-    "tests/slora/weights/test_quantization.py::test_answers_are_those_of_the_rounded_weights_with_and_without_adapters",
-    "tests/slora/engine/test_fp8_kv.py::test_log_probabilities_are_close_to_those_without_fp8",
-    "tests/slora/engine/test_adapted_embeddings.py::test_triton_kernels_answer_as_peft_does",
-    "tests/slora/engine/test_composition.py::test_triton_kernels_add_adapters_up_as_peft_does",
+    "tests/kernels",
     "tests/slora/sampling/test_sampler.py::test_a_gpus_kernels_choose_the_same_tokens",
     "tests/slora/device/test_page_locked_memory.py",
-    "tests/kernels",
+    "tests/slora/weights/test_quantization.py::test_answers_are_those_of_the_rounded_weights_with_and_without_adapters",
+    "tests/slora/engine/test_fp8_kv.py::test_log_probabilities_are_close_to_those_without_fp8",
+    "tests/slora/engine/test_composition.py::test_triton_kernels_add_adapters_up_as_peft_does",
+    "tests/slora/engine/test_adapted_embeddings.py::test_triton_kernels_answer_as_peft_does",
+    # A test of a whole model takes a minute, most of it to record graphs.
+    "tests/slora/engine/test_gpu.py",
 )
 TINY_TESTS = ("tests/kernels/test_layout.py",)
 _DESELECTED = "not numba and not ahead_of_time and not (torch and (test_quantization or test_fp8_kv))"
