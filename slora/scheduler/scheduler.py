@@ -345,13 +345,14 @@ class Scheduler:
         outputs: list[StepOutput] = []
         tokens = iter(sampled)
         for chunk in plan.chunks:
-            sequence, found = chunk.sequence, [next(tokens) for _ in chunk.sampled_sequences]
+            sequence, choices = chunk.sequence, chunk.sampled_sequences
+            found = [next(tokens) for _ in choices]
             if sequence.is_finished and not chunk.forks:
                 continue
             if chunk.drafts:
                 outputs.extend(self._apply_drafts(chunk, found))
                 continue
-            for choice, token in zip(chunk.sampled_sequences, found, strict=True):
+            for choice, token in zip(choices, found, strict=True):
                 choice.num_pending -= 1
                 if token.is_deferred:
                     _uncompute_last(choice)
@@ -361,7 +362,7 @@ class Scheduler:
                 outputs.append(_report_prompt_logprobs(sequence))
             if chunk.completes_embedding:
                 outputs.append(self._finish_embedding(sequence))
-            for choice, token in zip(chunk.sampled_sequences, found, strict=True):
+            for choice, token in zip(choices, found, strict=True):
                 # Another choice of the request may just have failed.
                 if not (choice.is_finished or token.is_deferred):
                     outputs.extend(self._apply_sampled(choice, token))

@@ -60,9 +60,11 @@ class Chunk(NamedTuple):
     @property
     def sampled_sequences(self) -> tuple[Sequence, ...]:
         """The sequences that a token is sampled for, in order. With drafts, the sequence is repeated for each token."""
+        if not self.samples:
+            return ()
         if self.drafts:
             return (self.sequence,) * self.num_tokens
-        return (self.sequence, *self.forks) if self.samples else ()
+        return (self.sequence, *self.forks) if self.forks else (self.sequence,)
 
     @property
     def token_ids(self) -> list[int]:
