@@ -1,6 +1,10 @@
 """What LoRA adds to a step on a GPU: bytes, multiplications and launches, and the least time that these can take.
 
     python -m bench.kernels --floor [--models llama-8b llama-70b] [--context 1024] [--rank 16] [--json FILE]
+    python -m bench.kernels --blocks [--dtypes bfloat16 float32] [--rounds 5] [--json FILE]
+
+--blocks: what a CPU pays for rows whose bits do not depend on the batch. Times the linears and the head of a 110M model
+with our blocks of rows, beside one call of the library with all rows.
 
 Nothing is run: the real decoder goes through the real launchers on tensors without memory (bench/dry_step.py), so the
 launches are those of this code. Base and adapters are read once, which nobody can undercut; what shrink leaves for
@@ -9,13 +13,26 @@ expand and what expand adds to stands apart, since most of it stays in the GPU's
 """
 
 import argparse
-from collections.abc import Sequence
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import slora_kernels  # noqa: F401  # It applies SLORA_CPU_ISA, before torch is loaded.
+
+# isort: split
+import torch
+from torch import Tensor
+
 from bench.dry_step import MetaModel, StepCount, StepShape
 from bench.table import Row, print_table, write_json
+from slora.weights.linear import multiply
+from slora.weights.packed_weight import PackedWeight, multiply_freely, pack_weight
+from slora_kernels.cpu_isa import VARIABLE, check_cpu_isa
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -117,12 +134,70 @@ def floor_tables(names: Sequence[str], context: int, rank: int, rates: GpuRates)
     return tables
 
 
+# (output width, input width) of the linears of the 110M model of `bench.offline`, and its head.
+LINEARS = ((2304, 768), (768, 768), (4096, 768), (768, 2048))
+HEAD = (32000, 768)
+NUM_LAYERS = 12
+BLOCK_ROWS = (1, 16, 64, 512)
+
+
+def time_products(product: Callable[[Tensor, Tensor | PackedWeight], Tensor], work: list[Any]) -> float:
+    start = time.perf_counter()
+    for x, weight in work:
+        product(x, weight)
+    return time.perf_counter() - start
+
+
+def block_rows(dtype: torch.dtype, threads: int, rounds: int) -> list[Row]:
+    """Medians of the rounds, in which both ways take turns; the ratio is the median of those within a round."""
+    torch.set_num_threads(threads)
+    shapes = [*(shape for _ in range(NUM_LAYERS) for shape in LINEARS), HEAD]
+    weights = [pack_weight(torch.randn(shape).to(dtype)) for shape in shapes]
+    rows: list[Row] = []
+    for num_rows in BLOCK_ROWS:
+        inputs = {width: torch.randn(num_rows, width).to(dtype) for _, width in shapes}
+        work = [(inputs[shape[1]], weight) for shape, weight in zip(shapes, weights, strict=True)]
+        times = [
+            (time_products(multiply_freely, work), time_products(multiply, work)) for _ in range(rounds + 1)
+        ]
+        free, ours = (statistics.median(side) for side in zip(*times[1:], strict=True))
+        rows.append(
+            {
+                "dtype": str(dtype).removeprefix("torch."),
+                "threads": threads,
+                "rows": num_rows,
+                "free ms": free * 1e3,
+                "ours ms": ours * 1e3,
+                "speed": statistics.median(one / other for one, other in times[1:]),
+            }
+        )
+    return rows
+
+
+def find_cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def measure_blocks(dtypes: Sequence[torch.dtype], rounds: int, path: Path | None) -> None:
+    rows = [row for dtype in dtypes for threads in (1, 2) for row in block_rows(dtype, threads, rounds)]
+    title = "linears and head, 110M: the speed of our blocks over one call of the library"
+    print_table(title, rows)
+    if path:
+        facts = {"cpu": find_cpu_name(), "isa": os.environ.get(VARIABLE, "best"), "torch": torch.__version__}
+        write_json(path, {title: rows}, {**facts, "rounds": rounds})
+
+
 def main() -> None:
     rates = GpuRates()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--floor", action="store_true", required=True, help="only count bytes and operations; run nothing"
-    )
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--floor", action="store_true", help="only count bytes and operations; run nothing")
+    kind.add_argument("--blocks", action="store_true", help="time a CPU's linears, in blocks and at once")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of --blocks")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="dtypes of --blocks")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--context", type=int, default=1024, help="context tokens of each sequence")
     parser.add_argument("--rank", type=int, default=16)
@@ -130,6 +205,10 @@ def main() -> None:
     parser.add_argument("--flops", type=float, default=rates.flops)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
+    if options.blocks:
+        check_cpu_isa()
+        measure_blocks([getattr(torch, name) for name in options.dtypes], options.rounds, options.json)
+        return
     rates = GpuRates(options.bytes_per_s, options.flops)
     tables = floor_tables(options.models, options.context, options.rank, rates)
     for title, rows in tables.items():

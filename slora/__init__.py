@@ -6,6 +6,7 @@ Classes that need tensors are imported at their first use, so that processes wit
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import slora_kernels  # noqa: F401  # It forces an instruction set before torch is loaded.
 from slora.pooling import Pooling, PoolingKind
 from slora.sampling_params import SamplingParams
 

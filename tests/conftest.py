@@ -13,6 +13,10 @@ from hypothesis import HealthCheck, settings
 # spin made the test run ten times as long.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+# This applies `SLORA_CPU_ISA`, which also has to happen before torch is loaded.
+import slora_kernels  # noqa: F401
+
+# isort: split
 import torch
 
 # Triton reads this variable when a kernel is defined, and transformers imports triton.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora_kernels.quantized_matmuls import quantized_linear
+from slora_kernels.row_blocks import multiply_rows
 
 __all__ = ["grouped_linear", "multiply_groups"]
 
@@ -20,6 +21,8 @@ def grouped_linear(x: Tensor, weight: Tensor, scales: Tensor | None, starts: Ten
 
     def multiply(group: int, rows: Tensor) -> Tensor:
         if scales is None:
+            if x.device.type == "cpu":
+                return multiply_rows(rows, weight[group])
             return F.linear(rows, weight[group])
         return quantized_linear(rows, weight[group], scales[group], None)
 

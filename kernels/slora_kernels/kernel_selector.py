@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from slora_kernels.cpu_isa import check_cpu_isa
 from slora_kernels.ops import Kernels
 
 __all__ = ["kernel_class", "select_kernels"]
@@ -35,8 +36,10 @@ def _choose(device: torch.device) -> str:
 def select_kernels(name: str, device: torch.device) -> Kernels:
     """Loads the implementation `name`. "auto" selects triton on a GPU, numba on a CPU if installed, else torch.
 
-    Raises ValueError for an unknown name, and for an implementation that cannot run on `device`.
+    Raises ValueError for an unknown name, for an implementation that cannot run on `device`, and for an instruction set
+    that could not be forced.
     """
+    check_cpu_isa()
     chosen = _choose(device) if name == "auto" else name
     if chosen not in _CLASSES:
         raise ValueError(f"there are no kernels named {name!r}; choose one of auto, {', '.join(_CLASSES)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraStep, LoraTiles
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.ops import Kernels, ShrinkOutput
+from slora_kernels.row_blocks import multiply_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def shrink_tiles(x: Tensor, shrunk: Tensor, pages: Tensor, tiles: list[HostLoraT
         if rank:
             a = read_rows(pages, tile.pages, segment, rank, x.shape[1], x.dtype)
             span = slice(tile.first, tile.first + tile.tokens)
-            shrunk[span, :rank] = x[span] @ a.T
+            shrunk[span, :rank] = _multiply(x[span], a)
 
 
 def expand_tiles(
@@ -85,9 +86,8 @@ def expand_tiles(
             rank, row, segment = tile.modules[module]
             if rank:
                 b = read_rows(pages, tile.pages, segment, rank, width, out.dtype)
-                y = shrunk[span, row : row + rank].to(out.dtype)
-                scale = tile.weight * tile.scales[module]
-                out[span, start : start + width].addmm_(y, b, alpha=scale)
+                delta = _multiply(shrunk[span, row : row + rank], b.T)
+                out[span, start : start + width] += delta * (tile.weight * tile.scales[module])
             start += width
 
 
@@ -109,3 +109,10 @@ def write_delta(
 def add_delta(x: Tensor, delta: Tensor | None) -> Tensor:
     """x plus a delta in float32, rounded to the dtype of x. Returns x itself if there is no delta."""
     return x if delta is None else (x.float() + delta).to(x.dtype)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K], weight [N, K] -> [T, N]: x W^T. The result is float32 on a CPU."""
+    if x.device.type != "cpu":
+        return x @ weight.T
+    return multiply_rows(x.float(), weight.float().contiguous())

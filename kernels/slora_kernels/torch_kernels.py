@@ -2,10 +2,14 @@
 
 Attention cuts the queries of a step into tiles. All tiles go through their contexts together, `COLUMN_TOKENS` tokens at
 a time, with an online softmax. Tiles are sorted by context length, longest first, so the unfinished tiles are always
-the first ones. Only pages that some query sees are gathered. LoRA computes one tile after the other.
+the first ones. LoRA computes one tile after the other.
+
+On a CPU, the bits of a token's attention do not depend on its tile or on the batch: the columns begin at multiples of
+`COLUMN_TOKENS` of the sequence, all columns are equally wide, and all products have `_BLOCK_ROWS` rows.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +41,7 @@ from slora_kernels.lora_matmuls import (
     write_delta,
 )
 from slora_kernels.quantized_matmuls import quantized_linear
+from slora_kernels.row_blocks import multiply_batches
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.token_masks import mask_logits
 from slora_kernels.token_sampling import sample_tokens
@@ -45,6 +50,8 @@ from slora_kernels.token_sampling import sample_tokens
 COLUMN_TOKENS = 256
 # Query tokens per tile of a prefill chunk.
 TILE_QUERIES = 64
+# Rows (queries times heads of a group) of a product on a CPU. One decoding token fills at least one such block.
+_BLOCK_ROWS = 16
 # Initial value of a running maximum.
 LOWEST = -1e30
 
@@ -53,14 +60,14 @@ LOWEST = -1e30
 class TilePass:
     """n tiles of Q query tokens each, sorted by the length of their walks, longest first.
 
-    A tile's walk is the range of tokens that the tile reads. It begins with the first block that the tile's first query
-    sees, and ends with the last token that the tile's last query sees.
+    A tile's walk is the range of tokens that the tile reads. It begins with the column of the first token that its
+    first query sees, and ends with the last token that its last query sees.
 
     tokens: int64 [n, Q], token index of each query. A tile with fewer than Q queries repeats its last token.
     limits: int64 [n, Q], number of tokens from the start of the tile's walk to the last token that the query sees. With
     a window, the query sees the last `window` of these tokens.
-    page_ids: int64 [n, W], page ids of each tile's walk. W is the number of pages in the longest walk. Entries past the
-    end of a walk are any valid ids.
+    page_ids: int64 [n, W], page ids of each tile's walk. W is the number of pages in the longest walk, rounded up to
+    whole columns. Entries past the end of a walk are any valid ids.
     walks: number of tokens in each tile's walk.
     keep: bool [n, Q], whether a query is real and not a repetition. None: all are real.
     """
@@ -101,23 +108,30 @@ class _Chunk:
     before: int
 
 
+def _count_column_blocks(block_tokens: int) -> int:
+    """Number of blocks of KV in a column."""
+    return max(1, COLUMN_TOKENS // block_tokens)
+
+
 def _plan_pass(
     chunks: list[_Chunk], queries: int, block_tables: Tensor, window: int | None, block_tokens: int
 ) -> TilePass:
     """Cuts chunks into tiles of `queries` query tokens."""
-    device = block_tables.device
+    device, column_blocks = block_tables.device, _count_column_blocks(block_tokens)
     tiles = []
     for chunk in chunks:
         for at in range(0, chunk.tokens, queries):
             size = min(queries, chunk.tokens - at)
             before = chunk.before + at
             block = 0 if window is None else max(0, before + 1 - window) // block_tokens
+            block -= block % column_blocks
             walk = before + size - block * block_tokens
             tiles.append((walk, chunk.row, chunk.first + at, size, block))
     tiles.sort(key=lambda tile: (-tile[0], tile[2]))
     walks, rows, firsts, sizes, blocks = torch.tensor(tiles, dtype=torch.int64).T[..., None]
     offsets = torch.arange(queries)[None]
-    columns = blocks + torch.arange(-(-tiles[0][0] // block_tokens))
+    num_columns = -(-tiles[0][0] // (column_blocks * block_tokens))
+    columns = blocks + torch.arange(num_columns * column_blocks)
     columns.clamp_(max=block_tables.shape[1] - 1)
     inside = torch.minimum(offsets, sizes - 1)
     return TilePass(
@@ -208,7 +222,7 @@ class _OnlineSoftmax:
         decay = torch.exp(peak - new_peak)
         weights = torch.exp(scores.sub_(new_peak))
         total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-        values.mul_(decay).add_(torch.matmul(weights, v))
+        values.mul_(decay).add_(_multiply(weights, v, transposes=False))
         peak.copy_(new_peak)
 
 
@@ -221,26 +235,27 @@ def _attend_pass(
     """
     n, queries, kv_heads, group, head_dim = q.shape
     block_tokens, window = geometry.block_tokens, work.window
-    rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, queries * group, head_dim).float() * rule.scale
+    num_rows = queries * group
+    rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, num_rows, head_dim).float() * rule.scale
     limits = work.limits.repeat_interleave(group, dim=1)[..., None]
-    state = _OnlineSoftmax((kv_heads, n, queries * group), head_dim, q.device)
+    state = _OnlineSoftmax((kv_heads, n, num_rows), head_dim, q.device)
     block_ids = work.page_ids * geometry.num_layers + layer
-    column = max(1, COLUMN_TOKENS // block_tokens) * block_tokens
+    width = _count_column_blocks(block_tokens)
+    column = width * block_tokens
     for start in range(0, work.walks[0], column):
         active = sum(walk > start for walk in work.walks)
-        width = -(-min(column, work.walks[0] - start) // block_tokens)
         first = start // block_tokens
-        places = start + torch.arange(width * block_tokens, device=q.device)
+        places = start + torch.arange(column, device=q.device)
         k, v = _gather_column(shares, block_ids[:active, first : first + width], geometry)
         hidden = places >= limits[:active]
         # Pages may hold old data, even NaN, past the context or outside the window. V is set to 0 there, because a
         # weight of 0 times NaN is NaN.
-        whole = sum(walk >= start + width * block_tokens for walk in work.walks[:active])
+        whole = sum(walk >= start + column for walk in work.walks[:active])
         v[:, whole:].masked_fill_((places >= work.limits[whole:active, -1:])[..., None], 0.0)
         if window is not None:
             hidden |= places < limits[:active] - window
             v.masked_fill_((places < work.limits[:active, :1] - window)[..., None], 0.0)
-        scores = torch.matmul(rows[:, :active], k.mT)
+        scores = _multiply(rows[:, :active], k, transposes=True)
         if rule.softcap is not None:
             scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
         state.add(scores.masked_fill_(hidden, -torch.inf), v)
@@ -248,10 +263,28 @@ def _attend_pass(
     return out.view(kv_heads, n, queries, group, head_dim).permute(1, 2, 0, 3, 4)
 
 
+def _multiply(x: Tensor, y: Tensor, *, transposes: bool) -> Tensor:
+    """x [Hk, n, M, K] times y [Hk, n, K, N], or y [Hk, n, N, K] transposed -> [Hk, n, M, N]. All are float32."""
+    if x.device.type != "cpu":
+        return torch.matmul(x, y.mT if transposes else y)
+    heads, tiles, num_rows, _ = x.shape
+    padded = F.pad(x, (0, 0, 0, -num_rows % _BLOCK_ROWS)).flatten(0, 1)
+    other = y.flatten(0, 1)
+    products = [
+        multiply_batches(block, other, transposes=transposes)
+        for block in torch.split(padded, _BLOCK_ROWS, dim=1)
+    ]
+    return torch.cat(products, dim=1)[:, :num_rows].reshape(heads, tiles, num_rows, -1)
+
+
 def _apply_activation(gate: Tensor, activation: Activation) -> Tensor:
+    """On a CPU, torch's own silu and gelu round an element by its place in the tensor."""
     if activation == "silu":
-        return F.silu(gate)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return gate / (1 + torch.exp(-gate))
+    if activation == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * (gate * gate * gate))
+        return 0.5 * gate * (1 + torch.tanh(inner))
+    return 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5)))
 
 
 def _norm_heads(heads: Tensor, num_heads: int, norms: QueryKeyNorm) -> Tensor:

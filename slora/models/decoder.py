@@ -207,7 +207,9 @@ class _Forward:
         mixed = choice.combine(mlp.down.apply(gated, choice.starts, kernels))
         if mlp.shared is None:
             return mixed
-        gate = torch.sigmoid(self._apply(hidden, mlp.shared.gate))
+        gate = self._apply(hidden, mlp.shared.gate)
+        # On a CPU, torch.sigmoid rounds an element by its place in the tensor.
+        gate = (1 / (1 + torch.exp(-gate.float()))).to(gate.dtype)
         return mixed + gate * self._apply(self._gate(hidden, mlp.shared.mlp), mlp.shared.mlp.down)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

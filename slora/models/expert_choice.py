@@ -51,4 +51,7 @@ class ExpertChoice:
 
     def combine(self, rows: Tensor) -> Tensor:
         """rows [S, H] -> [T, H]: the weighted sum of each token's rows, rounded once."""
-        return (rows[self.row_of_choice] * self.weights[..., None]).sum(dim=1).to(rows.dtype)
+        mixed = rows[self.row_of_choice[:, 0]] * self.weights[:, :1]
+        for choice in range(1, self.weights.shape[1]):
+            mixed += rows[self.row_of_choice[:, choice]] * self.weights[:, choice, None]
+        return mixed.to(rows.dtype)

@@ -10,12 +10,14 @@ for each model at start.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from slora.device.device_memory import DeviceMemory
 from slora.device.step_batch import StepBatch
@@ -24,6 +26,7 @@ from slora.models.config_lengths import find_lengths, shorten_lengths
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import ignore_padding
+from slora.weights.linear import multiply
 from slora_kernels.batch import AttentionRule, AttentionStep
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
@@ -204,6 +207,8 @@ class TransformersDecoder:
         self.device = device
         self._current = _CurrentStep()
         self._model = _load(directory, dtype, device)
+        if device.type == "cpu":
+            _replace_products(self._model)
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
@@ -320,6 +325,26 @@ def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
         output += delta * getattr(module, "embed_scale", 1.0)
 
     return add
+
+
+def _replace_products(model: nn.Module) -> None:
+    """Lets the linears of a model on a CPU use products in which a row's bits do not depend on the other rows."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_multiply, module)  # type: ignore[method-assign]
+        elif type(module) is Conv1D:
+            # Its weight is [in, out]. Afterwards, `weight.T` is contiguous.
+            assert isinstance(module.weight, nn.Parameter)
+            module.weight.data = torch.t(torch.t(module.weight).contiguous())
+            module.forward = partial(_multiply_transposed, module)
+
+
+def _multiply(module: nn.Linear, x: Tensor) -> Tensor:
+    return multiply(_rows(x), module.weight, module.bias).view(*x.shape[:-1], len(module.weight))
+
+
+def _multiply_transposed(module: Conv1D, x: Tensor) -> Tensor:
+    return multiply(_rows(x), module.weight.T, module.bias).view(*x.shape[:-1], module.weight.shape[1])
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Embeddings of prompts: pools the hidden states of the last layer, chunk by chunk during prefill.
 
-The hidden states of each sequence are summed separately, in float32, so the order of the additions does not depend on
-the batch. Each sequence records how far its prompt is pooled, so a recompute after a preemption, or after a failed
-step, adds no token twice.
+The hidden states of each sequence are summed separately, in float32. Each sequence records how far its prompt is
+pooled, so a recompute after a preemption, or after a failed step, adds no token twice.
 """
 
 from dataclasses import dataclass
@@ -45,15 +44,28 @@ def pool_hidden_states(hidden: Tensor, pooled_rows: list[PooledRows]) -> None:
     for rows in pooled_rows:
         pooled, end = rows.sequence.pooled, begin + len(rows.tokens)
         assert pooled is not None
-        total = hidden[begin:end].sum(0, dtype=torch.float32)
         # Update `total` and `next_token` together: if a later part of the step fails, the chunk is computed again.
-        pooled.total = total if pooled.total is None else pooled.total + total
+        pooled.total = _add_rows(pooled.total, hidden[begin:end].float())
         pooled.next_token += len(rows.tokens)
         if pooled.next_token == rows.sequence.num_prompt:
             complete.append(rows.sequence)
         begin = end
     if complete:
         _make_embeddings(complete)
+
+
+def _add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
+    """Returns the sum of `total` [H] and all rows [n, H], float32.
+
+    On a CPU, one row is added after the other, so the sum does not depend on how the prompt is cut into chunks.
+    """
+    if rows.device.type != "cpu":
+        total_of_rows = rows.sum(0)
+        return total_of_rows if total is None else total + total_of_rows
+    total = torch.zeros_like(rows[0]) if total is None else total.clone()
+    for row in rows:
+        total += row
+    return total
 
 
 def _make_embeddings(sequences: list[Sequence]) -> None:

@@ -238,7 +238,9 @@ def _propose(logits: Tensor, processed: Tensor, rows: SamplingRows) -> list[_Pro
         places = searching[counts == count]
         index = upload(places, logits.device)
         plain = logits[index]
-        normaliser = plain.logsumexp(dim=-1, keepdim=True)
+        # A single row is computed twice, because torch sums a single long row in another order.
+        pair = plain if len(plain) > 1 else plain.repeat(2, 1)
+        normaliser = pair.logsumexp(dim=-1, keepdim=True)[: len(plain)]
         top = processed[index].topk(int(count), dim=-1)
         columns = (top.indices, top.values - normaliser, plain.gather(1, top.indices) - normaliser)
         found.append(_ProposalRows(places.tolist(), *(download(column) for column in columns)))

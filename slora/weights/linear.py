@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.weights.packed_weight import PackedWeight, pack_weight
+from slora.weights.packed_weight import PackedWeight, pack_weight, split_weight
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-
-# A bfloat16 row with more elements than this is summed by oneDNN in another order if it is alone in its batch.
-_MAX_ALONE = 1024
+from slora_kernels.row_blocks import multiply_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +39,19 @@ class Linear:
 
     def packed(self) -> "Linear":
         """Returns the same linear with packed weights, if this machine supports them."""
-        return replace(self, weight=pack_weight(self.weight)) if isinstance(self.weight, Tensor) else self
+        if not isinstance(self.weight, Tensor):
+            return self
+        return replace(self, weight=pack_weight(self.weight, is_biased=self.bias is not None))
 
 
 def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] -> [T, out]: x W^T + b.
-
-    One row is rounded as it would be in a batch of rows, except with a plain float32 weight.
-
-    Measured with oneDNN on AVX-512: a row has the same bits in batches of 2 to 513 rows. If a row would have other bits
-    when it is alone, it is computed twice, as a batch of two rows. The second row makes the product up to 16% slower
-    with a packed bfloat16 weight, and not slower otherwise. With a plain float32 weight, batches of 1, 2 and 3 rows all
-    have other bits than larger batches. A single row is computed alone in this case, because four rows take twice as
-    long.
-    """
-    if len(x) == 1 and x.device.type == "cpu" and _differs_alone(x, isinstance(weight, PackedWeight)):
-        return _multiply(x.repeat(2, 1), weight, bias)[:1]
-    return _multiply(x, weight, bias)
-
-
-def _differs_alone(x: Tensor, is_packed: bool) -> bool:
-    if x.dtype is torch.bfloat16:
-        return not is_packed or x.shape[1] > _MAX_ALONE
-    return is_packed and x.dtype is torch.float32
-
-
-def _multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
-    return weight.multiply(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+    """x [T, in] -> [T, out]: x W^T + b. On a CPU, the bits of a row do not depend on the other rows."""
+    if isinstance(weight, PackedWeight):
+        return weight.multiply(x, bias)
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    pieces = split_weight(weight)
+    widths = [len(piece) for piece in pieces]
+    biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
+    products = [multiply_rows(x, piece, part) for piece, part in zip(pieces, biases, strict=True)]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)

@@ -6,9 +6,6 @@ a 110M model, in ms, plain / packed:
     rows              1             64          512
     bfloat16     8.9 / 5.6    17.2 / 14.5    113 / 91
     float32     18.5 / 8.4     122 / 28      456 / 187
-
-In bfloat16, a row of the output also has the same bits in all batches of at least 2 rows if the weight is packed. In a
-batch of one row, the bits may differ if the row has more than 1,024 elements.
 """
 
 from dataclasses import dataclass
@@ -16,27 +13,87 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slora_kernels.row_blocks import Multiply, find_row_counts, make_trial_bias, multiply_in_blocks
+
 # The number of rows of x that the blocks are optimized for. Blocks for many rows also suit one row, but not vice versa.
 _ROWS = 512
+# A larger weight is packed in pieces, because finding the row counts of a shape takes the memory of two such weights.
+_PIECE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A packed weight [out, in]. blocks: its packed form, which is opaque and has as many bytes as the weight."""
+    """A packed weight [out, in].
 
-    blocks: Tensor
+    pieces: its rows in packed form, which is opaque. All pieces together have as many bytes as the weight.
+    """
+
+    pieces: tuple[Tensor, ...]
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out]: x W^T + b."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocks, bias, "none", [], "")
-        return out
+        """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
+        if len(self.pieces) == 1:
+            return _multiply_piece(x, self.pieces[0], bias)
+        widths = [len(piece) for piece in self.pieces]
+        biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
+        pairs = zip(self.pieces, biases, strict=True)
+        return torch.cat([_multiply_piece(x, piece, part) for piece, part in pairs], dim=1)
 
 
-def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """Packs a weight if this machine supports that; otherwise returns it unchanged. The caller drops `weight`."""
+def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWeight:
+    """Packs a weight if this machine supports that; otherwise returns it unchanged. The caller drops `weight`.
+
+    is_biased: whether products will add a bias, so that the row counts can be found now and not in the first step.
+    """
     if not _can_pack(weight):
         return weight
-    return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))
+    pieces = split_weight(weight)
+    for piece in pieces:
+        _find_counts(len(piece), piece.shape[1], piece.dtype, is_biased=is_biased)
+    return PackedWeight(tuple(map(_pack, pieces)))
+
+
+def multiply_freely(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """x [T, in] -> [T, out], with the library's own choice for this number of rows. For comparisons only."""
+    if isinstance(weight, Tensor):
+        return torch.mm(x, weight.T)
+    products = [_call(x, piece, None) for piece in weight.pieces]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def split_weight(weight: Tensor) -> tuple[Tensor, ...]:
+    """Splits a weight [out, in] into pieces of rows that are at most 128 MiB large."""
+    return torch.split(weight, max(1, _PIECE_BYTES // (weight.shape[1] * weight.element_size())))
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return packed
+
+
+def _call(x: Tensor, piece: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, piece, bias, "none", [], "")
+    return out
+
+
+def _multiply_piece(x: Tensor, piece: Tensor, bias: Tensor | None) -> Tensor:
+    out_width, width = piece.shape
+    counts = _find_counts(out_width, width, x.dtype, is_biased=bias is not None)
+    return multiply_in_blocks(x, lambda rows: _call(rows, piece, bias), counts)
+
+
+def _find_counts(out_width: int, width: int, dtype: torch.dtype, *, is_biased: bool) -> tuple[int, ...]:
+    return find_row_counts(_bind_biased if is_biased else _bind, out_width, width, dtype)
+
+
+def _bind(weight: Tensor) -> Multiply:
+    piece = _pack(weight)
+    return lambda rows: _call(rows, piece, None)
+
+
+def _bind_biased(weight: Tensor) -> Multiply:
+    piece, bias = _pack(weight), make_trial_bias(weight)
+    return lambda rows: _call(rows, piece, bias)
 
 
 def _can_pack(weight: Tensor) -> bool:

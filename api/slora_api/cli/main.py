@@ -15,6 +15,7 @@ from slora.setting import SettingSpec
 from slora_api.cluster_settings import cluster_setting_specs
 from slora_api.package_version import find_package_version
 from slora_api.settings import server_setting_specs
+from slora_kernels.cpu_isa import check_cpu_isa
 
 __all__ = ["main", "make_parser"]
 
@@ -773,6 +774,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed, unknown = make_parser().parse_known_args(arguments)
     if unknown:  # argparse would show the usage of `slora` instead of the subcommand's usage.
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        check_cpu_isa()
+    except ValueError as error:
+        print(f"slora: {error}", file=sys.stderr)
+        return 2
     try:
         handler = _load_handler(parsed.handler)
     except ModuleNotFoundError as error:

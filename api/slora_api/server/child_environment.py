@@ -15,7 +15,7 @@ ENGINE_VARIABLES: tuple[str, ...] = (
     *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
     *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "CC", "CXX"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMBA_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
-    *("ONEDNN_*", "DNNL_*", "LRU_CACHE_CAPACITY"),
+    *("SLORA_CPU_ISA", "ATEN_*", "ONEDNN_*", "DNNL_*", "LRU_CACHE_CAPACITY"),
     *("CUDA*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*"),
     *("HF_HOME", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_*"),
 )
@@ -35,10 +35,9 @@ _DEFAULTS = {
     # (OMP_WAIT_POLICY=PASSIVE), the speed on free cores drops by a quarter. Spinning for a few microseconds bridges the
     # gaps within a step.
     "GOMP_SPINCOUNT": "10000",
-    # oneDNN compiles a matmul for each shape of a weight and each number of rows. That takes 0.55 ms of CPU time and
-    # 0.6 MiB. By default, oneDNN caches 1,024 primitives, two for each matmul. A cache of 512 holds the last 50 batch
-    # sizes of a model with five shapes, and takes 150 MiB less. On simulated traffic, at most 9% more of the steps
-    # compile, which costs 0.7% of the time of steps.
+    # oneDNN compiles a matmul for each shape of a weight and each number of rows in a block, of which there are at most
+    # 12 (`slora_kernels.row_blocks`). That takes 0.55 ms of CPU time and 0.6 MiB. By default, oneDNN caches 1,024
+    # primitives, two for each matmul. A cache of 512 holds the matmuls of 20 shapes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
     # PyTorch has its own cache in front of oneDNN's, by default of 1,024 matmuls. The default kept up to 280 MiB of
     # matmuls that oneDNN had evicted. A miss costs 0.01 ms if oneDNN still has the matmul.

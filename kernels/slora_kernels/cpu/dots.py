@@ -12,6 +12,7 @@ from slora_kernels.cpu.vectors import (
     F32,
     HAS_BFLOAT16_DOT,
     I64,
+    IN_ORDER,
     LANES,
     VECTOR,
     Memory,
@@ -70,7 +71,8 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
             for t in range(tokens):
                 place = target.pointer(t, I64(0), row)
                 mine = shuffle(builder, found, found, list(range(t * rows, (t + 1) * rows)))
-                builder.store(builder.fadd(builder.load(place, align=4), mine), place, align=4)
+                total = builder.fadd(builder.load(place, align=4), mine, flags=IN_ORDER)
+                builder.store(total, place, align=4)
             return context.get_dummy_value()
 
         return types.void(sums, x, weights, types.int64, types.int64), emit

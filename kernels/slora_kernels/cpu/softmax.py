@@ -26,6 +26,7 @@ from slora_kernels.cpu.intrinsics import (
 from slora_kernels.cpu.vectors import (
     I32,
     I64,
+    IN_ORDER,
     LANES,
     Memory,
     exp2_vector,
@@ -127,15 +128,18 @@ def _update_state_of_full_block(typing: Any, weights: Array, state: Array, score
         peak = max_vector(builder, before, peak)
         rounded = []
         for start, vector in zip(starts, found, strict=True):
-            stored = target.narrow(exp2_vector(builder, builder.fsub(vector, peak)))
+            stored = target.narrow(exp2_vector(builder, builder.fsub(vector, peak, flags=IN_ORDER)))
             target.store_stored(0, start, stored)
             rounded.append(target.widen(stored))
-        added = reduce(builder.fadd, rounded)
+        added = reduce(lambda a, b: builder.fadd(a, b, flags=IN_ORDER), rounded)
         total = builder.extract_element(sum_lanes(builder, [added]), I32(0))
-        decay = builder.extract_element(exp2_vector(builder, builder.fsub(before, peak)), I32(0))
+        decay = builder.extract_element(
+            exp2_vector(builder, builder.fsub(before, peak, flags=IN_ORDER)), I32(0)
+        )
         sum_before = kept.load_scalar(0, I64(1))
         kept.store_scalar(I64(0), builder.extract_element(peak, I32(0)))
-        kept.store_scalar(I64(1), builder.fadd(builder.fmul(sum_before, decay), total))
+        earlier = builder.fmul(sum_before, decay, flags=IN_ORDER)
+        kept.store_scalar(I64(1), builder.fadd(earlier, total, flags=IN_ORDER))
         return decay
 
     return types.float32(weights, state, scores), emit

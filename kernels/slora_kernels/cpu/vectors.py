@@ -3,7 +3,8 @@
 A block is a piece of code that computes a few tokens together. It reads and widens each weight once for all of them,
 and keeps their sums in registers. Code that LLVM vectorises by itself computes one token at a time, and reads and
 widens all weights again for each token. Every block adds in the same order, so a token's result is bit-identical alone
-and in a batch.
+and in a batch. numba would mark additions as free to be reordered, and LLVM then reorders them in some blocks. It does
+not change instructions that have a mark already, so all arithmetic here has the mark `IN_ORDER`.
 
 Rows of weights are of the model's dtype and lie `pitch` elements apart.
 """
@@ -57,6 +58,8 @@ LANES = 16 if _cpu_has("avx512f") else 8
 HAS_BFLOAT16_DOT = LANES == 16 and _cpu_has("avx512bf16")
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
+# A mark of LLVM that only concerns divisions.
+IN_ORDER = ("arcp",)
 
 
 class Memory:
@@ -202,7 +205,7 @@ def exp2_vector(builder: Any, x: Any) -> Any:
         builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.nearbyint.v{LANES}f32"
     )
     whole = builder.call(rounding, [x])
-    f = builder.fsub(x, whole)
+    f = builder.fsub(x, whole, flags=IN_ORDER)
     series = fill(EXP2_TERMS[-1])
     for term in (*EXP2_TERMS[-2::-1], np.float32(1.0)):
         series = multiply_add(builder, f, series, fill(term))
@@ -214,7 +217,7 @@ def exp2_vector(builder: Any, x: Any) -> Any:
     ints = ir.VectorType(I32, LANES)
     exponent = builder.add(builder.fptosi(whole, ints), ir.Constant(ints, [127] * LANES))
     power = builder.bitcast(builder.shl(exponent, ir.Constant(ints, [23] * LANES)), VECTOR)
-    return builder.fmul(series, power)
+    return builder.fmul(series, power, flags=IN_ORDER)
 
 
 def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
@@ -239,7 +242,8 @@ def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
             low = [lane for lane in range(vectors[0].type.count) if lane % (2 * part) < part]
             pairs = [(vectors[0], vectors[0])]
         high = [lane + part for lane in low]
-        vectors = [builder.fadd(shuffle(builder, a, b, low), shuffle(builder, a, b, high)) for a, b in pairs]
+        halves = [(shuffle(builder, a, b, low), shuffle(builder, a, b, high)) for a, b in pairs]
+        vectors = [builder.fadd(a, b, flags=IN_ORDER) for a, b in halves]
     return vectors[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
@@ -83,6 +83,45 @@ CASES = [
 ]
 
 
+@pytest.mark.invariance
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", ("llama", pytest.param("mistral_window", marks=pytest.mark.soak)))
+def test_a_repeated_request_gets_the_same_numbers_alone_and_among_63_others(
+    kits: Kits, kernels: str, model: str, soak: bool
+) -> None:
+    """In bfloat16, with log-probabilities, which show a difference long before a token does.
+
+    The prompt is cut into chunks, in other places whenever other requests are beside it. From the second time on, most
+    of it is in the prefix cache.
+    """
+    kit = kits(model)
+    source, versions = make_source(kit, "bfloat16")
+    engine = make_engine(
+        kit,
+        source,
+        num_pages=900,
+        kernels=kernels,
+        dtype="bfloat16",
+        max_num_batched_tokens=64,
+        max_num_seqs=64,
+    )
+    rng = random.Random(5)
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(75)]
+    adapter = single_adapter(next(iter(versions.values())))
+    answers = []
+    for turn in range(20):
+        sampling = SamplingParams(max_tokens=20, temperature=0.0, logprobs=5)
+        request = EngineRequest(f"same {turn}", "t", prompt, adapter, sampling)
+        others = any_requests(versions, turn)[1:] if turn % 2 and (soak or turn < 8) else []
+        waiting = [*others, request]
+        rng.shuffle(waiting)
+        answer = drive(engine, in_any_order(waiting, rng))[request.request_id]
+        assert answer.error is None
+        answers.append((answer.token_ids, answer.logprobs))
+    assert answers == [answers[0]] * 20
+
+
+@pytest.mark.invariance
 @pytest.mark.parametrize(("kernels", "dtype"), CASES)
 def test_a_seeded_request_gets_the_same_answer_in_any_batch(
     kits: Kits, kernels: str, dtype: str, soak: bool

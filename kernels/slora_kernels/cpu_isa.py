@@ -1,0 +1,95 @@
+"""The switch `SLORA_CPU_ISA`: forces one instruction set for torch, oneDNN, MKL and our own kernels on a CPU.
+
+These libraries read their own variables, most of them when torch is loaded or first computes. So the switch is applied
+when `slora_kernels` is imported, which is before any module of slora imports torch. Child processes inherit the
+libraries' variables.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["CPU_ISAS", "VARIABLE", "apply_cpu_isa", "check_cpu_isa", "list_available_isas"]
+
+VARIABLE = "SLORA_CPU_ISA"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuIsa:
+    """An instruction set.
+
+    flags: what the CPU needs, as in /proc/cpuinfo.
+    variables: what the libraries have to be told.
+    """
+
+    flags: frozenset[str]
+    variables: dict[str, str]
+
+
+def _describe(flags: str, onednn: str, aten: str, mkl: str, llvm_name: str, llvm_features: str) -> CpuIsa:
+    variables = {
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "ATEN_CPU_CAPABILITY": aten,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        "NUMBA_CPU_NAME": llvm_name,
+        "NUMBA_CPU_FEATURES": llvm_features,
+    }
+    return CpuIsa(frozenset(flags.split()), variables)
+
+
+_AVX2 = "avx2 fma f16c"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512dq avx512vl avx512cd"
+_AVX512_BF16 = f"{_AVX512} avx512_vnni avx512_bf16"
+_AMX = f"{_AVX512_BF16} amx_tile amx_bf16 amx_int8"
+_LLVM_AVX2 = "+avx2,+fma,+f16c"
+_LLVM_AVX512 = f"{_LLVM_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"
+_LLVM_AVX512_BF16 = f"{_LLVM_AVX512},+avx512vnni,+avx512bf16"
+# Our own kernels have no code for AMX, so `amx` compiles them like `avx512_bf16`. MKL only computes in float32.
+CPU_ISAS = {
+    "avx2": _describe(_AVX2, "AVX2", "avx2", "AVX2", "haswell", _LLVM_AVX2),
+    "avx512": _describe(_AVX512, "AVX512_CORE", "avx512", "AVX512", "skylake-avx512", _LLVM_AVX512),
+    "avx512_bf16": _describe(
+        _AVX512_BF16, "AVX512_CORE_BF16", "avx512", "AVX512", "cooperlake", _LLVM_AVX512_BF16
+    ),
+    "amx": _describe(_AMX, "AVX512_CORE_AMX", "avx512", "AVX512", "cooperlake", _LLVM_AVX512_BF16),
+}
+
+
+def apply_cpu_isa() -> None:
+    """Sets the variables of the libraries. `check_cpu_isa` reports why it could not."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen in list_available_isas() and "torch" not in sys.modules:
+        os.environ.update(CPU_ISAS[chosen].variables)
+
+
+def check_cpu_isa(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ValueError if `SLORA_CPU_ISA` is set to a value that could not be applied."""
+    chosen, available = environment.get(VARIABLE), list_available_isas()
+    if not chosen:
+        return
+    if chosen not in available:
+        what = "this CPU lacks it" if chosen in CPU_ISAS else f"the names are {', '.join(CPU_ISAS)}"
+        choices = ", ".join(available) or "none"
+        raise ValueError(
+            f"{VARIABLE} is {chosen!r:.40}, but {what}; choose one of those that this CPU has ({choices}), or "
+            "unset the variable to use the best one"
+        )
+    wanted = CPU_ISAS[chosen].variables
+    if any(environment.get(name) != value for name, value in wanted.items()):
+        raise ValueError(
+            f"{VARIABLE} is {chosen!r}, but torch was loaded before it could be applied; import slora before torch"
+        )
+
+
+@cache
+def list_available_isas() -> tuple[str, ...]:
+    """The names of the instruction sets that this CPU has, the smallest first."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    return tuple(name for name, isa in CPU_ISAS.items() if isa.flags <= flags)

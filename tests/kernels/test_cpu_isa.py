@@ -1,0 +1,89 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
+from tests.support.cpu_kernels import CPU_KERNELS
+
+ROOT = Path(__file__).parents[2]
+# Quick: the library's products, because compiling our own kernels for another instruction set takes half a minute.
+QUICK = (
+    "tests/kernels/test_row_blocks.py",
+    "tests/slora/weights/test_packed_weight.py",
+    "-k",
+    "a_row and not 2048",
+)
+
+
+def run_python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", *arguments],
+        cwd=ROOT,
+        env={**os.environ, VARIABLE: isa, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(VARIABLE in os.environ, reason="this run forces an instruction set already")
+def test_rows_do_not_depend_on_the_batch_with_any_instruction_set(soak: bool) -> None:
+    # The best set is what all other tests run with.
+    for isa in list_available_isas() if soak else list_available_isas()[:-1]:
+        paths = ("tests", "--soak") if soak else QUICK
+        run = run_python("-m", "pytest", "-m", "invariance", "-p", "no:cacheprovider", *paths, isa=isa)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+REPORT = """
+import slora_kernels, torch
+from slora_kernels.cpu_isa import check_cpu_isa
+check_cpu_isa()
+print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""
+LANES = """
+from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, LANES
+print(LANES, HAS_BFLOAT16_DOT)
+"""
+
+
+@pytest.mark.parametrize("isa", list_available_isas())
+def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: str) -> None:
+    has_avx512, has_bfloat16 = isa != "avx2", isa in ("avx512_bf16", "amx")
+    has_numba = "numba" in CPU_KERNELS
+    run = run_python("-c", REPORT + (LANES if has_numba else ""), isa=isa)
+    assert run.returncode == 0, run.stderr
+    library, *ours = run.stdout.splitlines()
+    # oneDNN computes in bfloat16 with any AVX-512.
+    assert library == f"{'AVX512' if has_avx512 else 'AVX2'} {has_avx512}"
+    assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16}"]
+
+
+@pytest.mark.parametrize("value", ("avx9", "AVX2", "amx"))
+def test_an_instruction_set_that_cannot_be_forced_is_an_error_with_the_choices(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))
+    with pytest.raises(ValueError, match=rf"SLORA_CPU_ISA is '{value}'.*\(avx2, avx512\)") as raised:
+        check_cpu_isa({VARIABLE: value})
+    if value not in CPU_ISAS:
+        assert "avx2, avx512, avx512_bf16, amx" in str(raised.value)
+
+
+def test_a_set_that_is_chosen_after_torch_was_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))
+    with pytest.raises(ValueError, match="import slora before torch"):
+        check_cpu_isa({VARIABLE: "avx2"})
+    check_cpu_isa({VARIABLE: "avx2", **CPU_ISAS["avx2"].variables})
+    check_cpu_isa({})
+
+
+def test_the_command_line_refuses_an_unknown_set_before_it_starts_anything() -> None:
+    program = "import sys; from slora_api.cli.main import main; sys.exit(main(['serve']))"
+    run = run_python("-c", program, isa="avx9")
+    assert run.returncode == 2 and "SLORA_CPU_ISA is 'avx9'" in run.stderr
+    assert "Traceback" not in run.stderr
