@@ -13,7 +13,7 @@ Each place and each attention is first compared with torch's kernels on the same
 base      no adapters.
 serial    shrink, matmul, expand on one stream.
 beside    shrink beside the matmul, then expand.
-fused     shrink beside the matmul. The kernel that reads the output expands.
+apart     shrink and expand beside the matmul. The kernel that reads the output adds the delta.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ from bench.gpu.kernel_times import LLAMA_8B, KernelTimes, Sizes
 from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
-from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, LoraDelta
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.gpu import paged_attention_decode
-from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
+from slora_kernels.gpu.lora_sizes import LoraSizes, can_start_early, load_sizes, name_architecture
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -51,29 +52,29 @@ PARTS = ("layers", "fp8", "timeline")
 class Place:
     """Where the LoRA kernels of a site run.
 
-    fused: the sites at which the kernel that reads the output expands. priority: of the side stream; a lower number
-    goes first. shrink: replaces splits, block_segments and num_warps of shrink.
+    priority: of the side stream; a lower number goes first. base_first: whether the matmul is launched before them.
+    early: whether expand starts while shrink runs. shrink: replaces splits, block_segments and num_warps of shrink.
     """
 
     name: str
+    writes_apart: bool = False
     is_serial: bool = False
-    fused: tuple[str, ...] = ()
     priority: int = 0
+    base_first: bool = False
+    early: bool = False
     shrink: tuple[int, int, int] | None = None
 
 
-SITES = ("qkv", "o", "gate_up", "down")
 BASE = Place("base")
 PLACES = (
     Place("serial", is_serial=True),
     Place("beside"),
-    Place("fused", fused=SITES),
-    Place("fused urgent", fused=SITES, priority=-1),
-    Place("fused but qkv", fused=("o", "gate_up", "down")),
-    Place("fused but norms", fused=("qkv", "gate_up")),
-    Place("fused, splits 4x2", fused=SITES, shrink=(4, 2, 2)),
-    Place("fused, splits 8x2", fused=SITES, shrink=(8, 2, 2)),
-    Place("fused, splits 4x4", fused=SITES, shrink=(4, 4, 4)),
+    Place("apart", writes_apart=True),
+    Place("apart early", writes_apart=True, early=True),
+    Place("apart early urgent", writes_apart=True, early=True, priority=-1),
+    Place("apart early, base first", writes_apart=True, early=True, base_first=True),
+    Place("apart early, splits 4", writes_apart=True, early=True, shrink=(4, 1, 2)),
+    Place("apart early, splits 4x4", writes_apart=True, early=True, shrink=(4, 2, 4)),
 )
 # Adapters and their rank.
 LOADS = ((8, 16), (32, 16), (64, 16), (8, 64))
@@ -88,7 +89,6 @@ class Layers:
         shape, dtype = sizes.shape, sizes.dtype
         self.shape, self.device = shape, device
         self.expected: Tensor | None = None
-        self.serial: Tensor | None = None
         self._scene = RandomAdapters.make(shape, dtype, (rank,), max(num_adapters, 1), device)
         self._num_adapters, self._batch = num_adapters, batch
         self.geometry = sizes.geometry(KVFormat.MODEL)
@@ -116,6 +116,9 @@ class Layers:
             max_query_len=1,
             max_context_len=1,
         )
+        self._deltas = {
+            sum(site.widths): torch.zeros(batch, sum(site.widths), device=device) for site in shape.sites[:-2]
+        }
 
     @property
     def adapter_bytes(self) -> float:
@@ -133,31 +136,42 @@ class Layers:
         side = torch.cuda.Stream(device, place.priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         forked, done = (torch.cuda.Event() if side else None for _ in range(2))  # type: ignore[no-untyped-call]
 
-        def apply(x: Tensor, name: str, weight: Tensor, site: LoraSite) -> tuple[Tensor, LoraDelta | None]:
+        def beside(x: Tensor, site: LoraSite) -> Tensor:
+            shrunk = kernels.shrink(x, scene.pages, site, step)
+            if not place.writes_apart:
+                return cast(Tensor, shrunk)
+            delta = self._deltas[sum(site.widths)]
+            kernels.write_delta(delta, shrunk, scene.pages, site, step, x.dtype)
+            return delta
+
+        def apply(x: Tensor, weight: Tensor, site: LoraSite) -> tuple[Tensor, Tensor | None]:
             if place == BASE or place.is_serial:
                 out = x @ weight.T
                 if place != BASE:
                     kernels.expand(out, kernels.shrink(x, scene.pages, site, step), scene.pages, site, step)
                 return out, None
             if side is None or forked is None or done is None:
-                shrunk, out = kernels.shrink(x, scene.pages, site, step), x @ weight.T
+                result, out = beside(x, site), x @ weight.T
             else:
                 forked.record()
+                if place.base_first:
+                    out = x @ weight.T
                 side.wait_event(forked)
                 with torch.cuda.stream(side):
-                    shrunk = kernels.shrink(x, scene.pages, site, step)
+                    result = beside(x, site)
                 done.record(side)
-                out = x @ weight.T
+                if not place.base_first:
+                    out = x @ weight.T
                 torch.cuda.current_stream(device).wait_event(done)
-            if name in place.fused:
-                return out, LoraDelta(shrunk, scene.pages, site, step)
-            kernels.expand(out, shrunk, scene.pages, site, step)
+            if place.writes_apart:
+                return out, result
+            kernels.expand(out, result, scene.pages, site, step)
             return out, None
 
         def run() -> Tensor:
             residual, out, delta = torch.zeros_like(self._first), self._first, None
             for layer, weights in enumerate(self._weights):
-                qkv, o, gate_up, down = zip(SITES, weights, self.shape.layer_sites(layer), strict=True)
+                qkv, o, gate_up, down = zip(weights, self.shape.layer_sites(layer), strict=True)
                 hidden = kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
                 out, delta = apply(hidden, *qkv)
                 heads = kernels.rotate_and_write_kv(
@@ -201,10 +215,11 @@ class LayerTimes:
                         yield key, lambda b=batch, c=context, t=tokens, s=stages: self._attend(b, c, t, s)
 
     def _kernels(self, place: Place) -> Kernels:
-        sizes = load_sizes(name_architecture(self._device))
+        architecture = name_architecture(self._device)
+        sizes = load_sizes(architecture)
         if place.shrink is not None:
             sizes = _replace_shrink(sizes, *place.shrink)
-        return TritonKernels(sizes=sizes)
+        return TritonKernels(sizes=sizes, starts_early=place.early and can_start_early(architecture))
 
     def _copy(self) -> Row:
         (_, measure), *_ = KernelTimes(self._sizes, self._twins, self._device).cases(["copy"])
@@ -221,15 +236,9 @@ class LayerTimes:
             return row
         if layers.expected is None:
             layers.expected = layers.bind(Place("serial", is_serial=True), self._twins)().float()
-        if layers.serial is None and place.shrink is None:
-            layers.serial = layers.bind(Place("serial", is_serial=True), self._kernels(place))()
         # After many replays, so that a race has many chances to show.
-        result = run()
-        error = (result.float() - layers.expected).norm() / layers.expected.norm()
-        row["error"] = float(error)
-        if place.shrink is None and layers.serial is not None:
-            row["same bits"] = torch.equal(result, layers.serial)
-        return row
+        error = (run().float() - layers.expected).norm() / layers.expected.norm()
+        return row | {"error": float(error)}
 
     def _attend(self, batch: int, context: int, tokens: int, stages: int) -> Row:
         def launch(launch: Launch) -> None:
@@ -383,7 +392,7 @@ def main() -> None:
             print_table(part, [{name: row.get(name) for name in columns} for row in of_part])
     if "timeline" in options.parts:
         for place in PLACES:
-            if place.name in ("beside", "fused"):
+            if place.name in ("beside", "apart early"):
                 with contextlib.suppress(KeyError, IndexError):
                     print_table(f"timeline of {place.name}, 8 adapters", times.show_timeline(place, 8))
     print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")

@@ -6,13 +6,13 @@ row of page ids.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import KVBlockLayout, LoraSite, lay_out_kv_block
+from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +198,3 @@ class LoraStep:
     tiles: LoraTiles
     tables: AdapterTables
     plan: object
-
-
-@dataclass(frozen=True, slots=True)
-class LoraDelta:
-    """The adapters' part of a linear's output, before expand. The kernel that reads the output computes and adds it.
-
-    The step has one token per sequence. shrunk: the shrink output of the site.
-    """
-
-    shrunk: Any
-    pages: Tensor
-    site: LoraSite
-    step: LoraStep

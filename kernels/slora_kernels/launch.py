@@ -19,6 +19,9 @@ class Launch:
     """One launch of a kernel, as the call `kernel[grid](**arguments, **constants)`.
 
     arguments: tensors and run-time scalars. constants: constexprs.
+    starts_early: whether the kernel may start before the kernel launched before it on the same stream has ended
+    (programmatic dependent launch). Every program of such a kernel calls `gdc_wait` before it ends, and before it reads
+    or writes memory that earlier kernels use. Only NVIDIA GPUs since sm_90 support this.
     """
 
     kernel: Any
@@ -27,6 +30,7 @@ class Launch:
     constants: dict[str, object]
     num_warps: int = 4
     num_stages: int = 2
+    starts_early: bool = False
 
     def run(self) -> None:
         """Launches the kernel. Skips an empty grid, as for a step without tokens, because a GPU rejects it."""
@@ -45,6 +49,8 @@ class Launch:
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
         }
+        if self.starts_early:
+            options["launch_pdl"] = True
         return self.arguments | self.constants | options
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.batch import AdapterTables, LoraStep, LoraTiles
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.ops import Kernels, ShrinkOutput
 from slora_kernels.row_blocks import multiply_rows
 
 
@@ -88,6 +89,26 @@ def expand_tiles(
                 delta = _multiply(shrunk[span, row : row + rank], b.T)
                 out[span, start : start + width] += delta * (tile.weight * tile.scales[module])
             start += width
+
+
+def write_delta(
+    kernels: Kernels,
+    delta: Tensor,
+    shrunk: ShrinkOutput,
+    pages: Tensor,
+    site: LoraSite,
+    step: LoraStep,
+    dtype: torch.dtype,
+) -> None:
+    """`Kernels.write_delta` by means of `Kernels.expand`."""
+    out = torch.zeros(delta.shape, dtype=dtype, device=delta.device)
+    kernels.expand(out, shrunk, pages, site, step)
+    delta.copy_(out)
+
+
+def add_delta(x: Tensor, delta: Tensor | None) -> Tensor:
+    """x plus a delta in float32, rounded to the dtype of x. Returns x itself if there is no delta."""
+    return x if delta is None else (x.float() + delta).to(x.dtype)
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from slora_kernels.batch import (
     AttentionRule,
     AttentionStep,
     KVGeometry,
-    LoraDelta,
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
@@ -68,15 +67,14 @@ class Kernels(Protocol):
         """
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: LoraDelta | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     ) -> Tensor:
         """residual += x in place (rounded to its dtype), then returns the norm of the new residual. All are [T, H].
 
-        delta: of the linear whose output x is. It is added to x first, with the same bits as by `expand`. x may be
-        overwritten.
+        delta: float32 of the shape of x. It is added to x first, and the sum is rounded to the dtype of x.
         """
 
-    def act_mul(self, gate_up: Tensor, activation: Activation, delta: LoraDelta | None = None) -> Tensor:
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
         """[T, 2I] (gate | up) -> [T, I]: activation(gate) * up. delta: added to gate_up as in `add_rms_norm`."""
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,7 +100,7 @@ class Kernels(Protocol):
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
-        delta: LoraDelta | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
         """Normalises and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
 
@@ -169,3 +167,18 @@ class Kernels(Protocol):
         self, out: Tensor, shrunk: ShrinkOutput, pages: Tensor, site: LoraSite, step: LoraStep
     ) -> None:
         """out [T, sum(site.widths)] += weight * scale * shrunk times B, module by module, in place."""
+
+    def write_delta(
+        self,
+        delta: Tensor,
+        shrunk: ShrinkOutput,
+        pages: Tensor,
+        site: LoraSite,
+        step: LoraStep,
+        dtype: torch.dtype,
+    ) -> None:
+        """delta float32 [T, sum(site.widths)] = weight * scale * shrunk times B, for tiles of decode rows only.
+
+        Adding this delta and rounding once gives the same bits as `expand`. Rows in no tile must be zero, and remain
+        zero. dtype: the model's dtype.
+        """

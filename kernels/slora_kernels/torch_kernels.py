@@ -24,7 +24,6 @@ from slora_kernels.batch import (
     AttentionRule,
     AttentionStep,
     KVGeometry,
-    LoraDelta,
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
@@ -35,9 +34,11 @@ from slora_kernels.layout import LARGEST_E4M3, LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
 from slora_kernels.lora_matmuls import (
     HostLoraTile,
+    add_delta,
     expand_tiles,
     plan_tiles,
     shrink_tiles,
+    write_delta,
 )
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.row_blocks import multiply_batches
@@ -328,17 +329,13 @@ class TorchKernels:
         return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: LoraDelta | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     ) -> Tensor:
-        if delta is not None:
-            self.expand(x, delta.shrunk, delta.pages, delta.site, delta.step)
-        residual.add_(x)
+        residual.add_(add_delta(x, delta))
         return self.rms_norm(residual, weight, eps)
 
-    def act_mul(self, gate_up: Tensor, activation: Activation, delta: LoraDelta | None = None) -> Tensor:
-        if delta is not None:
-            self.expand(gate_up, delta.shrunk, delta.pages, delta.site, delta.step)
-        gate, up = gate_up.chunk(2, dim=-1)
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
+        gate, up = add_delta(gate_up, delta).chunk(2, dim=-1)
         return (_apply_activation(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -356,10 +353,9 @@ class TorchKernels:
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
-        delta: LoraDelta | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
-        if delta is not None:
-            self.expand(qkv, delta.shrunk, delta.pages, delta.site, delta.step)
+        qkv = add_delta(qkv, delta)
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
         turning = geometry.num_heads + geometry.num_kv_heads
         turned = heads[:, :turning]
@@ -429,6 +425,11 @@ class TorchKernels:
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
         return shrink_embedding(token_ids, pages, site, step, dtype)
+
+    def write_delta(
+        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> None:
+        write_delta(self, delta, shrunk, pages, site, step, dtype)
 
     def expand(self, out: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan

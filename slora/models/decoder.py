@@ -26,7 +26,7 @@ from slora.weights.expert_linear import ExpertLinear
 from slora.weights.linear import Linear, multiply
 from slora.weights.packed_weight import pack_weight
 from slora.weights.weight_reader import LinearPart, WeightReader
-from slora_kernels.batch import AttentionRule, LoraDelta, QueryKeyNorm
+from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 from slora_kernels.partition import Partition
@@ -168,11 +168,10 @@ class _Forward:
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps, delta)
         rows = self._batch.output_rows
-        if delta is not None:
-            return kernels.add_rms_norm(output, residual, last_norm, eps, delta)[rows]
-        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps)
+        delta = None if delta is None else delta[rows]
+        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps, delta)
 
-    def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> tuple[Tensor, LoraDelta | None]:
+    def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> tuple[Tensor, Tensor | None]:
         """Returns the output of attention, and a delta that is to be added to it, if there is one."""
         kernels, pages, geometry = self._kernels, self._memory.pages, self._memory.geometry
         qkv, delta = self._apply_apart(hidden, layer.qkv)
@@ -182,14 +181,14 @@ class _Forward:
         attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
         return self._finish(attended, layer.output, layer.attention_post_norm)
 
-    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> tuple[Tensor, LoraDelta | None]:
+    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> tuple[Tensor, Tensor | None]:
         """Returns the output of the MLP, and a delta that is to be added to it, if there is one."""
         if isinstance(layer.mlp, DenseMlp):
             return self._finish(self._gate(hidden, layer.mlp), layer.mlp.down, layer.mlp_post_norm)
         mixed = self._collectives.sum(self._mix_experts(hidden, layer.mlp))
         return self._norm(mixed, layer.mlp_post_norm), None
 
-    def _finish(self, x: Tensor, linear: Linear, post_norm: Tensor | None) -> tuple[Tensor, LoraDelta | None]:
+    def _finish(self, x: Tensor, linear: Linear, post_norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Applies the last linear of attention or of an MLP. Other ranks and the post norm need the whole sum."""
         if self._collectives.size == 1 and post_norm is None:
             return self._apply_apart(x, linear)
@@ -216,7 +215,7 @@ class _Forward:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
 
-    def _apply_apart(self, x: Tensor, linear: Linear) -> tuple[Tensor, LoraDelta | None]:
+    def _apply_apart(self, x: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
         """Like `_apply`, but the adapters' part of the sum may be returned on its own."""
         return self._deltas.compute_apart(lambda: linear.apply(x, self._kernels), x, linear.site)
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import SideStream
-from slora_kernels.batch import LoraDelta, LoraStep, LoraTiles
+from slora_kernels.batch import LoraStep, LoraTiles
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
@@ -36,7 +37,8 @@ class LoraDeltas:
         self._kernels = kernels
         self._steps = [kernels.prepare_lora(tiles, memory.tables) for tiles in layers]
         self._side = side
-        self._is_apart = side is not None and only_decodes and _has_only_decode_rows(self._steps)
+        self._writes_apart = side is not None and only_decodes and _has_only_decode_rows(self._steps)
+        self._deltas: dict[int, Tensor] = {}
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
         """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""
@@ -53,16 +55,27 @@ class LoraDeltas:
 
     def compute_apart(
         self, base: Callable[[], Tensor], x: Tensor, site: LoraSite
-    ) -> tuple[Tensor, LoraDelta | None]:
-        """Like `compute`, but may return the output of `base` and a delta that the kernel that reads the output adds.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `compute`, but may return the output of `base` and the delta [T, sum(site.widths)] that is to be added
+        to it. The delta is valid until the next site of the same width is computed.
 
-        The shrink then runs beside `base`, and no kernel of its own expands.
+        The whole LoRA work of the site then runs beside `base`. No kernel of its own adds the delta: the kernel that
+        reads the output does.
         """
-        if not self._is_apart:
+        if not self._writes_apart:
             return self.compute(base, x, site), None
-        (step,) = self._steps
-        shrunk, out = self._run_beside(lambda: self._kernels.shrink(x, self._pages, site, step), base)
-        return out, LoraDelta(shrunk, self._pages, site, step)
+        delta, out = self._run_beside(lambda: self._write_delta(x, site), base)
+        return out, delta
+
+    def _write_delta(self, x: Tensor, site: LoraSite) -> Tensor:
+        width, (step,) = sum(site.widths), self._steps
+        if width not in self._deltas:
+            # Rows without an adapter stay zero in all layers.
+            self._deltas[width] = torch.zeros(len(x), width, dtype=torch.float32, device=x.device)
+        delta = self._deltas[width]
+        shrunk = self._kernels.shrink(x, self._pages, site, step)
+        self._kernels.write_delta(delta, shrunk, self._pages, site, step, x.dtype)
+        return delta
 
     def _run_beside(self, work: Callable[[], _Result], base: Callable[[], Tensor]) -> tuple[_Result, Tensor]:
         assert self._side is not None
@@ -91,7 +104,7 @@ class LoraDeltas:
 
 
 def _has_only_decode_rows(steps: list[LoraStep]) -> bool:
-    """Whether there is one layer of LoRA work, and all its tiles are of decode rows."""
+    """Whether there is one layer of LoRA work, and `Kernels.write_delta` accepts its tiles."""
     if len(steps) != 1:
         return False
     tiles = steps[0].tiles

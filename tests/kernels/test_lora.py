@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slora_kernels import reference
-from slora_kernels.batch import AttentionBatch, KVGeometry, LoraDelta, LoraTiles
+from slora_kernels.batch import LoraTiles
 from slora_kernels.layout import LoraSite, llama_shape
 from slora_kernels.ops import Kernels
 from tests.kernels.scenes import AdapterScene, build_adapters, build_tiles, check_close
@@ -19,10 +19,6 @@ RANKS = [
 # (slot, first token, tokens) of 31 tokens. Tokens 7 to 9 and 30 belong to the base model.
 RUNS = [(0, 0, 1), (1, 1, 5), (3, 6, 1), (2, 10, 7), (0, 17, 13)]
 TOKENS = 31
-# A step of decode rows, with tiles of up to four rows. Tokens 4, 14 and 16 belong to the base model. Padding tiles have
-# no tokens.
-DECODES = [(3, 0, 0), (0, 0, 1), (1, 1, 3), (3, 5, 1), (2, 6, 4), (2, 10, 4), (0, 0, 0), (1, 15, 1)]
-DECODE_TOKENS = 17
 # The module groups of a layer, in order.
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 SLOW = pytest.mark.interpreted_slowly
@@ -53,37 +49,6 @@ def run_twin(
 ) -> None:
     shrunk = reference.shrink(x, scene.pages, scene.tables, site, tiles)
     reference.expand(out, shrunk, scene.pages, scene.tables, site, tiles)
-
-
-def consume(
-    kernels: Kernels, scene: AdapterScene, group: int, out: torch.Tensor, delta: LoraDelta | None
-) -> list[torch.Tensor]:
-    """Runs the kernel that reads the output of a group's linears. Returns what it computes and writes."""
-    random, device = torch.Generator().manual_seed(6), out.device
-    if group == GATE_UP:
-        return [kernels.act_mul(out, "silu", delta)]
-    if group in (OUTPUT, DOWN):
-        residual = torch.randn(out.shape, generator=random).to(out)
-        weight = torch.rand(out.shape[1], generator=random).to(out)
-        return [kernels.add_rms_norm(out, residual, weight, 1e-5, delta), residual]
-    count, shape = len(out), scene.shape
-    slots = torch.arange(count, device=device)
-    geometry = KVGeometry(1, shape.num_heads, shape.num_kv_heads, shape.head_dim, 8, out.dtype)
-    step = kernels.prepare_attention(
-        AttentionBatch(
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
-            context_lens=torch.ones(count, dtype=torch.int32, device=device),
-            block_tables=slots.int()[:, None],
-            positions=slots,
-            kv_slots=8 * slots,
-            max_query_len=1,
-            max_context_len=1,
-        )
-    )
-    pages = torch.zeros(count, geometry.layout.num_bytes, dtype=torch.uint8, device=device)
-    angles = torch.rand(count, shape.head_dim // 2, generator=random).to(device)
-    q = kernels.rotate_and_write_kv(out, angles, pages, geometry, 0, step, None, delta)
-    return [q, pages.view(out.dtype)]
 
 
 def make_inputs(
@@ -248,32 +213,3 @@ def test_adapters_without_a_rank_anywhere_change_nothing(kernels: Kernels, devic
         before = out.clone()
         run_group(kernels, scene, tiles, x, out, site)
         assert torch.equal(out, before)
-
-
-@GROUPS
-@pytest.mark.parametrize(
-    ("dtype", "layer"),
-    [
-        (torch.float32, 1),
-        pytest.param(torch.float32, 0, marks=SLOW),
-        pytest.param(torch.bfloat16, 1, marks=SLOW),
-        pytest.param(torch.float16, 1, marks=(SLOW, pytest.mark.compiled_late)),
-    ],
-)
-def test_a_kernel_that_expands_its_input_gives_the_bits_of_expand_before_it(
-    kernels: Kernels, device: str, dtype: torch.dtype, layer: int, group: int
-) -> None:
-    scene = build(dtype, device)
-    tiles = replace(build_tiles(DECODES, scene.tables), num_decodes=len(DECODES))
-    tiles.weights[[0, 6]] = torch.nan
-    site = scene.shape.layer_sites(layer)[group]
-    x, out = make_inputs(scene, site, DECODE_TOKENS)
-    expanded = out.clone()
-    run_group(kernels, scene, tiles, x, expanded, site)
-    assert not torch.equal(expanded, out)
-    expected = consume(kernels, scene, group, expanded, None)
-    step = kernels.prepare_lora(tiles, scene.tables)
-    delta = LoraDelta(kernels.shrink(x, scene.pages, site, step), scene.pages, site, step)
-    actual = consume(kernels, scene, group, out, delta)
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other) and other.abs().sum() > 0

@@ -64,3 +64,15 @@ def test_act_mul_matches_its_twin(
 def test_act_mul_survives_extreme_gates(kernels: Kernels, device: str, activation: Activation) -> None:
     gate_up = torch.tensor([[-1e12, -1e4, -100.0, 0.0, 100.0, 1e4] + [1.0] * 6], device=device)
     check_close(kernels.act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_delta_is_added_first(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 5, 130, dtype=dtype, device=device)
+    weight, delta = torch.randn(130, dtype=dtype, device=device), torch.randn(5, 130, device=device)
+    added, expected_residual = (x.float() + delta).to(dtype), residual.clone()
+    expected = reference.add_rms_norm(added, expected_residual, weight, 1e-5)
+    # Triton's interpreter rounds to bfloat16 toward zero.
+    check_close(kernels.add_rms_norm(x, residual, weight, 1e-5, delta), expected, units=4)
+    check_close(residual, expected_residual, units=2)
+    check_close(kernels.act_mul(x, "silu", delta), reference.act_mul(added, "silu"), units=4, size=4.0)

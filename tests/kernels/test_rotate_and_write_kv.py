@@ -59,3 +59,20 @@ def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
     actual, wanted = scene.pages.view(dtype), expected_pages.view(dtype)
     assert torch.equal(actual.isnan(), wanted.isnan())
     check_close(actual.nan_to_num(), wanted.nan_to_num(), units=1)
+
+
+@pytest.mark.parametrize("heads", (HEADS[1], HEADS[3], HEADS[5]), ids=str)
+def test_a_delta_of_qkv_is_added_first(
+    kernels: Kernels, device: str, heads: tuple[int, int, int, int, int]
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_tokens, rotated = heads
+    geometry = KVGeometry(3, num_heads, num_kv_heads, head_dim, block_tokens, torch.float32)
+    scene = build_attention(geometry, [(1, 1), (1, 17), (5, 21)], device=device)
+    qkv, delta = torch.randn(2, 7, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
+    cos_sin = torch.rand(32, rotated, device=device) if rotated else None
+    pages, step = scene.pages.clone(), kernels.prepare_attention(scene.batch)
+    expected = kernels.rotate_and_write_kv(qkv + delta, cos_sin, pages, geometry, 1, step)
+    q = kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step, None, delta)
+    assert torch.equal(q, expected)
+    written, wanted = (all_pages.view(torch.float32).nan_to_num() for all_pages in (scene.pages, pages))
+    assert torch.equal(written, wanted) and wanted.any()

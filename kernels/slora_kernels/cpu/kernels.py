@@ -21,7 +21,6 @@ from slora_kernels.batch import (
     AttentionRule,
     AttentionStep,
     KVGeometry,
-    LoraDelta,
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
@@ -37,6 +36,7 @@ from slora_kernels.grouped_matmuls import grouped_linear
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_embedding import shrink_embedding
+from slora_kernels.lora_matmuls import add_delta, write_delta
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.token_masks import mask_logits
@@ -132,10 +132,9 @@ class NumbaKernels:
         return self._norm((x, x), weight, eps, adds=False)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: LoraDelta | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     ) -> Tensor:
-        if delta is not None:
-            self.expand(x, delta.shrunk, delta.pages, delta.site, delta.step)
+        x = add_delta(x, delta)
         return self._norm((x, residual), weight, eps, adds=True)
 
     def _norm(self, rows: tuple[Tensor, Tensor], weight: Tensor, eps: float, *, adds: bool) -> Tensor:
@@ -155,9 +154,8 @@ class NumbaKernels:
         self._run(elementwise.rms_norm_worker, x.dtype, job, num_elements=x.numel())
         return out
 
-    def act_mul(self, gate_up: Tensor, activation: Activation, delta: LoraDelta | None = None) -> Tensor:
-        if delta is not None:
-            self.expand(gate_up, delta.shrunk, delta.pages, delta.site, delta.step)
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
+        gate_up = add_delta(gate_up, delta)
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         kind = elementwise.ACTIVATIONS.index(activation)
         job = begin_job(len(gate_up), *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
@@ -179,10 +177,9 @@ class NumbaKernels:
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
-        delta: LoraDelta | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
-        if delta is not None:
-            self.expand(qkv, delta.shrunk, delta.pages, delta.site, delta.step)
+        qkv = add_delta(qkv, delta)
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
         job = plan.make_rotate_job(qkv, cos_sin, pages, geometry, layer, norms)
@@ -231,6 +228,17 @@ class NumbaKernels:
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
         return shrink_embedding(token_ids, pages, site, step, dtype).to(operand_dtype(dtype))
+
+    def write_delta(
+        self,
+        delta: Tensor,
+        shrunk: DeferredShrink | Tensor,
+        pages: Tensor,
+        site: LoraSite,
+        step: LoraStep,
+        dtype: torch.dtype,
+    ) -> None:
+        write_delta(self, delta, shrunk, pages, site, step, dtype)
 
     def expand(
         self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite, step: LoraStep

@@ -1,7 +1,7 @@
 """Expand: adds scale * shrunk * B to the base GEMM's output, for all modules of a linear group in one launch.
 
-A program handles one tile of tokens and one block of output columns. It reads the block's columns of transposed B from
-the adapter's pages.
+A program handles one tile of tokens and one block of output columns. It sums the planes of the shrink output in order,
+and reads the block's columns of transposed B from the adapter's pages.
 """
 
 import math
@@ -22,7 +22,7 @@ from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 BLOCK_RANK = 16
 
 
-@triton.jit(do_not_specialize=["first_module", "first_tile"])
+@triton.jit(do_not_specialize=["first_module", "first_tile", "num_tokens"])
 def _lora_expand_kernel(
     out,
     shrunk,
@@ -32,6 +32,7 @@ def _lora_expand_kernel(
     page_table,
     modules,
     scales,
+    num_tokens,
     first_tile,
     first_module,
     out_stride,
@@ -45,6 +46,8 @@ def _lora_expand_kernel(
     NUM_MODULES: tl.constexpr,
     SEGMENT: tl.constexpr,
     PAGE_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLANES: tl.constexpr,
     TWO_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -73,12 +76,19 @@ def _lora_expand_kernel(
     mask = (tokens[:, None] < size) & inside
     # The old output is loaded early, so that the load overlaps with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
+    # All planes are loaded and summed at once, which takes 11 barriers. Adding one plane at a time took 25 barriers,
+    # because Triton converted the register layout of each plane separately.
+    planes = tl.arange(0, PLANES)[:, None, None]
+    plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, rank, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         taken = (tokens[:, None] < size) & (rows[None, :] < rank)
-        source = shrunk + (first + tokens)[:, None] * shrunk_stride + (first_row + rows)[None, :]
-        y = tl.load(source, mask=taken, other=0.0)
+        source = (
+            plane_starts + ((first + tokens)[:, None] * shrunk_stride + (first_row + rows)[None, :])[None]
+        )
+        shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
+        y = tl.sum(shares.to(tl.float32), axis=0)
         b = load_b_rows(
             pages,
             page_table + slot * table_stride,
@@ -106,13 +116,21 @@ def bind_lora_expand(
     site: LoraSite,
     tiles: LoraTiles,
     sizes: LoraSizes,
+    *,
+    adds: bool = True,
+    starts_early: bool = False,
 ) -> list[Launch]:
-    """Binds the kernels to shrunk float32 [T, columns] and to out [T, sum(site.widths)], which is changed in place.
+    """Binds the kernels to shrunk [splits, T, columns] and to out [T, sum(site.widths)], which is changed in place.
+
+    adds: False overwrites the rows of out that are in a tile. All tiles must then be of decode rows. out: of the dtype
+    of shrunk, or float32.
+    starts_early: whether the kernel for decode rows may start while the shrink runs (see `Launch`).
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.
     """
-    widths, dtype = site.widths, out.dtype
+    assert adds or tiles.num_decodes == tiles.tiles.shape[0], "only the kernel for decode rows overwrites"
+    widths, dtype = site.widths, shrunk.dtype
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
     segment = SEGMENT_BYTES // dtype.itemsize
     page_segments = pages.shape[1] // SEGMENT_BYTES
@@ -126,11 +144,12 @@ def bind_lora_expand(
         "page_table": tables.page_table,
         "modules": tables.modules,
         "scales": tables.scales,
+        "num_tokens": shrunk.shape[1],
         "first_module": site.first_module,
         "out_stride": out.stride(0),
         "page_stride": elements.stride(0),
         "table_stride": tables.page_table.stride(0),
-        "shrunk_stride": shrunk.stride(0),
+        "shrunk_stride": shrunk.stride(1),
     }
     constants = {
         "WIDTH_0": padded[0],
@@ -140,6 +159,8 @@ def bind_lora_expand(
         "NUM_MODULES": tables.modules.shape[1],
         "SEGMENT": segment,
         "PAGE_SEGMENTS": page_segments,
+        "SPLITS": shrunk.shape[0],
+        "PLANES": triton.next_power_of_2(shrunk.shape[0]),
     }
     of_width = sizes.select_expand(sum(widths))
     num_rows = tiles.num_decodes
@@ -157,8 +178,11 @@ def bind_lora_expand(
                     "TWO_PAGES": rows.block_rank * triton.cdiv(max(widths), segment) <= page_segments,
                     "BLOCK_R": rows.block_rank,
                     "BLOCK_N": block,
+                    "ADDS": adds,
+                    "WAITS": starts_early,
                 },
                 rows.num_warps,
+                starts_early=starts_early,
             )
         )
     if num_others := tiles.tiles.shape[0] - num_rows:

@@ -1,16 +1,19 @@
 """Shrink: x times A of each tile's adapter, read from its pages, for all modules of a linear group in one launch.
 
-A program handles one tile of tokens, one block of A's rows and one share of the input width. It writes the share's
-result to a plane of its own. The program that ends last sums the planes in order, so a request's result does not depend
-on the rest of the batch. An integer counter per tile and block of rows tells which program is the last; that program
-sets the counter to zero again for the next launch. The rank is read from the tables, so a rank-8 adapter is not padded
-to the rank of a rank-128 adapter in the same batch.
+A program handles one tile of tokens, one block of A's rows and one share of the input width. Each share's result is
+written to its own plane of the shrink output, and expand sums the planes in order. This needs no atomics and no cleared
+buffer, and a request's result does not depend on the rest of the batch. The rank is read from the tables, so a rank-8
+adapter is not padded to the rank of a rank-128 adapter in the same batch.
+
+The planes are of the model's dtype, and each share's result is rounded to it once. A 16-bit plane halves the traffic
+between shrink and expand compared with float32.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.gpu.lora_columns import find_rows
@@ -23,17 +26,13 @@ _SMALL_TILE_TOKENS = 16
 # Tile size of prefill chunks. It is twice the small tile size, so A and B are read half as often. Both sizes are below
 # 64 rows, where Hopper also uses mma.sync instead of wgmma. So a token gets the same bits with either size.
 TILE_TOKENS = 32
-# `tl.dot` needs at least 16 columns.
-_MIN_BLOCK_RANK = 16
 
 
 @triton.jit(do_not_specialize=["group", "num_tokens"])
 def _lora_shrink_kernel(
     x,
     pages,
-    planes,
     shrunk,
-    counters,
     tiles,
     page_table,
     groups,
@@ -53,7 +52,10 @@ def _lora_shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    TRIGGERS: tl.constexpr,
 ):
+    if TRIGGERS:
+        gdc_launch_dependents()
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
@@ -91,22 +93,8 @@ def _lora_shrink_kernel(
         a = tl.load(pages + place, mask=(rows[:, None] < rank) & inside, other=0.0)
         left, right = values.to(tl.float32).to(DOT_DTYPE), a.to(tl.float32).to(DOT_DTYPE)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-    place = (first + tokens)[:, None] * shrunk_stride + rows[None, :]
-    mask = (tokens[:, None] < size) & (rows[None, :] < rank)
-    if SPLITS > 1:
-        plane_elements = num_tokens * shrunk_stride
-        tl.store(planes + split * plane_elements + place, acc, mask=mask)
-        # The barrier puts the stores of all threads before the atomic, which one thread executes.
-        tl.debug_barrier()
-        counter = counters + tile * tl.num_programs(1) + block
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.load(planes + place, mask=mask, other=0.0)
-            for other in tl.static_range(1, SPLITS):
-                total += tl.load(planes + other * plane_elements + place, mask=mask, other=0.0)
-            tl.store(shrunk + place, total, mask=mask)
-            tl.store(counter, 0)
-    else:
-        tl.store(shrunk + place, acc, mask=mask)
+    target = shrunk + (split * num_tokens + first + tokens)[:, None] * shrunk_stride + rows[None, :]
+    tl.store(target, acc.to(shrunk.dtype.element_ty), mask=(tokens[:, None] < size) & (rows[None, :] < rank))
 
 
 def choose_block_tokens(tiles: LoraTiles) -> int:
@@ -117,26 +105,21 @@ def choose_block_tokens(tiles: LoraTiles) -> int:
     return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
 
 
-def make_counters(tiles: LoraTiles) -> Tensor:
-    """The counters of all shrinks with these tiles, one after the other: int32, all zero."""
-    count = tiles.tiles.shape[0] * triton.cdiv(tiles.max_group_rank, _MIN_BLOCK_RANK)
-    return torch.zeros(count, dtype=torch.int32, device=tiles.tiles.device)
-
-
 def bind_lora_shrink(
     x: Tensor,
     pages: Tensor,
     tables: AdapterTables,
     site: LoraSite,
     tiles: LoraTiles,
-    counters: Tensor,
     sizes: LoraSizes,
+    *,
+    starts_next: bool = False,
 ) -> tuple[Launch, Tensor]:
     """Binds the kernel to x [T, in] of the model dtype and pages uint8 [num_pages, full_page_bytes].
 
-    counters: see `make_counters`. No other launch may use them at the same time.
-    Returns the launch and the shrink output that it fills: float32 [T, max_group_rank rounded up to 16]. Rows in no
-    tile and columns past a tile's rank are not written.
+    starts_next: lets the next kernel on the stream start early, if its launch says so (see `Launch`).
+    Returns the launch and the shrink output that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16].
+    Rows in no tile and columns past a tile's rank are not written.
     """
     width, of_width = x.shape[1], sizes.select_shrink(x.shape[1])
     # Each share has at least one segment. The number of shares depends only on the width, so the batch does not change
@@ -144,8 +127,7 @@ def bind_lora_shrink(
     splits = min(of_width.splits, triton.cdiv(width * x.element_size(), SEGMENT_BYTES))
     tile = of_width.tile(tiles.max_group_rank)
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
-    shrunk = torch.empty(x.shape[0], columns, dtype=torch.float32, device=x.device)
-    planes = torch.empty(splits if splits > 1 else 0, *shrunk.shape, dtype=torch.float32, device=x.device)
+    shrunk = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
     elements = pages.view(x.dtype)
     segment, page_segments = SEGMENT_BYTES // x.element_size(), pages.shape[1] // SEGMENT_BYTES
     return Launch(
@@ -154,9 +136,7 @@ def bind_lora_shrink(
         {
             "x": x,
             "pages": elements,
-            "planes": planes,
             "shrunk": shrunk,
-            "counters": counters,
             "tiles": tiles.tiles,
             "page_table": tables.page_table,
             "groups": tables.groups,
@@ -178,6 +158,7 @@ def bind_lora_shrink(
             "BLOCK_R": tile.block_rank,
             "BLOCK_K": tile.block_segments * segment,
             "DOT_DTYPE": dot_dtype(x.dtype),
+            "TRIGGERS": starts_next,
         },
         tile.num_warps,
         tile.num_stages,

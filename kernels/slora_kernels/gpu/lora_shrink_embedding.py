@@ -1,7 +1,7 @@
 """The shrink of the input embedding. The input is one-hot, so x times A is a column of A.
 
 A is stored row by row as [rank, vocabulary]. The elements of a token's column therefore lie far apart, and each of them
-is a separate read.
+is a separate read. The shrink output has one plane.
 """
 
 import torch
@@ -52,7 +52,7 @@ def _lora_shrink_embedding_kernel(
     at = tl.load(entry + 1) + rows[None, :] * ROW_SEGMENTS + (ids // SEGMENT)[:, None]
     page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=mask, other=0)
     start = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT + (ids % SEGMENT)[:, None]
-    values = tl.load(pages + start, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(pages + start, mask=mask, other=0.0)
     tl.store(shrunk + (first + tokens)[:, None] * shrunk_stride + rows[None, :], values, mask=mask)
 
 
@@ -66,10 +66,11 @@ def bind_lora_shrink_embedding(
 ) -> tuple[Launch, Tensor]:
     """Binds the kernel to token_ids int64 [T] and pages uint8 [num_pages, full_page_bytes] with elements of `dtype`.
 
-    Returns the launch and the shrink output that it fills, as `bind_lora_shrink` does.
+    Returns the launch and the shrink output that it fills: `dtype`, [1, T, max_group_rank rounded up to 16]. Rows in no
+    tile and columns past a tile's rank are not written.
     """
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
-    shrunk = torch.empty(token_ids.shape[0], columns, dtype=torch.float32, device=token_ids.device)
+    shrunk = torch.empty(1, token_ids.shape[0], columns, dtype=dtype, device=token_ids.device)
     elements = pages.view(dtype)
     segment = SEGMENT_BYTES // dtype.itemsize
     return Launch(

@@ -20,8 +20,6 @@ from slora_kernels.batch import (
     AttentionBatch,
     AttentionRule,
     KVGeometry,
-    LoraDelta,
-    LoraStep,
     LoraTiles,
     QueryKeyNorm,
 )
@@ -29,9 +27,8 @@ from slora_kernels.gpu.act_mul import bind_act_mul
 from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
-from slora_kernels.gpu.lora_delta import LoraPlan, RowDelta, bind_row_table
 from slora_kernels.gpu.lora_expand import bind_lora_expand
-from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink, make_counters
+from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
 from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.gpu.mask_logits import bind_mask_logits
@@ -79,28 +76,33 @@ def bind_lora_site(
         first, shrunk = bind_lora_shrink_embedding(token_ids, pages, tables, site, tiles, dtype)
     else:
         x = torch.zeros(tokens, site.in_width, dtype=dtype)
-        first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, make_counters(tiles), sizes)
+        first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
     out = torch.zeros(tokens, sum(site.widths), dtype=dtype)
     return [first, *bind_lora_expand(out, shrunk, pages, tables, site, tiles, sizes)]
 
 
-def bind_deltas(shape: ModelShape, pages: Tensor, dtype: torch.dtype, rank: int) -> list[Launch]:
-    """The launches of a layer of one decode step that expand the output that they read, and the row table."""
-    tables = _make_tables(shape, lay_out_adapter(shape, [rank] * shape.num_modules))
+def _bind_delta(
+    shape: ModelShape,
+    pages: Tensor,
+    dtype: torch.dtype,
+    site: LoraSite,
+    rank: int,
+    sizes: LoraSizes,
+    *,
+    starts_early: bool,
+) -> list[Launch]:
+    """The LoRA launches of one site that runs beside the base model's matmul."""
+    layout = lay_out_adapter(shape, [rank] * shape.num_modules)
+    tables = _make_tables(shape, layout)
     tiles = LoraTiles(torch.tensor([[0, 0, 4]], dtype=torch.int32), torch.ones(1), 3 * rank, 4, num_decodes=1)
-    step = LoraStep(tiles, tables, LoraPlan.make(tiles))
-    find_rows, table = bind_row_table(tiles, _TOKENS)
-    shrunk = torch.zeros(_TOKENS, -(-3 * rank // 16) * 16)
-    qkv, output, gate_up, down = (
-        RowDelta(LoraDelta(shrunk, pages, site, step), table) for site in shape.layer_sites(0)
-    )
-    geometry = KVGeometry(1, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype)
-    wide, narrow = (torch.zeros(_TOKENS, sum(d.delta.site.widths), dtype=dtype) for d in (gate_up, down))
+    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+    delta = torch.zeros(_TOKENS, sum(site.widths))
+    first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes, starts_next=starts_early)
     return [
-        find_rows,
-        _bind_rotation(geometry, None, qkv),
-        bind_act_mul(wide, "silu", gate_up)[0],
-        *(bind_rms_norm(narrow, narrow, narrow[0], 1e-5, delta)[0] for delta in (output, down)),
+        first,
+        *bind_lora_expand(
+            delta, shrunk, pages, tables, site, tiles, sizes, adds=False, starts_early=starts_early
+        ),
     ]
 
 
@@ -113,9 +115,10 @@ def _make_tables(shape: ModelShape, layout: AdapterLayout) -> AdapterTables:
     )
 
 
-def _make_batch() -> AttentionBatch:
-    """A step in which one sequence decodes and another computes a prefill chunk."""
-    return AttentionBatch(
+def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
+    """The attention launches of a step in which one sequence decodes and another computes a prefill chunk."""
+    dtype, head_dim = geometry.dtype, geometry.head_dim
+    batch = AttentionBatch(
         query_starts=torch.tensor([0, 1, _TOKENS], dtype=torch.int32),
         context_lens=torch.tensor([_CONTEXT, _TOKENS], dtype=torch.int32),
         block_tables=torch.zeros(2, _CONTEXT // _BLOCK_TOKENS, dtype=torch.int32),
@@ -124,30 +127,17 @@ def _make_batch() -> AttentionBatch:
         max_query_len=_TOKENS - 1,
         max_context_len=_CONTEXT,
     )
-
-
-def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
-    """The attention launches of the step of `_make_batch`."""
-    dtype, head_dim, batch = geometry.dtype, geometry.head_dim, _make_batch()
     pages = torch.zeros(2, geometry.layout.num_bytes, dtype=torch.uint8)
-    q = _make_qkv(geometry).view(_TOKENS, -1, head_dim)[:, : geometry.num_heads]
+    qkv = torch.zeros(_TOKENS, (geometry.num_heads + 2 * geometry.num_kv_heads) * head_dim, dtype=dtype)
+    q = qkv.view(_TOKENS, -1, head_dim)[:, : geometry.num_heads]
     out = torch.zeros(_TOKENS, geometry.num_heads * head_dim, dtype=dtype)
+    angles = torch.zeros(_CONTEXT, head_dim)
     return [
         *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, rule),
         bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, rule),
-        _bind_rotation(geometry, norms, None),
+        bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms, qkv.float()),
+        bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms),
     ]
-
-
-def _bind_rotation(geometry: KVGeometry, norms: QueryKeyNorm | None, delta: RowDelta | None) -> Launch:
-    qkv, angles = _make_qkv(geometry), torch.zeros(_CONTEXT, geometry.head_dim)
-    pages = torch.zeros(2, geometry.layout.num_bytes, dtype=torch.uint8)
-    return bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, _make_batch(), norms, delta)
-
-
-def _make_qkv(geometry: KVGeometry) -> Tensor:
-    num_heads = geometry.num_heads + 2 * geometry.num_kv_heads
-    return torch.zeros(_TOKENS, num_heads * geometry.head_dim, dtype=geometry.dtype)
 
 
 def _bind_sampling(logits: Tensor) -> list[Launch]:
@@ -165,17 +155,17 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
     ]
 
 
-def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
+def _bind_llama(dtype: torch.dtype, sizes: LoraSizes, *, starts_early: bool) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
-    # Pages of all 32 layers, because the size of a page decides how kernels look up page ids.
-    pages = torch.zeros(2, 32 * shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
+    pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
             for tokens in (_TOKENS, TILE_TOKENS):
                 for launch in bind_lora_site(shape, pages, dtype, site, rank, tokens, sizes):
                     yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch
-        for index, launch in enumerate(bind_deltas(shape, pages, dtype, rank)):
-            yield f"Llama-3.1-8B, delta {index}, rank {rank}", launch
+        for index, site in enumerate(shape.layer_sites(0)):
+            for launch in _bind_delta(shape, pages, dtype, site, rank, sizes, starts_early=starts_early):
+                yield f"Llama-3.1-8B, delta of site {index}, rank {rank}", launch
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
     gate_up = torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype)
@@ -183,7 +173,9 @@ def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
         *_bind_attention(geometry, AttentionRule(0.1), None),
         bind_rms_norm(x, None, x[0], 1e-5)[0],
         bind_rms_norm(x, x, x[0], 1e-5)[0],
+        bind_rms_norm(x, x, x[0], 1e-5, x.float())[0],
         bind_act_mul(gate_up, "silu")[0],
+        bind_act_mul(gate_up, "silu", gate_up.float())[0],
         *_bind_sampling(torch.zeros(_TOKENS, shape.vocab_size, dtype=dtype)),
     ):
         yield "Llama-3.1-8B", launch
@@ -251,12 +243,14 @@ def bind_all(
     forms: list[torch.dtype],
     kv_formats: list[KVFormat],
     sizes: LoraSizes,
+    *,
+    starts_early: bool,
 ) -> Launches:
     """All launches, each with a description (see `CompiledKernel.case`).
 
-    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
+    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages. starts_early: see `TritonKernels`.
     """
-    yield from _bind_llama(dtype, sizes)
+    yield from _bind_llama(dtype, sizes, starts_early=starts_early)
     for bound in (_bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)

@@ -11,185 +11,61 @@ from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, KVGeometry, QueryKeyNorm
 from slora_kernels.gpu.e4m3 import encode_elements, encode_scale, measure_magnitudes
-from slora_kernels.gpu.lora_columns import add_scaled, find_module, multiply_b
-from slora_kernels.gpu.lora_delta import RowDelta, bind_delta
 from slora_kernels.launch import Launch
 
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN_SCALE = tl.constexpr(0x7FC0)
-# Rows of B that a program has in flight.
-_DELTA_RANK = 16
 
 
 @triton.jit
-def _load(
-    source,
-    columns,
-    mask,
-    shrunk,
-    module,
-    slot,
-    weight,
-    adapter_pages,
-    page_table,
-    modules,
-    scales,
-    adapter_page_stride,
-    table_stride,
-    WIDTH: tl.constexpr,
-    NUM_MODULES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PAGE_SEGMENTS: tl.constexpr,
-    TWO_PAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """The columns of one of q, k and v of a token, float32, plus the adapter's part if there is a shrink output.
-
-    source: the first column of q, k or v in the token's row of qkv. shrunk: the token's shrink output, or None.
-    """
-    values = tl.load(source + columns, mask=mask, other=0.0)
-    if shrunk is not None:
-        rank, first_row, first_segment, scale = find_module(
-            modules, scales, slot, weight, module, NUM_MODULES
-        )
-        acc, _, _, _ = multiply_b(
-            shrunk + first_row,
-            1,
-            0,
-            adapter_pages,
-            page_table + slot * table_stride,
-            first_segment,
-            rank,
-            columns,
-            mask,
-            adapter_page_stride,
-            WIDTH,
-            SEGMENT,
-            PAGE_SEGMENTS,
-            TWO_PAGES,
-            BLOCK_R,
-            1,
-        )
-        total = add_scaled(values, acc, scale)
-    else:
-        total = values.to(tl.float32)
-    return total
+def _load(source, delta, mask):
+    """Elements of qkv, plus the delta of each, rounded to the dtype of qkv. delta: pointers, or None."""
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if delta is not None:
+        values += tl.load(delta, mask=mask, other=0.0)
+        values = values.to(source.dtype.element_ty).to(tl.float32)
+    return values
 
 
 @triton.jit
 def _norm_and_rotate_heads(
     source,
-    heads,
+    delta,
     real,
     angles,
-    norm,
-    eps,
-    shrunk,
-    module,
-    slot,
     weight,
-    adapter_pages,
-    page_table,
-    modules,
-    scales,
-    adapter_page_stride,
-    table_stride,
+    eps,
     HALF: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUM_MODULES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PAGE_SEGMENTS: tl.constexpr,
-    TWO_PAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
     """Normalises (if NORMED) and rotates heads. The first 2 * HALF dimensions of a head are rotated.
 
-    source: the first column of q or k in the token's row of qkv. heads: which of its heads [M]. real: bool [M], false
-    for padding. For the other arguments see `_load`.
+    source: pointers to the heads [M]. delta: pointers to what is added, or None. real: bool [M], false for padding.
     Returns both halves of the rotated dimensions [M, BLOCK_HALF] and the other dimensions [M, BLOCK_REST], float32.
     """
     halves = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     turning, staying = halves < HALF, rest < HEAD_DIM
-    columns_a = heads[:, None] * HEAD_DIM + halves[None, :]
+    at_a, at_rest = source[:, None] + halves[None, :], source[:, None] + rest[None, :]
     mask_a, mask_rest = real[:, None] & turning[None, :], real[:, None] & staying[None, :]
-    a = _load(
-        source,
-        columns_a,
-        mask_a,
-        shrunk,
-        module,
-        slot,
-        weight,
-        adapter_pages,
-        page_table,
-        modules,
-        scales,
-        adapter_page_stride,
-        table_stride,
-        WIDTH,
-        NUM_MODULES,
-        SEGMENT,
-        PAGE_SEGMENTS,
-        TWO_PAGES,
-        BLOCK_R,
-    )
-    b = _load(
-        source,
-        columns_a + HALF,
-        mask_a,
-        shrunk,
-        module,
-        slot,
-        weight,
-        adapter_pages,
-        page_table,
-        modules,
-        scales,
-        adapter_page_stride,
-        table_stride,
-        WIDTH,
-        NUM_MODULES,
-        SEGMENT,
-        PAGE_SEGMENTS,
-        TWO_PAGES,
-        BLOCK_R,
-    )
-    if HEAD_DIM > 2 * HALF:
-        columns_rest = heads[:, None] * HEAD_DIM + rest[None, :]
-        c = _load(
-            source,
-            columns_rest,
-            mask_rest,
-            shrunk,
-            module,
-            slot,
-            weight,
-            adapter_pages,
-            page_table,
-            modules,
-            scales,
-            adapter_page_stride,
-            table_stride,
-            WIDTH,
-            NUM_MODULES,
-            SEGMENT,
-            PAGE_SEGMENTS,
-            TWO_PAGES,
-            BLOCK_R,
-        )
+    if delta is None:
+        a = _load(at_a, None, mask_a)
+        b = _load(at_a + HALF, None, mask_a)
+        c = _load(at_rest, None, mask_rest)
     else:
-        c = tl.zeros(mask_rest.shape, tl.float32)
+        delta_a, delta_rest = delta[:, None] + halves[None, :], delta[:, None] + rest[None, :]
+        a = _load(at_a, delta_a, mask_a)
+        b = _load(at_a + HALF, delta_a + HALF, mask_a)
+        c = _load(at_rest, delta_rest, mask_rest)
     if NORMED:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        a *= factor * tl.load(norm + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
-        b *= factor * tl.load(norm + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
-        c *= factor * tl.load(norm + rest, mask=staying, other=0.0).to(tl.float32)[None, :]
+        a *= factor * tl.load(weight + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+        b *= factor * tl.load(weight + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+        c *= factor * tl.load(weight + rest, mask=staying, other=0.0).to(tl.float32)[None, :]
     cos = tl.load(angles + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(angles + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
     return a * cos - b * sin, b * cos + a * sin, c
@@ -218,9 +94,10 @@ def _store_heads(
     tl.store(to_rest, c.to(element), mask=mask_rest)
 
 
-@triton.jit(do_not_specialize=["layer", "first_module"])
+@triton.jit(do_not_specialize=["layer"])
 def _rotate_and_write_kv_kernel(
     qkv,
+    delta,
     cos_sin,
     query_norm,
     key_norm,
@@ -232,17 +109,6 @@ def _rotate_and_write_kv_kernel(
     layer,
     qkv_stride,
     page_stride,
-    shrunk,
-    adapter_pages,
-    row_slots,
-    row_weights,
-    page_table,
-    modules,
-    adapter_scales,
-    first_module,
-    adapter_page_stride,
-    table_stride,
-    shrunk_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -254,11 +120,6 @@ def _rotate_and_write_kv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    NUM_MODULES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PAGE_SEGMENTS: tl.constexpr,
-    TWO_PAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -266,108 +127,40 @@ def _rotate_and_write_kv_kernel(
     row = qkv + token * qkv_stride
     angles = cos_sin + tl.load(positions + token) * (2 * HALF)
 
-    if shrunk is not None:
-        slot, weight = tl.load(row_slots + token * 2), tl.load(row_weights + token)
-        y, first = shrunk + token * shrunk_stride, first_module
-    else:
-        slot, weight, y, first = 0, 0, None, 0
     members = tl.arange(0, BLOCK_G)
-    heads, real = kv_head * GROUP + members, members < GROUP
-    CHANGES_Q: tl.constexpr = (HALF > 0) | NORMED | (shrunk is not None)
-    if CHANGES_Q:
-        q_a, q_b, q_c = _norm_and_rotate_heads(
-            row,
-            heads,
-            real,
-            angles,
-            query_norm,
-            eps,
-            y,
-            first,
-            slot,
-            weight,
-            adapter_pages,
-            page_table,
-            modules,
-            adapter_scales,
-            adapter_page_stride,
-            table_stride,
-            HALF,
-            HEAD_DIM,
-            NORMED,
-            BLOCK_HALF,
-            BLOCK_REST,
-            HEADS * HEAD_DIM,
-            NUM_MODULES,
-            SEGMENT,
-            PAGE_SEGMENTS,
-            TWO_PAGES,
-            BLOCK_R,
+    at_q, real = (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
+    q = row + at_q
+    if delta is not None:
+        delta_row = delta + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        delta_q = delta_row + at_q
+    else:
+        delta_q = None
+    if (HALF > 0) | NORMED | (delta is not None):
+        a, b, c = _norm_and_rotate_heads(
+            q, delta_q, real, angles, query_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
         )
-    kv_slot = tl.load(kv_slots + token)
-    page, offset = kv_slot // BLOCK_TOKENS, kv_slot % BLOCK_TOKENS
+        _store_heads(q, real, a, b, c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
+
+    slot = tl.load(kv_slots + token)
+    page, offset = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
     start = page * page_stride + layer * LAYER_ELEMENTS
     one = tl.arange(0, 1)
     # A padding row has slot -1 and writes nothing.
-    written = kv_slot + one >= 0
+    written = slot + one >= 0
     target = pages + start + (kv_head * BLOCK_TOKENS + offset) * HEAD_DIM + one
-    key = row + HEADS * HEAD_DIM
+    at_key = (HEADS + kv_head) * HEAD_DIM + one
+    key = row + at_key
+    delta_key = delta_row + at_key if delta is not None else None
     a, b, c = _norm_and_rotate_heads(
-        key,
-        kv_head + one,
-        written,
-        angles,
-        key_norm,
-        eps,
-        y,
-        first + 1,
-        slot,
-        weight,
-        adapter_pages,
-        page_table,
-        modules,
-        adapter_scales,
-        adapter_page_stride,
-        table_stride,
-        HALF,
-        HEAD_DIM,
-        NORMED,
-        BLOCK_HALF,
-        BLOCK_REST,
-        KV_HEADS * HEAD_DIM,
-        NUM_MODULES,
-        SEGMENT,
-        PAGE_SEGMENTS,
-        TWO_PAGES,
-        BLOCK_R,
+        key, delta_key, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
     )
     lanes = tl.arange(0, BLOCK_D)
     inside = (lanes < HEAD_DIM) & written
-    value = _load(
-        key + KV_HEADS * HEAD_DIM,
-        kv_head * HEAD_DIM + lanes,
-        inside,
-        y,
-        first + 2,
-        slot,
-        weight,
-        adapter_pages,
-        page_table,
-        modules,
-        adapter_scales,
-        adapter_page_stride,
-        table_stride,
-        KV_HEADS * HEAD_DIM,
-        NUM_MODULES,
-        SEGMENT,
-        PAGE_SEGMENTS,
-        TWO_PAGES,
-        BLOCK_R,
-    )
-    # All loads come before the first store, because the compiler cannot move a load before a store that may write to
-    # the same address.
-    if CHANGES_Q:
-        _store_heads(row + heads * HEAD_DIM, real, q_a, q_b, q_c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
+    at_value = KV_HEADS * HEAD_DIM + lanes
+    if delta is not None:
+        value = _load(key + at_value, delta_key + at_value, inside)
+    else:
+        value = _load(key + at_value, None, inside)
     if scales is None:
         # Round before the check for finite values, because rounding may overflow.
         element = pages.dtype.element_ty
@@ -409,23 +202,22 @@ def bind_rotate_and_write_kv(
     layer: int,
     batch: AttentionBatch,
     norms: QueryKeyNorm | None = None,
-    delta: RowDelta | None = None,
+    delta: Tensor | None = None,
 ) -> Launch:
     """Rotates q of qkv [T, (Hq + 2 Hk) * D] in place, and writes k and v to pages uint8 [num_pages, full_page_bytes].
 
-    delta: added to qkv. None: nothing is added.
+    delta: float32 of the shape of qkv, added to it. None: nothing is added.
     cos_sin: float32 [max_positions, R], or None (R = 0). batch.kv_slots and batch.positions: int64 [T]. A token with
     slot -1 writes no KV.
     """
     elements = pages if geometry.has_scales else pages.view(geometry.dtype)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
-    arguments, constants = bind_delta(delta, qkv.dtype, _DELTA_RANK)
-    arguments["adapter_scales"] = arguments.pop("scales")
     return Launch(
         _rotate_and_write_kv_kernel,
         (qkv.shape[0], geometry.num_kv_heads),
         {
             "qkv": qkv,
+            "delta": delta,
             # Placeholders for absent tensors are never read.
             "cos_sin": qkv if cos_sin is None else cos_sin,
             "query_norm": qkv if norms is None else norms.query,
@@ -438,7 +230,6 @@ def bind_rotate_and_write_kv(
             "layer": layer,
             "qkv_stride": qkv.stride(0),
             "page_stride": elements.stride(0),
-            **arguments,
         },
         {
             "HEADS": geometry.num_heads,
@@ -452,6 +243,5 @@ def bind_rotate_and_write_kv(
             "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
             "BLOCK_HALF": triton.next_power_of_2(max(1, rotary // 2)),
             "BLOCK_REST": triton.next_power_of_2(max(1, geometry.head_dim - rotary)),
-            **constants,
         },
     )

@@ -1,8 +1,9 @@
 """The Triton implementation of `Kernels`. It never synchronises with the host and prepares nothing per step.
 
-In a decode step, LoRA needs four launches per layer: a shrink for each group of linears, which runs beside the base
-model's matmul. The kernel that reads the matmul's output expands in place (see `lora_delta`). A step that also contains
-prefill chunks launches expand as well, once for decode rows and once for chunks.
+LoRA needs eight launches per layer: one shrink and one expand for each of four linear groups. In a decode step, both
+run beside the base model's matmul, and the kernel that reads the matmul's output adds the delta. Decode rows have an
+expand kernel of their own, so a step that also contains prefill chunks launches expand twice per group. Such a step is
+bound by arithmetic, and the extra launches matter little.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from slora_kernels.batch import (
     AttentionRule,
     AttentionStep,
     KVGeometry,
-    LoraDelta,
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
@@ -27,12 +27,11 @@ from slora_kernels.gpu.act_mul import bind_act_mul
 from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
-from slora_kernels.gpu.lora_delta import LoraPlan, RowDelta
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
-from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
+from slora_kernels.gpu.lora_sizes import LoraSizes, can_start_early, load_sizes, name_architecture
 from slora_kernels.gpu.mask_logits import bind_mask_logits
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
@@ -49,11 +48,12 @@ from slora_kernels.sampling_tensors import SamplingTensors
 class TritonKernels:
     """The Triton implementation of `Kernels`.
 
-    The shrink output is float32 [T, rank].
+    The shrink output is [splits, T, rank] of the model's dtype, and expand sums the splits.
 
     launch: the function that is called with every launch. By default, it runs the launch. Tests and measurements pass a
     function that records launches.
     sizes: block sizes of the LoRA kernels. None: the package's defaults.
+    starts_early: whether a kernel may start before the kernel whose output it reads has ended (see `Launch`).
     """
 
     name = "triton"
@@ -62,14 +62,18 @@ class TritonKernels:
         self,
         launch: Callable[[Launch], None] = Launch.run,
         sizes: LoraSizes | None = None,
+        *,
+        starts_early: bool = False,
     ) -> None:
         self._launch = launch
+        self._starts_early = starts_early
         self._sizes = sizes or load_sizes()
 
     @staticmethod
     def on(device: torch.device) -> "TritonKernels":
         """Kernels with the LoRA sizes tuned for this GPU."""
-        return TritonKernels(sizes=load_sizes(name_architecture(device)))
+        architecture = name_architecture(device)
+        return TritonKernels(sizes=load_sizes(architecture), starts_early=can_start_early(architecture))
 
     @property
     def tile_limits(self) -> TileLimits:
@@ -83,7 +87,7 @@ class TritonKernels:
         return AttentionStep(batch, None)
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        return LoraStep(tiles, tables, LoraPlan.make(tiles))
+        return LoraStep(tiles, tables, None)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         launch, out = bind_rms_norm(x, None, weight, eps)
@@ -91,14 +95,14 @@ class TritonKernels:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: LoraDelta | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     ) -> Tensor:
-        launch, out = bind_rms_norm(x, residual, weight, eps, self._find_rows(delta, x))
+        launch, out = bind_rms_norm(x, residual, weight, eps, delta)
         self._launch(launch)
         return out
 
-    def act_mul(self, gate_up: Tensor, activation: Activation, delta: LoraDelta | None = None) -> Tensor:
-        launch, out = bind_act_mul(gate_up, activation, self._find_rows(delta, gate_up))
+    def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
+        launch, out = bind_act_mul(gate_up, activation, delta)
         self._launch(launch)
         return out
 
@@ -121,10 +125,9 @@ class TritonKernels:
         layer: int,
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
-        delta: LoraDelta | None = None,
+        delta: Tensor | None = None,
     ) -> Tensor:
-        rows = self._find_rows(delta, qkv)
-        self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms, rows))
+        self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms, delta))
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
         return heads[:, : geometry.num_heads]
 
@@ -169,9 +172,9 @@ class TritonKernels:
         return tokens
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
-        plan = step.plan
-        assert isinstance(plan, LoraPlan)
-        launch, shrunk = bind_lora_shrink(x, pages, step.tables, site, step.tiles, plan.counters, self._sizes)
+        launch, shrunk = bind_lora_shrink(
+            x, pages, step.tables, site, step.tiles, self._sizes, starts_next=self._starts_early
+        )
         if step.tiles.max_group_rank:
             self._launch(launch)
         return shrunk
@@ -189,9 +192,11 @@ class TritonKernels:
             for launch in bind_lora_expand(out, shrunk, pages, step.tables, site, step.tiles, self._sizes):
                 self._launch(launch)
 
-    def _find_rows(self, delta: LoraDelta | None, x: Tensor) -> RowDelta | None:
-        if delta is None:
-            return None
-        plan = delta.step.plan
-        assert isinstance(plan, LoraPlan)
-        return RowDelta(delta, plan.find_rows(delta.step.tiles, len(x), self._launch))
+    def write_delta(
+        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> None:
+        early = self._starts_early
+        for launch in bind_lora_expand(
+            delta, shrunk, pages, step.tables, site, step.tiles, self._sizes, adds=False, starts_early=early
+        ):
+            self._launch(launch)

@@ -30,8 +30,6 @@ WIDE_LOADS = {
     "_lora_shrink_kernel": {"x_rows", "pages"},
     "_lora_expand_kernel": {"pages", "target"},
     "_lora_expand_rows_kernel": {"pages"},
-    # It reads three numbers of each tile, once per step.
-    "_lora_row_table_kernel": set(),
     "_paged_attention_decode_kernel": {"source", "place"},
     "_merge_splits_kernel": {"source"},
     "_paged_attention_prefill_kernel": {"source", "place"},

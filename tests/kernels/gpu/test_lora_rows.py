@@ -75,14 +75,14 @@ def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dty
     for group in (QKV, DOWN):
         site = scene.shape.layer_sites(1)[group]
         random = torch.Generator().manual_seed(3)
-        shrunk = torch.randn(TOKENS, tiles.max_group_rank, generator=random).to(DEVICE)
+        shrunk = torch.randn(3, TOKENS, tiles.max_group_rank, generator=random).to(dtype).to(DEVICE)
         _, before = make_inputs(scene, site, TOKENS)
         together = expand(scene, tiles, shrunk, before, site, sizes)
         for index, (slot, first, size) in enumerate(DECODES):
             single = replace(build_tiles([(slot, 0, 1)], scene.tables), num_decodes=1)
             single = replace(single, weights=tiles.weights[index : index + 1])
             for token in range(first, first + size):
-                own = shrunk[token : token + 1, : max(1, single.max_group_rank)].contiguous()
+                own = shrunk[:, token : token + 1, : max(1, single.max_group_rank)].contiguous()
                 alone = expand(scene, single, own, before[token : token + 1], site, sizes)
                 assert torch.equal(alone, together[token : token + 1]), (group, token)
     assert not torch.equal(together, before)
@@ -99,7 +99,7 @@ def test_rows_outside_all_tiles_are_neither_read_nor_written() -> None:
     before[BASE] = torch.nan
     kernels = TritonKernels(sizes=sizes)
     shrunk = kernels.shrink(x, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
-    assert shrunk[BASE].isnan().all()
+    assert shrunk[:, BASE].isnan().all()
     expected = expand(scene, tiles, shrunk, before, site, sizes)
     assert (
         expected[BASE].isnan().all()
