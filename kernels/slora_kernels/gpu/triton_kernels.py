@@ -73,7 +73,7 @@ class TritonKernels:
     def on(device: torch.device) -> "TritonKernels":
         """Kernels with the LoRA sizes tuned for this GPU."""
         architecture = name_architecture(device)
-        return TritonKernels(sizes=load_sizes(architecture), starts_early=can_start_early(architecture))
+        return TritonKernels(sizes=load_sizes(architecture))
 
     @property
     def tile_limits(self) -> TileLimits:
