@@ -36,7 +36,7 @@ from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.gpu import paged_attention_decode
-from slora_kernels.gpu.lora_sizes import LoraSizes, can_start_early, load_sizes, name_architecture
+from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -52,16 +52,14 @@ PARTS = ("layers", "fp8", "timeline")
 class Place:
     """Where the LoRA kernels of a site run.
 
-    priority: of the side stream; a lower number goes first. base_first: whether the matmul is launched before them.
-    early: whether expand starts while shrink runs. shrink: replaces splits, block_segments and num_warps of shrink.
+    priority: of the side stream; a lower number goes first. shrink: replaces splits, block_segments and num_warps of
+    shrink.
     """
 
     name: str
     writes_apart: bool = False
     is_serial: bool = False
     priority: int = 0
-    base_first: bool = False
-    early: bool = False
     shrink: tuple[int, int, int] | None = None
 
 
@@ -70,11 +68,8 @@ PLACES = (
     Place("serial", is_serial=True),
     Place("beside"),
     Place("apart", writes_apart=True),
-    Place("apart early", writes_apart=True, early=True),
-    Place("apart early urgent", writes_apart=True, early=True, priority=-1),
-    Place("apart early, base first", writes_apart=True, early=True, base_first=True),
-    Place("apart early, splits 4", writes_apart=True, early=True, shrink=(4, 1, 2)),
-    Place("apart early, splits 4x4", writes_apart=True, early=True, shrink=(4, 2, 4)),
+    Place("apart urgent", writes_apart=True, priority=-1),
+    Place("apart, splits 4", writes_apart=True, shrink=(4, 1, 2)),
 )
 # Adapters and their rank.
 LOADS = ((8, 16), (32, 16), (64, 16), (8, 64))
@@ -154,14 +149,11 @@ class Layers:
                 result, out = beside(x, site), x @ weight.T
             else:
                 forked.record()
-                if place.base_first:
-                    out = x @ weight.T
                 side.wait_event(forked)
                 with torch.cuda.stream(side):
                     result = beside(x, site)
                 done.record(side)
-                if not place.base_first:
-                    out = x @ weight.T
+                out = x @ weight.T
                 torch.cuda.current_stream(device).wait_event(done)
             if place.writes_apart:
                 return out, result
@@ -219,7 +211,7 @@ class LayerTimes:
         sizes = load_sizes(architecture)
         if place.shrink is not None:
             sizes = _replace_shrink(sizes, *place.shrink)
-        return TritonKernels(sizes=sizes, starts_early=place.early and can_start_early(architecture))
+        return TritonKernels(sizes=sizes)
 
     def _copy(self) -> Row:
         (_, measure), *_ = KernelTimes(self._sizes, self._twins, self._device).cases(["copy"])
@@ -392,7 +384,7 @@ def main() -> None:
             print_table(part, [{name: row.get(name) for name in columns} for row in of_part])
     if "timeline" in options.parts:
         for place in PLACES:
-            if place.name in ("beside", "apart early"):
+            if place.name in ("beside", "apart"):
                 with contextlib.suppress(KeyError, IndexError):
                     print_table(f"timeline of {place.name}, 8 adapters", times.show_timeline(place, 8))
     print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")

@@ -19,9 +19,6 @@ class Launch:
     """One launch of a kernel, as the call `kernel[grid](**arguments, **constants)`.
 
     arguments: tensors and run-time scalars. constants: constexprs.
-    starts_early: whether the kernel may start before the kernel launched before it on the same stream has ended
-    (programmatic dependent launch). Every program of such a kernel calls `gdc_wait` before it ends, and before it reads
-    or writes memory that earlier kernels use. Only NVIDIA GPUs since sm_90 support this.
     """
 
     kernel: Any
@@ -30,7 +27,6 @@ class Launch:
     constants: dict[str, object]
     num_warps: int = 4
     num_stages: int = 2
-    starts_early: bool = False
 
     def run(self) -> None:
         """Launches the kernel. Skips an empty grid, as for a step without tokens, because a GPU rejects it."""
@@ -44,13 +40,7 @@ class Launch:
 
     def _keywords(self) -> dict[str, object]:
         # enable_fp_fusion is set explicitly because Triton is about to change its default.
-        options: dict[str, object] = {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": True,
-        }
-        if self.starts_early:
-            options["launch_pdl"] = True
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         return self.arguments | self.constants | options
 
 

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from slora_kernels.gpu.compiled_kernel import CompiledKernel, read_compiled
-from slora_kernels.gpu.lora_sizes import can_start_early, load_sizes
+from slora_kernels.gpu.lora_sizes import load_sizes
 from slora_kernels.gpu.model_launches import bind_all
 from slora_kernels.kv_format import KVFormat
 
@@ -78,8 +78,7 @@ def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
     set_compile_target(target)
     known: dict[str, CompiledKernel] = {}
     forms, kv_formats = _quantized_forms(TARGETS[target]), _kv_formats(TARGETS[target])
-    early = can_start_early(target)
-    for case, launch in bind_all(DTYPES[dtype], forms, kv_formats, load_sizes(target), starts_early=early):
+    for case, launch in bind_all(DTYPES[dtype], forms, kv_formats, load_sizes(target)):
         compiled = launch.compile()
         if compiled.hash not in known:
             known[compiled.hash] = read_compiled(compiled, target, dtype, case)

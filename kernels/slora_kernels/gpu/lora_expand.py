@@ -118,13 +118,11 @@ def bind_lora_expand(
     sizes: LoraSizes,
     *,
     adds: bool = True,
-    starts_early: bool = False,
 ) -> list[Launch]:
     """Binds the kernels to shrunk [splits, T, columns] and to out [T, sum(site.widths)], which is changed in place.
 
     adds: False overwrites the rows of out that are in a tile. All tiles must then be of decode rows. out: of the dtype
     of shrunk, or float32.
-    starts_early: whether the kernel for decode rows may start while the shrink runs (see `Launch`).
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.
@@ -179,10 +177,8 @@ def bind_lora_expand(
                     "BLOCK_R": rows.block_rank,
                     "BLOCK_N": block,
                     "ADDS": adds,
-                    "WAITS": starts_early,
                 },
                 rows.num_warps,
-                starts_early=starts_early,
             )
         )
     if num_others := tiles.tiles.shape[0] - num_rows:

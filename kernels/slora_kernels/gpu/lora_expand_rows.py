@@ -13,7 +13,6 @@ that may write the same address, so a loop over tokens waited for memory once pe
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from slora_kernels.gpu.lora_columns import find_columns, load_b_rows
 
@@ -85,7 +84,6 @@ def _lora_expand_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ADDS: tl.constexpr,
-    WAITS: tl.constexpr,
 ):
     tile, block = tl.program_id(0), tl.program_id(1)
     member, width, column_start, index = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, BLOCK_N)
@@ -95,8 +93,6 @@ def _lora_expand_rows_kernel(
     place = slot * NUM_MODULES + first_module + member
     rank = tl.load(modules + place * 3)
     if (size == 0) | (ADDS & (rank == 0)):
-        if WAITS:
-            gdc_wait()
         return
     first_row = tl.load(modules + place * 3 + 1)
     first_segment = tl.load(modules + place * 3 + 2)
@@ -127,9 +123,6 @@ def _lora_expand_rows_kernel(
         TWO_PAGES,
         BLOCK_R,
     )
-    if WAITS:
-        # The shrink may still be running until here. Nothing above reads its output.
-        gdc_wait()
     # int64, because the head's output rows are as long as the vocabulary. A few thousand of them exceed an int32 index.
     target = out + first.to(tl.int64) * out_stride + tl.multiple_of(column_start, ALIGNMENT)
     acc_0 = tl.zeros((BLOCK_N,), tl.float32)

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.gpu.lora_columns import find_rows
@@ -52,10 +51,7 @@ def _lora_shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    TRIGGERS: tl.constexpr,
 ):
-    if TRIGGERS:
-        gdc_launch_dependents()
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
@@ -112,12 +108,9 @@ def bind_lora_shrink(
     site: LoraSite,
     tiles: LoraTiles,
     sizes: LoraSizes,
-    *,
-    starts_next: bool = False,
 ) -> tuple[Launch, Tensor]:
     """Binds the kernel to x [T, in] of the model dtype and pages uint8 [num_pages, full_page_bytes].
 
-    starts_next: lets the next kernel on the stream start early, if its launch says so (see `Launch`).
     Returns the launch and the shrink output that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16].
     Rows in no tile and columns past a tile's rank are not written.
     """
@@ -158,7 +151,6 @@ def bind_lora_shrink(
             "BLOCK_R": tile.block_rank,
             "BLOCK_K": tile.block_segments * segment,
             "DOT_DTYPE": dot_dtype(x.dtype),
-            "TRIGGERS": starts_next,
         },
         tile.num_warps,
         tile.num_stages,

@@ -24,7 +24,6 @@ __all__ = [
     "RowSizes",
     "ShrinkSizes",
     "ShrinkTile",
-    "can_start_early",
     "load_sizes",
     "name_architecture",
     "read_sizes",
@@ -134,11 +133,6 @@ def name_architecture(device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
-
-
-def can_start_early(architecture: str) -> bool:
-    """Whether the device supports programmatic dependent launch (see `Launch`)."""
-    return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
 
 
 def load_sizes(architecture: str = _DEFAULT) -> LoraSizes:

@@ -88,8 +88,6 @@ def _bind_delta(
     site: LoraSite,
     rank: int,
     sizes: LoraSizes,
-    *,
-    starts_early: bool,
 ) -> list[Launch]:
     """The LoRA launches of one site that runs beside the base model's matmul."""
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
@@ -97,12 +95,10 @@ def _bind_delta(
     tiles = LoraTiles(torch.tensor([[0, 0, 4]], dtype=torch.int32), torch.ones(1), 3 * rank, 4, num_decodes=1)
     x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
     delta = torch.zeros(_TOKENS, sum(site.widths))
-    first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes, starts_next=starts_early)
+    first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
     return [
         first,
-        *bind_lora_expand(
-            delta, shrunk, pages, tables, site, tiles, sizes, adds=False, starts_early=starts_early
-        ),
+        *bind_lora_expand(delta, shrunk, pages, tables, site, tiles, sizes, adds=False),
     ]
 
 
@@ -155,7 +151,7 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
     ]
 
 
-def _bind_llama(dtype: torch.dtype, sizes: LoraSizes, *, starts_early: bool) -> Launches:
+def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
@@ -164,7 +160,7 @@ def _bind_llama(dtype: torch.dtype, sizes: LoraSizes, *, starts_early: bool) -> 
                 for launch in bind_lora_site(shape, pages, dtype, site, rank, tokens, sizes):
                     yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch
         for index, site in enumerate(shape.layer_sites(0)):
-            for launch in _bind_delta(shape, pages, dtype, site, rank, sizes, starts_early=starts_early):
+            for launch in _bind_delta(shape, pages, dtype, site, rank, sizes):
                 yield f"Llama-3.1-8B, delta of site {index}, rank {rank}", launch
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
@@ -243,14 +239,12 @@ def bind_all(
     forms: list[torch.dtype],
     kv_formats: list[KVFormat],
     sizes: LoraSizes,
-    *,
-    starts_early: bool,
 ) -> Launches:
     """All launches, each with a description (see `CompiledKernel.case`).
 
-    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages. starts_early: see `TritonKernels`.
+    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
     """
-    yield from _bind_llama(dtype, sizes, starts_early=starts_early)
+    yield from _bind_llama(dtype, sizes)
     for bound in (_bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)

@@ -24,8 +24,9 @@ from slora_kernels.gpu.paged_attention_loop import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per iteration of the loop: at most 128, if K and V are in fp8.
-ITERATION_TOKENS = 128
+# Context tokens per iteration of the loop. With 128 tokens, fp8 would be read at 0.54 of the copy rate instead of 0.58
+# (H200, 32 sequences of 4,096 tokens).
+ITERATION_TOKENS = 64
 MASKED_ITERATION_TOKENS = 32
 # MIN_SPLIT_TOKENS is enough to amortise the merge. MAX_SPLITS lets one sequence with 8 KV heads start 128 programs. An
 # H100 or H200 has about as many multiprocessors.

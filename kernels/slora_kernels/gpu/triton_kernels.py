@@ -31,7 +31,7 @@ from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
-from slora_kernels.gpu.lora_sizes import LoraSizes, can_start_early, load_sizes, name_architecture
+from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
 from slora_kernels.gpu.mask_logits import bind_mask_logits
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
@@ -53,7 +53,6 @@ class TritonKernels:
     launch: the function that is called with every launch. By default, it runs the launch. Tests and measurements pass a
     function that records launches.
     sizes: block sizes of the LoRA kernels. None: the package's defaults.
-    starts_early: whether a kernel may start before the kernel whose output it reads has ended (see `Launch`).
     """
 
     name = "triton"
@@ -62,18 +61,14 @@ class TritonKernels:
         self,
         launch: Callable[[Launch], None] = Launch.run,
         sizes: LoraSizes | None = None,
-        *,
-        starts_early: bool = False,
     ) -> None:
         self._launch = launch
-        self._starts_early = starts_early
         self._sizes = sizes or load_sizes()
 
     @staticmethod
     def on(device: torch.device) -> "TritonKernels":
         """Kernels with the LoRA sizes tuned for this GPU."""
-        architecture = name_architecture(device)
-        return TritonKernels(sizes=load_sizes(architecture))
+        return TritonKernels(sizes=load_sizes(name_architecture(device)))
 
     @property
     def tile_limits(self) -> TileLimits:
@@ -172,9 +167,7 @@ class TritonKernels:
         return tokens
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
-        launch, shrunk = bind_lora_shrink(
-            x, pages, step.tables, site, step.tiles, self._sizes, starts_next=self._starts_early
-        )
+        launch, shrunk = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)
         if step.tiles.max_group_rank:
             self._launch(launch)
         return shrunk
@@ -195,8 +188,7 @@ class TritonKernels:
     def write_delta(
         self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> None:
-        early = self._starts_early
         for launch in bind_lora_expand(
-            delta, shrunk, pages, step.tables, site, step.tiles, self._sizes, adds=False, starts_early=early
+            delta, shrunk, pages, step.tables, site, step.tiles, self._sizes, adds=False
         ):
             self._launch(launch)

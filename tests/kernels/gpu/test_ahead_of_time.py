@@ -115,10 +115,13 @@ def count_tolerated_spills(kernel: CompiledKernel) -> float:
     Two cases have no limit: float32 products, which only serve checks and are unrolled into all registers, and fp8 on
     gfx942, which converts float8_e4m3fn in software. With two programs per multiprocessor, each thread has 128
     registers. Converting e4m3 to float16 beside tcgen05 needs a few more. With 200 registers nothing would spill, but
-    only one program would fit.
+    only one program would fit. Prefill attention spills a few on gfx942. With half as many context tokens per iteration
+    it would spill none, but take 1.5 times as long for chunks behind a long context (H200).
     """
     if kernel.dtype == "float32" or (kernel.target == "gfx942" and "float8" in kernel.case):
         return math.inf
+    if (kernel.target, kernel.kernel) == ("gfx942", "_paged_attention_prefill_kernel"):
+        return 8
     is_tight = (kernel.target, kernel.dtype, kernel.kernel) == (
         "sm_100",
         "float16",
