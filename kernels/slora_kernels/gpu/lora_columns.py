@@ -53,7 +53,8 @@ def find_rows(
         near, far = first // PAGE_SEGMENTS, last // PAGE_SEGMENTS
         near_start = tl.load(table + near).to(tl.int64) * page_stride - near * (PAGE_SEGMENTS * SEGMENT)
         far_start = tl.load(table + far).to(tl.int64) * page_stride - far * (PAGE_SEGMENTS * SEGMENT)
-        page_starts = tl.where(segments < far * PAGE_SEGMENTS, near_start, far_start)
+        # A product, because behind `tl.where` triton 3.9 no longer sees that 16 bytes can be loaded at once.
+        page_starts = near_start + (segments >= far * PAGE_SEGMENTS).to(tl.int64) * (far_start - near_start)
     else:
         index = segments // PAGE_SEGMENTS
         pages = tl.load(table + index, mask=segments <= last, other=0).to(tl.int64)
