@@ -158,7 +158,7 @@ def run_stages(
             worker.kill()
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [stage.name for stage in STAGES]
     parser.add_argument("--seconds", type=float, default=480.0, help="the whole run, with the summary")
@@ -172,7 +172,12 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="go through the same with a tiny model")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    names = [stage.name for stage in STAGES]
     begun = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)

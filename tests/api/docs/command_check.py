@@ -11,6 +11,7 @@ from functools import cache
 
 import yaml
 
+from bench.gpu.all import make_parser as make_gpu_parser
 from slora_api.cli.main import make_parser
 from slora_api.settings import read_settings, server_setting_specs
 from tests.api.docs.code_block import ROOT
@@ -43,18 +44,26 @@ def find_fault(words: Sequence[str]) -> str | None:
 
 
 def _check_slora(arguments: Sequence[str]) -> str | None:
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            parsed, unknown = make_parser().parse_known_args(arguments)
-    except SystemExit:
-        return message.getvalue().splitlines()[-1]
-    if unknown:
-        return f"unrecognized arguments: {' '.join(unknown)}"
+    fault, parsed = _parse(make_parser(), arguments)
+    if fault is not None:
+        return fault
     if arguments[0] in ("serve", "demo"):
         flags = {name: value for name, value in vars(parsed).items() if name in _SETTING_NAMES}
         read_settings({"model": "DIR"} | flags, {})
     return None
+
+
+def _parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[str | None, argparse.Namespace]:
+    """Returns what is wrong with the arguments of a command, and their values."""
+    message, parsed = io.StringIO(), argparse.Namespace()
+    try:
+        with contextlib.redirect_stderr(message):
+            parsed, unknown = parser.parse_known_args(arguments)
+    except SystemExit:
+        return message.getvalue().splitlines()[-1], parsed
+    return f"unrecognized arguments: {' '.join(unknown)}" if unknown else None, parsed
 
 
 def _check_make(targets: Sequence[str]) -> str | None:
@@ -100,6 +109,10 @@ def _check_docker(arguments: Sequence[str]) -> str | None:
     return f"the compose files have no {', '.join(missing)}" if missing else None
 
 
+def _check_gpu_script(arguments: Sequence[str]) -> str | None:
+    return _parse(make_gpu_parser(), arguments)[0]
+
+
 def _check_nothing(_: Sequence[str]) -> str | None:
     return None
 
@@ -111,6 +124,7 @@ _CHECKS: dict[str, Callable[[Sequence[str]], str | None]] = {
     "pip": _check_pip,
     "python": _check_python,
     "docker": _check_docker,
+    "bench/gpu/all.sh": _check_gpu_script,
     **dict.fromkeys(
         (
             "curl",

@@ -28,7 +28,17 @@ SERVING = "docs/serving.md"
 SKETCHES = frozenset({"CONTRIBUTING.md"})
 # Flags of other programs in code spans.
 OTHER_FLAGS = frozenset(
-    {"--detach", "--build-arg", "--wait", "--profile", "--ulimit", "--strict", "--quick", "--parts"}
+    {
+        "--detach",
+        "--build-arg",
+        "--wait",
+        "--profile",
+        "--ulimit",
+        "--strict",
+        "--quick",
+        "--parts",
+        "--peers",
+    }
 )
 
 
