@@ -126,7 +126,7 @@ def take_chunk(scene: AttentionScene, first: int, end: int) -> AttentionScene:
     return AttentionScene(scene.geometry, scene.pages, chunk, scene.q[first:end])
 
 
-@pytest.mark.parametrize("kernels", ("torch",), indirect=True)
+@pytest.mark.parametrize("kernels", CPU_KERNELS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize(

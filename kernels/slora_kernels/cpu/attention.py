@@ -6,8 +6,11 @@ attention weights are bfloat16, as on a GPU, because some CPUs add two bfloat16 
 models, queries and attention weights are float32.
 
 For a tile with one query (decode), the thread reads keys and values directly from the pages. For a tile of several
-queries, the thread first copies each block. If the tile has enough rows, the thread also transposes the keys, so that
-scores are weighted sums of contiguous rows.
+queries, the thread first copies each block. If the tile has enough rows, the thread also transposes the keys.
+
+A query's result has the same bits on all these paths, so it does not depend on the tile or on the other queries of the
+step. Blocks begin at multiples of `BLOCK_KEYS`. The products of a score, and the values of a block, are added one after
+the other. Keys that a query does not see have the weight 0.
 
 `scales` is a bfloat16 view of the same pages, for reading the scales that they contain. It is None if K and V have no
 scales. The scores are multiplied by the scales of K, and the attention weights by the scales of V.
@@ -15,7 +18,7 @@ scales. The scores are multiplied by the scales of K, and the attention weights 
 
 import numpy as np
 
-from slora_kernels.cpu.dots import add_four_dots, add_one_dot
+from slora_kernels.cpu.dots import dot_keys
 from slora_kernels.cpu.intrinsics import (
     Array,
     Float,
@@ -35,6 +38,7 @@ from slora_kernels.cpu.intrinsics import (
     read_float_matrix,
     read_int,
     read_int32_matrix,
+    read_int64_matrix,
     read_model_matrix,
     read_operand_matrix,
     take_item,
@@ -45,10 +49,9 @@ from slora_kernels.cpu.softmax import (
     INITIAL_MAX,
     LOG2_E,
     multiply,
-    update_softmax_of_tile,
-    update_softmax_of_token,
+    update_softmax_of_rows,
 )
-from slora_kernels.cpu.vectors import LANES
+from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, LANES
 from slora_kernels.cpu.weighted_sums import add_weighted_rows
 
 # TILE_ROWS is the maximum number of rows of a tile (queries times heads of a group). From TRANSPOSE_ROWS rows on,
@@ -127,24 +130,22 @@ def scale_block(
 
 
 @compiled
-def transpose(target: Array, source: Array) -> None:
-    """target [D, n] = source [n, D] transposed."""
+def transpose(target: Array, source: Array, first: Int, end: Int) -> None:
+    """target [D, n] = source [n, D] transposed, for columns `first` to `end - 1`. The columns before these become 0."""
     for i in range(target.shape[0]):
         row = target[i]
-        for n in range(source.shape[0]):
+        for n in range(first):
+            row[n] = 0
+        for n in range(first, end):
             row[n] = source[n, i]
 
 
 @compiled
 def score_contiguous_keys(scores: Array, rows: Array, keys: Array) -> None:
-    """scores [M, n] += rows [M, D] times the n contiguous keys that begin at `keys`."""
-    size, n = rows.shape[1], 0
-    while n + 4 <= scores.shape[1]:
-        add_four_dots(scores[:, n:], rows, keys[n * size :], size, size)
-        n += 4
-    while n < scores.shape[1]:
-        add_one_dot(scores[:, n:], rows, keys[n * size :], size, size)
-        n += 1
+    """scores [M, n] = rows [M, D] times the n contiguous keys that begin at `keys`. D is a multiple of LANES."""
+    size = rows.shape[1]
+    for n in range(0, scores.shape[1], LANES):
+        dot_keys(scores[:, n:], rows, keys[n * size :], size, size, min(LANES, scores.shape[1] - n))
 
 
 @compiled
@@ -154,20 +155,21 @@ def attend_token(
     state: Array,
     scratch: Array,
     operands: Array,
+    starts: Array,
     pages: Array,
     scales: Array | None,
     table: Array,
-    first: Int,
-    visible: Int,
+    position: Int,
     group: Int,
     factor: Float,
+    window: Int,
     cap: Float,
     block_tokens: Int,
     start: Int,
     side: Int,
     scale_start: Int,
 ) -> None:
-    """Computes attention of one token's queries, `rows` [M, D], over the keys from `first` to `visible - 1`.
+    """Computes attention of the queries of the token at `position`, `rows` [M, D].
 
     Updates sums [M, D] and state [M, 3], which the caller has initialised.
 
@@ -177,14 +179,15 @@ def attend_token(
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
     """
     num_rows, size = rows.shape
-    head_elements, num_heads = block_tokens * size, num_rows // group
+    head_elements, num_heads, numbers = block_tokens * size, num_rows // group, pages.reshape(pages.size)
     scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     weights = operands[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
-    for key in range(first, visible, BLOCK_KEYS):
+    first, visible = max(0, position + 1 - window), position + 1
+    for key in range(first - first % BLOCK_KEYS, visible, BLOCK_KEYS):
         end = min(key + BLOCK_KEYS, visible)
         for m in range(num_rows):
             clear(scores[m])
-        at = key
+        at = max(key, first)
         while at < end:
             count, offset = count_contiguous_keys(at, end, block_tokens), at % block_tokens * size
             page = pages[table[at // block_tokens]]
@@ -201,30 +204,37 @@ def attend_token(
                     own = scales[table[at // block_tokens]]
                     multiply_columns(mine, own[first_scale : first_scale + count])
             at += count
-        update_softmax_of_token(weights, sums, state, scores, end - key, factor, cap)
-        at = key
+        for m in range(num_rows):
+            multiply(scores[m], factor)
+        update_softmax_of_rows(weights, sums, state, scores, end - key, position - key, num_rows, window, cap)
+        low = max(key, first)
+        at = low
         while at < end:
-            count, offset = count_contiguous_keys(at, end, block_tokens), at % block_tokens * size
-            page = pages[table[at // block_tokens]]
-            for head in range(num_heads):
-                m = head * group
-                values = page[start + side + head * head_elements + offset :]
-                if scales is not None:
-                    first_scale = scale_start + side // size + head * block_tokens + at % block_tokens
-                    own = scales[table[at // block_tokens]]
-                    mine = weights[m : m + group, at - key : at - key + count]
-                    multiply_columns(mine, own[first_scale : first_scale + count])
-                add_weighted_rows(
-                    sums[m : m + group],
-                    weights[m : m + group, at - key :],
-                    values,
-                    size,
-                    PREFETCH_ELEMENTS,
-                    _ONE,
-                    size,
-                    count,
-                )
+            count, page = count_contiguous_keys(at, end, block_tokens), table[at // block_tokens]
+            value = page * pages.shape[1] + start + side + at % block_tokens * size
+            for k in range(at - key, at - key + count):
+                starts[k] = value
+                value += size
+            if scales is not None:
+                for head in range(num_heads):
+                    m, first_scale = head * group, scale_start + head * block_tokens + at % block_tokens
+                    own = scales[page, first_scale + side // size : first_scale + side // size + count]
+                    multiply_columns(weights[m : m + group, at - key : at - key + count], own)
             at += count
+        # The values of keys that are not visible may be NaN.
+        for k in range(low - key):
+            starts[k] = starts[low - key]
+        for head in range(num_heads):
+            add_weighted_rows(
+                sums[head * group : (head + 1) * group],
+                weights[head * group : (head + 1) * group],
+                numbers[head * head_elements :],
+                starts,
+                PREFETCH_ELEMENTS,
+                _ONE,
+                size,
+                end - key,
+            )
 
 
 @compiled
@@ -259,27 +269,28 @@ def attend_tile(
     block_rows = operands[block : 2 * block].reshape((BLOCK_KEYS, size))
     all_weights = operands[2 * block : 2 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     all_scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
-    visible = before + (num_rows - 1) // group + 1
-    for key in range(max(0, before + 1 - window), visible, BLOCK_KEYS):
-        count = min(BLOCK_KEYS, visible - key)
-        scores, weights, loaded = all_scores[:, :count], all_weights[:, :count], block_rows[:count]
-        load_block(loaded, pages, table, key, block_tokens, start)
+    first, visible = max(0, before + 1 - window), before + (num_rows - 1) // group + 1
+    for key in range(first - first % BLOCK_KEYS, visible, BLOCK_KEYS):
+        count, low = min(BLOCK_KEYS, visible - key), max(key, first) - key
+        scores, weights = all_scores[:, low:count], all_weights[:, low:count]
+        load_block(block_rows[low:count], pages, table, key + low, block_tokens, start)
         for m in range(num_rows):
             clear(all_scores[m])
-        if num_rows < TRANSPOSE_ROWS:
-            score_contiguous_keys(scores, rows, block_rows.reshape(block))
-            for m in range(num_rows):
-                multiply(all_scores[m], factor)
+        if num_rows < TRANSPOSE_ROWS and size % LANES == 0:
+            score_contiguous_keys(scores, rows, block_rows[low:].reshape((BLOCK_KEYS - low) * size))
         else:
-            transpose(transposed, loaded)
-            add_weighted_rows(scores, rows, transposed.reshape(block), BLOCK_KEYS, 0, factor, count, size)
+            transpose(transposed, block_rows, low, count)
+            add_weighted_rows(all_scores, rows, transposed.reshape(block), BLOCK_KEYS, 0, _ONE, count, size)
         if scales is not None:
-            scale_block(scores, scales, table, key, block_tokens, scale_start)
-        update_softmax_of_tile(all_weights, sums, state, all_scores, count, before - key, group, window, cap)
-        load_block(loaded, pages, table, key, block_tokens, start + side)
+            scale_block(scores, scales, table, key + low, block_tokens, scale_start)
+        for m in range(num_rows):
+            multiply(all_scores[m], factor)
+        update_softmax_of_rows(all_weights, sums, state, all_scores, count, before - key, group, window, cap)
+        load_block(block_rows[low:count], pages, table, key + low, block_tokens, start + side)
         if scales is not None:
-            scale_block(weights, scales, table, key, block_tokens, scale_start + side // size)
-        add_weighted_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
+            scale_block(weights, scales, table, key + low, block_tokens, scale_start + side // size)
+        clear(block_rows[:low].reshape(low * size))
+        add_weighted_rows(sums, all_weights, block_rows.reshape(block), size, 0, _ONE, size, count)
 
 
 # Fields of an attention job: the fields of the call come first, then the model's rule, then the step.
@@ -301,13 +312,14 @@ def attend_tile(
     BLOCK_TABLES,
     SCRATCH,
     OPERANDS,
+    STARTS,
     KV_HEADS,
     GROUP,
     HEAD_DIM,
     BLOCK_TOKENS,
     ITEM_HEADS,
     SCALES,
-) = range(18)
+) = range(19)
 
 
 def attend_worker(job: Job) -> None:
@@ -332,6 +344,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
     worker = take_thread_index(job)
     scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
+    starts = read_int64_matrix(job, STARTS)[worker]
     all_queries = operands[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_sums = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_state = scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)].reshape((TILE_ROWS, 3))
@@ -347,8 +360,8 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
             clear(sums[m])
             state[m, 0], state[m, 1], state[m, 2] = INITIAL_MAX, _ZERO, _ZERO
         start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
-        if tokens == 1 and size % LANES == 0:
-            first_key, visible = max(0, before + 1 - window), before + 1
+        # Elements in fp8 are only multiplied in pairs after they were copied as bfloat16.
+        if tokens == 1 and size % LANES == 0 and not (HAS_BFLOAT16_DOT and scales is not None):
             copy_queries(all_queries[:num_rows], own_q, head * group, group * item_heads)
             attend_token(
                 all_queries[:num_rows],
@@ -356,13 +369,14 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
                 state,
                 rest,
                 rest_operands,
+                starts,
                 pages,
                 scales,
                 table,
-                first_key,
-                visible,
+                before,
                 group,
                 factor,
+                window,
                 cap,
                 block_tokens,
                 start,

@@ -21,6 +21,7 @@ from slora_kernels.cpu.job_fields import (
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
+from slora_kernels.cpu.softmax import BLOCK_KEYS
 from slora_kernels.layout import SCALE_BYTES
 
 
@@ -141,16 +142,18 @@ class AttentionPlan:
         self._tiles = _tile_queries(batch, max(1, TILE_ROWS // group))
         heads = _choose_heads_per_item(len(self._tiles), geometry.num_kv_heads, group, batch.max_query_len)
         self._num_items = len(self._tiles) * geometry.num_kv_heads // heads
-        # Scratch of each thread: float32 values, then values of `operand_dtype`.
-        floats = count_float_scratch(size)
-        self._scratch = self._reserve(floats + count_operand_scratch(size))
-        address, threads, pitch = pack_rows(self._scratch)
+        # Scratch of each thread: the start of each key of a block (int64), float32 values, values of `operand_dtype`.
+        starts, floats = 2 * BLOCK_KEYS, count_float_scratch(size)
+        self._scratch = self._reserve(starts + floats + count_operand_scratch(size))
+        first, threads, pitch = pack_rows(self._scratch)
+        address = first + 4 * starts
         self._attend_words = pack_fields(
             elements,
             self._tiles,
             batch.block_tables,
             (address, threads, pitch),
             (address + 4 * floats, threads, 4 * pitch // operand_dtype(geometry.dtype).itemsize),
+            (first, threads, pitch // 2),
             geometry.num_kv_heads,
             group,
             size,

@@ -1,7 +1,7 @@
 """The online softmax (arXiv 2205.14135) in base 2: turns one row's scores for one block of keys into weights.
 
-If a row sees the whole block, its scores stay in registers from the maximum to the sum. Otherwise the same steps run as
-loops over the visible keys.
+The scores of a row stay in registers from the maximum to the sum. Every row takes the same steps: the keys of a block
+that it does not see have the score `INITIAL_MAX`, and so the weight 0.
 """
 
 from functools import reduce
@@ -20,8 +20,6 @@ from slora_kernels.cpu.intrinsics import (
     exp2,
     find_largest_magnitude,
     intrinsic,
-    narrow,
-    widen,
 )
 from slora_kernels.cpu.vectors import (
     I32,
@@ -52,20 +50,6 @@ def multiply(row: Array, factor: Float) -> None:
 
 
 @compiled
-def exponentiate(weights: Array, scores: Array, peak: Float) -> Float:
-    """weights = 2^(scores - peak).
-
-    `weights` and `scores` may be the same array. Returns the sum of the rounded weights.
-    """
-    total = _ZERO
-    for n in range(scores.shape[0]):
-        weight = narrow(exp2(scores[n] - peak), weights)
-        weights[n] = weight
-        total += widen(weight)
-    return total
-
-
-@compiled
 def cap_scores(scores: Array, cap: Float) -> None:
     """scores = cap * tanh(scores / cap). Both `scores` and `cap` include the factor log2(e)."""
     slope = _MINUS_TWO * LOG2_E / cap
@@ -73,14 +57,6 @@ def cap_scores(scores: Array, cap: Float) -> None:
         small = exp2(abs(scores[n]) * slope)
         size = cap * (_ONE - small) / (_ONE + small)
         scores[n] = -size if scores[n] < _ZERO else size
-
-
-@compiled
-def find_max(scores: Array, low: Float) -> Float:
-    peak = low
-    for n in range(scores.shape[0]):
-        peak = max(peak, scores[n])
-    return peak
 
 
 @compiled
@@ -93,23 +69,9 @@ def mark_not_finite(state: Array, scores: Array) -> None:
         state[2] = _ONE
 
 
-@compiled
-def update_softmax(weights: Array, sums: Array, state: Array, scores: Array) -> None:
-    """One step of one row's online softmax: turns scores into weights and rescales the earlier sums to the new maximum.
-
-    state: (maximum, sum of weights, whether a score was NaN or infinite).
-    """
-    peak = find_max(scores, state[0])
-    decay = exp2(state[0] - peak)
-    state[0] = peak
-    state[1] = state[1] * decay + exponentiate(weights, scores, peak)
-    if decay < _ONE:
-        multiply(sums, decay)
-
-
 @intrinsic
-def _update_state_of_full_block(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
-    """Computes the weights and the state of a row that sees a whole block. Returns the factor for its earlier sums."""
+def _update_state(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
+    """Computes the weights and the state of a row. Returns the factor for its earlier sums."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         nowhere = I64(0)
@@ -146,38 +108,27 @@ def _update_state_of_full_block(typing: Any, weights: Array, state: Array, score
 
 
 @compiled
-def update_softmax_of_full_block(weights: Array, sums: Array, state: Array, scores: Array) -> None:
-    """Like `update_softmax`, for a row that sees a whole block."""
-    decay = _update_state_of_full_block(weights, state, scores)
+def update_softmax(
+    weights: Array, sums: Array, state: Array, scores: Array, first: Int, end: Int, cap: Float
+) -> None:
+    """One step of one row's online softmax: turns scores into weights and rescales the earlier sums to the new maximum.
+
+    weights, scores: [BLOCK_KEYS]. The row sees the keys from `first` to `end - 1`.
+    state: (maximum, sum of weights, whether a score was NaN or infinite).
+    """
+    if cap > _ZERO:
+        cap_scores(scores, cap)
+    for n in range(first):
+        scores[n] = INITIAL_MAX
+    for n in range(end, BLOCK_KEYS):
+        scores[n] = INITIAL_MAX
+    decay = _update_state(weights, state, scores)
     if decay < _ONE:
         multiply(sums, decay)
 
 
 @compiled
-def update_softmax_of_token(
-    weights: Array, sums: Array, state: Array, scores: Array, count: Int, factor: Float, cap: Float
-) -> None:
-    """Multiplies the scores of a block by `factor` and turns them into weights. Both are [M, BLOCK_KEYS].
-
-    All rows see the first `count` keys of the block. The weights of the other keys are 0.
-    """
-    for m in range(scores.shape[0]):
-        multiply(scores[m], factor)
-    # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
-    is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS
-    for m in range(scores.shape[0]):
-        row = scores[m]
-        if is_any_not_finite:
-            mark_not_finite(state[m], row)
-        if cap > _ZERO:
-            cap_scores(row, cap)
-        for n in range(count, BLOCK_KEYS):
-            row[n] = INITIAL_MAX
-        update_softmax_of_full_block(weights[m], sums[m], state[m], row)
-
-
-@compiled
-def update_softmax_of_tile(
+def update_softmax_of_rows(
     weights: Array,
     sums: Array,
     state: Array,
@@ -198,17 +149,9 @@ def update_softmax_of_tile(
     for m in range(weights.shape[0]):
         end = before + m // group + 1
         seen, first = min(count, end), min(count, max(0, end - window))
-        # Slice the row first, then its visible keys, so that the compiler knows that the elements are contiguous.
-        own, row = weights[m], scores[m]
         if first < seen:
             if is_any_not_finite:
-                mark_not_finite(state[m], row[first:seen])
-            if cap > _ZERO:
-                cap_scores(row[first:seen], cap)
-            if seen - first == BLOCK_KEYS:
-                update_softmax_of_full_block(own, sums[m], state[m], row)
-            else:
-                update_softmax(own[first:seen], sums[m], state[m], row[first:seen])
-        if seen - first < count:
-            clear(own[:first])
-            clear(own[max(first, seen) : count])
+                mark_not_finite(state[m], scores[m, first:seen])
+            update_softmax(weights[m], sums[m], state[m], scores[m], first, seen, cap)
+        else:
+            clear(weights[m])

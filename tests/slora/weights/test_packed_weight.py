@@ -1,10 +1,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from slora.weights import packed_weight
 from slora.weights.linear import multiply
 from slora.weights.packed_weight import pack_weight
+from slora_kernels import row_blocks
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -38,6 +40,36 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(dtype: torch.dtype, w
         assert torch.equal(multiply(x[:rows], packed), among_all[:rows]), rows
     for row in range(0, 513, 8):
         assert torch.equal(multiply(x[row : row + 1], packed), among_all[row : row + 1]), row
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_library_whose_rows_depend_on_their_number_is_called_with_safe_numbers_only(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """oneDNN with AMX does this, so the test holds on CPUs without AMX, too."""
+    called: set[int] = set()
+    real_call = packed_weight._call
+
+    def call(x: Tensor, piece: Tensor, bias: Tensor | None) -> Tensor:
+        called.add(len(x))
+        product = real_call(x, piece, bias)
+        return product if 16 <= len(x) < 128 else product * (1 + 2 * torch.finfo(dtype).eps)
+
+    monkeypatch.setattr(packed_weight, "_call", call)
+    row_blocks._find_row_counts.cache_clear()
+    try:
+        packed = pack_weight(torch.randn(768, 96).to(dtype))
+        if not isinstance(packed, packed_weight.PackedWeight):
+            pytest.skip(f"nothing is packed here in {dtype}")
+        called.clear()
+        x = torch.randn(513, 96).to(dtype)
+        among_all = multiply(x, packed)
+        for rows in (1, 2, 15, 16, 17, 33, 64, 500):
+            assert torch.equal(multiply(x[-rows:], packed), among_all[-rows:]), rows
+        assert called <= {16, 24, 32, 48, 64, 96}
+    finally:
+        row_blocks._find_row_counts.cache_clear()
 
 
 @pytest.mark.parametrize("biased", (False, True), ids=("plain", "biased"))
