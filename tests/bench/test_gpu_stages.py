@@ -187,7 +187,7 @@ def test_decode_steps_are_timed_and_profiled(tmp_path: Path) -> None:
     assert "aten::" in (tmp_path / "kernels").read_text()
     # The cases of a load run on the same engine.
     loads = ResumedTable(tmp_path / "load", CPU)
-    assert loads.fill(islice(serving_cases(load.SMALL, make, loads.rows), 2), 600)
+    assert loads.fill(islice(serving_cases(load.SMALL, make, loads.rows, tmp_path / "kernels"), 2), 600)
     few, many = loads.rows()
     assert few["errors"] == many["errors"] == 0 and few["loads"] <= 2 < many["loads"]
     assert few["tokens/s"] > 0 and few["p99 TTFT s"] > 0 and few["p50 ITL ms"] > 0
