@@ -14,7 +14,6 @@ from torch import Tensor
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.gpu.paged_attention_loop import (
     LOG2_E,
-    attend_e4m3_pages,
     attend_pages,
     base_two_cap,
     count_iteration_tokens,
@@ -25,8 +24,9 @@ from slora_kernels.gpu.paged_attention_loop import (
 from slora_kernels.launch import Launch, dot_dtype
 
 # Context tokens per iteration of the loop, and warps of a program. On an H200, 64 tokens reach 272 TFLOP/s for a prompt
-# of 4,096 tokens and 241 for 512 tokens behind 4,096; with 32 tokens, these are 281 and 165.
-ITERATION_TOKENS = 64
+# of 4,096 tokens and 241 for 512 tokens behind 4,096; with 32 tokens, these are 281 and 165. Over fp8, 64 would spill
+# registers (known from ahead-of-time compilation).
+ITERATION_TOKENS, FP8_ITERATION_TOKENS = 64, 32
 NUM_WARPS = 8
 
 
@@ -106,8 +106,7 @@ def _paged_attention_prefill_kernel(
     layer_start, head_tokens = layer * LAYER_ELEMENTS, kv_head * BLOCK_TOKENS
     before = tl.load(context_lens + b) - size
     begin = first_visible(before + query + 1, WINDOW)
-    ATTEND: tl.constexpr = attend_pages if scales is None else attend_e4m3_pages
-    acc, _, total = ATTEND(
+    acc, _, total = attend_pages(
         rows_q,
         tl.where(real, before + queries + 1, begin + 1),
         pages,
@@ -175,7 +174,9 @@ def bind_paged_attention_prefill(
             "CAP": base_two_cap(rule),
             "TILE_QUERIES": tile_queries,
             "BLOCK_M": rows,
-            "BLOCK_N": count_iteration_tokens(geometry, ITERATION_TOKENS),
+            "BLOCK_N": count_iteration_tokens(
+                geometry, FP8_ITERATION_TOKENS if geometry.has_scales else ITERATION_TOKENS
+            ),
             "BLOCK_D": pad_head_dim(geometry),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },
