@@ -48,8 +48,8 @@ _FEW_TERMS = 16
 # underflow.
 _TRIAL_SCALE = 8.0
 _TRIAL_BIAS = 1e-3
-# The largest product of a trial, in multiplications, so that the trial of a large weight takes less than a second.
-_MAX_TRIAL = 1 << 35
+# The largest product of a trial, in multiplications, so that it takes less than a second at 20 GFLOP/s.
+_MAX_TRIAL = 1 << 33
 # Libraries may take another path for operands that do not begin at a cache line.
 _ALIGNMENT = 64
 

@@ -277,8 +277,8 @@ def _multiply(x: Tensor, y: Tensor, *, transposes: bool) -> Tensor:
     return torch.cat(products, dim=1)[:, :num_rows].reshape(heads, tiles, num_rows, -1)
 
 
-def _apply_activation(gate: Tensor, activation: Activation) -> Tensor:
-    """On a CPU, torch's own silu and gelu round an element by its place in the tensor."""
+def apply_activation(gate: Tensor, activation: Activation) -> Tensor:
+    """Applies an activation to float32 elements. On a CPU, torch's own silu and gelu round by an element's place."""
     if activation == "silu":
         return gate / (1 + torch.exp(-gate))
     if activation == "gelu_tanh":
@@ -336,7 +336,7 @@ class TorchKernels:
 
     def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
         gate, up = add_delta(gate_up, delta).chunk(2, dim=-1)
-        return (_apply_activation(gate.float(), activation) * up.float()).to(gate_up.dtype)
+        return (apply_activation(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, values, scales, bias)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from slora.device.device_memory import DeviceMemory
@@ -27,9 +28,10 @@ from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import ignore_padding
 from slora.weights.linear import multiply
-from slora_kernels.batch import AttentionRule, AttentionStep
+from slora_kernels.batch import Activation, AttentionRule, AttentionStep
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
+from slora_kernels.torch_kernels import apply_activation
 
 _ATTENTION = "slora_paged"
 
@@ -208,7 +210,7 @@ class TransformersDecoder:
         self._current = _CurrentStep()
         self._model = _load(directory, dtype, device)
         if device.type == "cpu":
-            _replace_products(self._model)
+            _fix_order_of_sums(self._model)
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
@@ -327,8 +329,18 @@ def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     return add
 
 
-def _replace_products(model: nn.Module) -> None:
-    """Lets the linears of a model on a CPU use products in which a row's bits do not depend on the other rows."""
+# Modules whose functions round an element by its place in the tensor, on a CPU.
+_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    nn.GELU: "gelu",
+    GELUActivation: "gelu",
+    GELUTanh: "gelu_tanh",
+}
+
+
+def _fix_order_of_sums(model: nn.Module) -> None:
+    """Replaces linears and activations on a CPU by functions in which a row's bits do not depend on the other rows."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(_multiply, module)  # type: ignore[method-assign]
@@ -337,14 +349,22 @@ def _replace_products(model: nn.Module) -> None:
             assert isinstance(module.weight, nn.Parameter)
             module.weight.data = torch.t(torch.t(module.weight).contiguous())
             module.forward = partial(_multiply_transposed, module)
+        elif type(module) in _ACTIVATIONS and getattr(module, "approximate", "none") == "none":
+            module.forward = partial(_activate, _ACTIVATIONS[type(module)])
 
 
 def _multiply(module: nn.Linear, x: Tensor) -> Tensor:
-    return multiply(_rows(x), module.weight, module.bias).view(*x.shape[:-1], len(module.weight))
+    rows = x.reshape(-1, x.shape[-1])
+    return multiply(rows, module.weight, module.bias).view(*x.shape[:-1], len(module.weight))
 
 
 def _multiply_transposed(module: Conv1D, x: Tensor) -> Tensor:
-    return multiply(_rows(x), module.weight.T, module.bias).view(*x.shape[:-1], module.weight.shape[1])
+    rows = x.reshape(-1, x.shape[-1])
+    return multiply(rows, module.weight.T, module.bias).view(*x.shape[:-1], module.weight.shape[1])
+
+
+def _activate(activation: Activation, x: Tensor) -> Tensor:
+    return apply_activation(x.float(), activation).to(x.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:

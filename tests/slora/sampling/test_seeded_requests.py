@@ -85,7 +85,16 @@ CASES = [
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", ("llama", pytest.param("mistral_window", marks=pytest.mark.soak)))
+@pytest.mark.parametrize(
+    "model",
+    (
+        "llama",
+        *(
+            pytest.param(m, marks=pytest.mark.soak)
+            for m in ("mistral_window", "qwen2_moe", "gpt2", "stablelm")
+        ),
+    ),
+)
 def test_a_repeated_request_gets_the_same_numbers_alone_and_among_63_others(
     kits: Kits, kernels: str, model: str, soak: bool
 ) -> None:
