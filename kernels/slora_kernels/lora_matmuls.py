@@ -65,7 +65,7 @@ def read_rows(
 def shrink_tiles(x: Tensor, shrunk: Tensor, pages: Tensor, tiles: list[HostLoraTile], site: LoraSite) -> None:
     """shrunk [T, max_group_rank] = x [T, in] times A of each tile's adapter.
 
-    Rows in no tile and columns past a tile's rank are not written.
+    Rows in no tile and columns past a tile's rank are not written, so they must be 0 before.
     """
     for tile in tiles:
         rank, segment = tile.groups[site.group]

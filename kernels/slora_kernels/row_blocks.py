@@ -22,6 +22,7 @@ from torch import Tensor
 
 __all__ = [
     "Multiply",
+    "even_terms",
     "find_row_counts",
     "make_trial_bias",
     "multiply_batches",
@@ -84,10 +85,20 @@ def _take_block(x: Tensor, start: int, count: int) -> Tensor:
 
 def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K] -> [T, N]: x W^T + b, with torch's matmul on a CPU, in blocks."""
+    x, weight = even_terms(x), even_terms(weight)
     bind = _bind_linear if bias is None else _bind_biased_linear
     out_width, width = weight.shape
     counts = find_row_counts(bind, out_width, width, x.dtype)
     return multiply_in_blocks(x, lambda rows: F.linear(rows, weight, bias), counts)
+
+
+def even_terms(rows: Tensor) -> Tensor:
+    """Appends a column of zeros to rows [n, K] in half precision if K is odd.
+
+    CPUs multiply elements of half precision in pairs. oneDNN with AMX reads the element after the last one of an odd
+    number, and multiplies it by 0. If that element is NaN, as uninitialised memory may be, the sum is NaN.
+    """
+    return rows if rows.element_size() > 2 or rows.shape[1] % 2 == 0 else F.pad(rows, (0, 1))
 
 
 def _bind_linear(weight: Tensor) -> Multiply:

@@ -417,7 +417,8 @@ class TorchKernels:
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        shrunk = torch.empty(x.shape[0], step.tiles.max_group_rank, dtype=x.dtype, device=x.device)
+        # Not empty: expand reads parts of these rows, and what is beside them must be numbers (see `even_terms`).
+        shrunk = torch.zeros(x.shape[0], step.tiles.max_group_rank, dtype=x.dtype, device=x.device)
         shrink_tiles(x, shrunk, pages, plan.tiles, site)
         return shrunk
 

@@ -40,6 +40,7 @@ If every layer has a sliding window, a sequence frees the blocks that no later t
 Plain Python without tensors or sockets. The same inputs, which include the time, always give the same plans.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -359,8 +360,8 @@ class Scheduler:
             if found and sequence.is_running:
                 self.prefixes.insert(sequence, min(sequence.num_computed, len(sequence.token_ids)))
             if sequence.scores and not sequence.is_finished:
-                outputs.append(_report_prompt_logprobs(sequence))
-            if chunk.completes_embedding:
+                outputs.append(self._report_prompt_logprobs(sequence))
+            if chunk.completes_embedding and not sequence.is_finished:
                 outputs.append(self._finish_embedding(sequence))
             for choice, token in zip(choices, found, strict=True):
                 # Another choice of the request may just have failed.
@@ -594,6 +595,17 @@ class Scheduler:
         delta = TokenDelta((), FinishReason.STOP, num_cached=sequence.num_cached, embedding=pooled.embedding)
         return StepOutput(sequence.request.request_id, delta)
 
+    def _report_prompt_logprobs(self, sequence: Sequence) -> StepOutput:
+        """Reports the prompt log-probabilities that this step computed, or fails the request if one is not finite.
+
+        All log-probabilities of a long prompt together could exceed the size of one message frame, so each step reports
+        its own part.
+        """
+        scores, sequence.scores = tuple(sequence.scores), []
+        if not all(score is None or math.isfinite(score.logprob) for score in scores):
+            return self._fail_not_finite(sequence, "logits")
+        return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
+
     def _fail_not_finite(self, sequence: Sequence, what: str) -> StepOutput:
         """Ends a request whose logits or hidden states were not finite."""
         self.num_not_finite += 1
@@ -639,16 +651,6 @@ def _uncompute_last(sequence: Sequence) -> None:
         sequence.num_computed -= 1
     elif sequence.swapped is not None and sequence.search is None:
         sequence.swapped = sequence.swapped._replace(num_computed=sequence.swapped.num_computed - 1)
-
-
-def _report_prompt_logprobs(sequence: Sequence) -> StepOutput:
-    """Reports the prompt log-probabilities that this step computed.
-
-    All log-probabilities of a long prompt together could exceed the size of one message frame, so each step reports its
-    own part.
-    """
-    scores, sequence.scores = tuple(sequence.scores), []
-    return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
 
 
 def _chunk_order(chunk: Chunk) -> tuple[bool, tuple[AdapterSlot, ...], int]:

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora_kernels.row_blocks import Multiply, find_row_counts, make_trial_bias, multiply_in_blocks
+from slora_kernels.row_blocks import (
+    Multiply,
+    even_terms,
+    find_row_counts,
+    make_trial_bias,
+    multiply_in_blocks,
+)
 
 # The number of rows of x that the blocks are optimized for. Blocks for many rows also suit one row, but not vice versa.
 _ROWS = 512
@@ -25,13 +31,15 @@ _PIECE_BYTES = 128 << 20
 class PackedWeight:
     """A packed weight [out, in].
 
-    pieces: its rows in packed form, which is opaque. All pieces together have as many bytes as the weight.
+    pieces: its rows in packed form, which is opaque. All pieces together have as many bytes as the weight, or one more
+    column (see `even_terms`).
     """
 
     pieces: tuple[Tensor, ...]
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
+        x = even_terms(x)
         if len(self.pieces) == 1:
             return _multiply_piece(x, self.pieces[0], bias)
         widths = [len(piece) for piece in self.pieces]
@@ -47,7 +55,7 @@ def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWe
     """
     if not _can_pack(weight):
         return weight
-    pieces = split_weight(weight)
+    pieces = split_weight(even_terms(weight))
     for piece in pieces:
         _find_counts(len(piece), piece.shape[1], piece.dtype, is_biased=is_biased)
     return PackedWeight(tuple(map(_pack, pieces)))

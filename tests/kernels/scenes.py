@@ -41,19 +41,20 @@ def build_adapters(
     block_tokens: int = 16,
     device: str = "cpu",
     seed: int = 0,
+    unused: int = 0xFF,
 ) -> AdapterScene:
-    """Adapters with `ranks[slot][module]` in scattered pages. All other bytes are NaN."""
+    """Adapters with `ranks[slot][module]` in scattered pages. All other bytes are `unused`, by default NaN."""
     random = torch.Generator().manual_seed(seed)
     page_bytes = shape.page_bytes(block_tokens) * shape.num_layers
     layouts = [lay_out_adapter(shape, adapter) for adapter in ranks]
     needed = [-(-layout.num_bytes // page_bytes) for layout in layouts]
-    pages = torch.full((sum(needed) + 3, page_bytes), 0xFF, dtype=torch.uint8)
+    pages = torch.full((sum(needed) + 3, page_bytes), unused, dtype=torch.uint8)
     order = torch.randperm(len(pages), generator=random).tolist()
     page_table = torch.zeros(len(ranks), max(*needed, 1), dtype=torch.int32)
     for slot, layout in enumerate(layouts):
         ids = [order.pop() for _ in range(needed[slot])]
         page_table[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        string = torch.full((len(ids) * page_bytes,), 0xFF, dtype=torch.uint8)
+        string = torch.full((len(ids) * page_bytes,), unused, dtype=torch.uint8)
         for site in shape.sites:
             rank, segment = layout.groups[site.group].tolist()
             _fill_rows(string, segment, rank, site.in_width, dtype, random)
@@ -108,17 +109,18 @@ def build_attention(
     window: int | None = None,
     device: str = "cpu",
     seed: int = 0,
+    unused: int = 0xFF,
 ) -> AttentionScene:
     """Sequences of (query tokens, context) over scattered pages. KV that no token of a chunk attends to is NaN.
 
     Blocks that lie wholly behind the window of a chunk's first token are freed. Their block table entries name a page
-    of NaN.
+    of NaN. unused: the byte of what is NaN by default.
     """
     random = torch.Generator().manual_seed(seed)
     needed = [-(-context // geometry.block_tokens) for _, context in chunks]
     num_pages = sum(needed) + 3
     page_bytes = geometry.num_layers * geometry.layout.num_bytes
-    pages = torch.full((num_pages, page_bytes), 0xFF, dtype=torch.uint8)
+    pages = torch.full((num_pages, page_bytes), unused, dtype=torch.uint8)
     order = torch.randperm(num_pages, generator=random).tolist()
     block_tables = torch.full((len(chunks), max(needed) + 2), order[0], dtype=torch.int32)
     slots: list[Tensor] = []

@@ -1,6 +1,7 @@
 """Log-probabilities of prompt tokens equal those of transformers and peft, however the prompt is chunked or
 recomputed."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -96,3 +97,30 @@ def test_prompt_logprobs_survive_the_wire_format() -> None:
     delta = TokenDelta((5,), FinishReason.LENGTH, (TokenLogprobs(-0.1, ((5, -0.1),)),), 2, scored)
     output = StepOutput("r", delta)
     assert decode_output(msgpack.unpackb(encode(encode_output(output))[4:])) == output
+
+
+@pytest.mark.parametrize("n", (1, 3))
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_a_prompt_whose_scores_are_not_finite_fails_even_if_its_last_token_is_fine(
+    kits: Kits, kernels: str, n: int
+) -> None:
+    """The second token is NaN. The last tokens are so far behind that no window reaches back to it."""
+    kit = kits("mistral_window")
+    engine = make_engine(kit, make_source(kit)[0], 300, kernels=kernels)
+    wrong, rng = 5, random.Random(1)
+    engine._runner._model._embedding[wrong, 0] = torch.nan
+    prompt = [rng.randrange(6, VOCAB_SIZE) for _ in range(200)]
+
+    def ask(name: str, token: int, count: int | None) -> EngineRequest:
+        params = SamplingParams(
+            max_tokens=4, temperature=0.7, seed=1, ignore_eos=True, prompt_logprobs=count, n=n
+        )
+        return EngineRequest(name, "t", [6, token, *prompt], (), params)
+
+    answers = drive(engine, [[ask("unscored", wrong, None), ask("scored", wrong, 2), ask("fine", 7, 2)]])
+    assert answers["unscored"].error is None and len(answers["unscored"].token_ids) == 4
+    assert "logits of the base model were not finite" in str(answers["scored"].error)
+    assert not answers["scored"].token_ids and not answers["scored"].prompt_logprobs
+    assert answers["fine"].error is None
+    assert all(math.isfinite(score.logprob) for score in answers["fine"].prompt_logprobs if score)
+    assert engine.stats().not_finite == 1
