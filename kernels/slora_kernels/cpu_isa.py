@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["CPU_ISAS", "VARIABLE", "apply_cpu_isa", "check_cpu_isa", "list_available_isas"]
+__all__ = ["CPU_ISAS", "VARIABLE", "apply_cpu_isa", "check_cpu_isa", "find_cpu_isa", "list_available_isas"]
 
 VARIABLE = "SLORA_CPU_ISA"
 
@@ -82,6 +82,11 @@ def check_cpu_isa(environment: Mapping[str, str] = os.environ) -> None:
         raise ValueError(
             f"{VARIABLE} is {chosen!r}, but torch was loaded before it could be applied; import slora before torch"
         )
+
+
+def find_cpu_isa(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The instruction set in force: the forced one, or the best that the CPU has. None if it has no known one."""
+    return environment.get(VARIABLE) or next(reversed(list_available_isas()), None)
 
 
 @cache

@@ -1,7 +1,8 @@
 """x times an 8-bit weight in torch. The weight is widened one tile of rows at a time, so memory stays bounded.
 
-torch also has a kernel for bfloat16 times int8, which is three times faster for one token. It adds in another order
-than the tiles, and a row must not have other bits alone than in a batch.
+torch also has a kernel for bfloat16 times int8, which is faster for few tokens and slower for many. It adds in another
+order than the tiles, and a row must not have other bits alone than in a batch. The CPU kernels have a product of their
+own (`cpu/quantized.py`).
 
 Times in milliseconds for a weight of 8192 x 2048 on one Zen 5 thread with torch 2.13. F.linear is the unquantized
 product in the same dtype:

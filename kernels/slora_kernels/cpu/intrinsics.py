@@ -4,7 +4,8 @@ numba lacks some dtypes, so the element type of an array stands for a dtype. One
 
     float32 is float32;  bfloat16 is uint16 (its bits are the upper half of a float32's);  float16 is int16
 
-K and V in fp8 are uint8. They are e4m3 without NaN, because NaN is stored in their bfloat16 scale.
+K and V in fp8 are uint8. They are e4m3 without NaN, because NaN is stored in their bfloat16 scale. Weights in fp8 are
+uint8, too, and weights in int8 are int8.
 
 A job is an array of 64-bit words: the next item to take, the next thread's number, the number of items, and then the
 fields. A field has three words. They hold either one number, or the address, number of rows and pitch of a tensor with
@@ -194,6 +195,11 @@ def read_byte_matrix(typing: Any, job: Job, field: int) -> Any:
 
 
 @intrinsic
+def read_signed_byte_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.int8)
+
+
+@intrinsic
 def read_bfloat16_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.uint16)
 
@@ -271,6 +277,8 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
         return builder.bitcast(bits, of(_F32))
     if element == types.int16:
         return builder.fpext(builder.bitcast(value, of(ir.HalfType())), of(_F32))
+    if element == types.int8:
+        return builder.sitofp(value, of(_F32))
     if element == types.uint8:
         # Move exponent and mantissa to their place in a float16. The factor 256 corrects the exponent bias, which is 7
         # in e4m3 and 15 in float16.
