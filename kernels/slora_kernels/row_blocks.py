@@ -10,7 +10,7 @@ last block may be padded. `find_row_counts` selects sizes for which the library 
   A matmul takes the same path for all values of its elements. The elements of the trial make the rounding errors of the
   sums visible, so two different orders would have to give the same bits in thousands of sums.
 
-A trial takes about as long as a product with 800 rows, once per shape in a process.
+A trial takes about as long as a product with 1,200 rows, once per shape in a process.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ __all__ = [
 Multiply = Callable[[Tensor], Tensor]
 
 # Sizes to try. More sizes mean less padding, but the library compiles a matmul for each of them.
-ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
+ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 # Calling the library for a block takes about as long as computing this many further rows.
 _CALL_ROWS = 16
 # The batches for which the sizes are chosen.
-_USUAL_ROWS = (1, 16, 64, 256)
+_USUAL_ROWS = (1, 16, 64, 512)
 # Number of different rows in a trial. A block repeats them.
 _TRIAL_ROWS = 8
 # With fewer output columns than this, each row of a trial is tried at several places.
