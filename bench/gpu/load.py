@@ -163,12 +163,6 @@ def serving_cases(
     """rows: those that are measured so far; the calm rate follows from them. listing: see `profile_cases`."""
     for count in scale.adapters:
         yield {"load": "saturated", "adapters": count}, lambda n=count: _saturate(scale, make(), n)
-    # Twice as many sequences as the default make longer steps, but share their fixed costs.
-    for count in reversed(scale.adapters):
-        yield (
-            {"load": "saturated, wide", "adapters": count},
-            lambda n=count: _saturate(scale, make(max_num_seqs=2 * DEFAULT_SEQS), n),
-        )
     key = {"case": "profile", "adapters": scale.adapters[1]}
     yield key, lambda: _profile_saturated(scale, make(), scale.adapters[1], listing)
     few = scale.adapters[0]
@@ -177,6 +171,12 @@ def serving_cases(
         yield key, lambda n=count: _run_calm(scale, make(), n, _find_rate(rows(), few))
     yield {"load": "even r16", "adapters": scale.popular}, lambda: _run_popular(scale, make(), zipf=False)
     yield {"load": "Zipf r16", "adapters": scale.popular}, lambda: _run_popular(scale, make(), zipf=True)
+    # Twice as many sequences as the default make longer steps, but share their fixed costs.
+    for count in reversed(scale.adapters):
+        yield (
+            {"load": "saturated, wide", "adapters": count},
+            lambda n=count: _saturate(scale, make(max_num_seqs=2 * DEFAULT_SEQS), n),
+        )
 
 
 def _saturate(scale: LoadScale, made: RandomEngine, num_adapters: int) -> Row:

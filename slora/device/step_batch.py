@@ -26,6 +26,7 @@ from slora.sampling.prompt_pooling import PooledRows, find_pooled_rows
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
+from slora_kernels.host_copies import upload
 
 IntArray = npt.NDArray[np.integer]
 HostArray = IntArray | npt.NDArray[np.float32]
@@ -78,7 +79,7 @@ class LayerArrays:
     num_decodes: int
 
     def upload(self, device: torch.device) -> LoraTiles:
-        return self.join(iter([torch.from_numpy(array).to(device) for array in self.arrays]))
+        return self.join(upload(array, device) for array in self.arrays)
 
     def join(self, tensors: Iterator[Tensor]) -> LoraTiles:
         """tensors: the arrays on the device, two for each layer."""

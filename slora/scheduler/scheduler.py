@@ -452,7 +452,11 @@ class Scheduler:
 
     def _plan_background(self, plan: StepPlan, num_tokens: int) -> None:
         """Fills the step with background work. num_tokens: the tokens that interactive requests leave of the budget."""
-        running = [one for one in self._batch if one.is_background and not self._awaits_result(one)]
+        running = [
+            sequence
+            for sequence in self._batch
+            if sequence.is_background and not self._awaits_result(sequence)
+        ]
         if not running and not len(self._lifecycle.queue):
             return
         budget = self._background_budget(plan, num_tokens)
@@ -476,7 +480,11 @@ class Scheduler:
             for sequence in self._batch:
                 if not sequence.num_pending:
                     self._lifecycle.restart_with_long_rope(sequence)
-        running = [one for one in self._batch if not (one.is_background or self._awaits_result(one))]
+        running = [
+            sequence
+            for sequence in self._batch
+            if not (sequence.is_background or self._awaits_result(sequence))
+        ]
         budget = self._prefill_budget(running)
         for sequence in running:
             if sequence.num_uncomputed == 1:
