@@ -39,10 +39,13 @@ class Tracing(Protocol):
 
 @dataclass(slots=True)
 class RequestContext:
-    """The context of one request. tenant: None until the key is known, and for an operator."""
+    """The context of one request. tenant, tenant_id: the name and the id of the tenant. They are None until the key is
+    known, and for an operator.
+    """
 
     request_id: str
     tenant: str | None = None
+    tenant_id: str | None = None
     span: RequestSpan | None = None
 
 
@@ -50,14 +53,16 @@ current_request: ContextVar[RequestContext | None] = ContextVar("current_request
 
 
 class RequestFields(logging.Filter):
-    """A log filter that adds the id and the tenant of the request to each record. It lets all records pass."""
+    """A log filter that adds the request's id, its tenant and the tenant's id to each record. It lets all records
+    pass.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         context = current_request.get()
         if context is not None:
             record.request_id = context.request_id
             if context.tenant is not None:
-                record.tenant = context.tenant
+                record.tenant, record.tenant_id = context.tenant, context.tenant_id
         return True
 
 

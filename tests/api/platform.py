@@ -143,7 +143,10 @@ class Platform:
         tenant_store = self.services.tenant_store
         if tenant not in [known.name for known in tenant_store.list_tenants()]:
             tenant_store.create_tenant(tenant)
-        return self.services.key_store.create_key(tenant, adapter)[1].secret
+        return self.services.key_store.create_key(self.tenant_id(tenant), adapter)[1].secret
+
+    def tenant_id(self, name: str) -> str:
+        return self.services.tenant_store.find_named(name).tenant_id
 
     def upload(
         self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str
@@ -240,7 +243,7 @@ def running_platform(
         ),
         Aliases(registry, pinning),
         pinning,
-        ChangeFollower(registry, key_store, quota_store, tenant_store, engine, pinning.refresh),
+        ChangeFollower(registry, key_store, quota_store, engine, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
@@ -249,7 +252,7 @@ def running_platform(
         grammars,
         Generator(engine, tokenizer, limiter, metrics, recorder),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
-        UsageReport(ledger, registry.find_names, "base", chosen.batch_price_percent),
+        UsageReport(ledger, registry.find_names, tenant_store, "base", chosen.batch_price_percent),
         TenantLife(tenant_store, ledger, adapters, engine),
         registry,
         quota_store,
@@ -258,7 +261,7 @@ def running_platform(
         quarantine,
         Batches(database, Files(database, file_limits(chosen)), chosen.max_batches_per_tenant),
         Engines(engine, metrics, HostBoard.create(BoardSize(1, 1)), database, 120.0),
-        LiveFeed(engine, registry.find_names, lambda: limiter.stopping),
+        LiveFeed(engine, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),
     )
 

@@ -22,7 +22,7 @@ _NEXT_REVISION = f"""
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision = "{NEXT}", "1"
+revision, down_revision = "{NEXT}", "2"
 
 
 def upgrade():

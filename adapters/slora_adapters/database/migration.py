@@ -45,7 +45,7 @@ VERSION_TABLE = "slora_schema"
 
 SCRIPTS = Path(__file__).parent / "migrations"
 # Revisions that no release had. This release cannot migrate their tables.
-UNRELEASED = frozenset(f"{number:04}" for number in range(1, 11))
+UNRELEASED = frozenset({"1", *(f"{number:04}" for number in range(1, 11))})
 _TABLES = {
     "sqlite": text("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"),
     "postgresql": text("SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = current_schema()"),

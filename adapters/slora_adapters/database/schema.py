@@ -1,5 +1,7 @@
 """The tables of the control plane. All processes that share a database share these tables.
 
+A column `tenant` holds the id of a tenant. The name of a tenant is in no other table.
+
 The migrations in `migrations/versions` create the same tables; a test compares both. Times are Unix times.
 """
 
@@ -36,6 +38,7 @@ __all__ = [
     "erased_keys",
     "file_parts",
     "files",
+    "former_tenants",
     "metadata",
     "platform",
     "quotas",
@@ -66,17 +69,29 @@ platform = Table(
     "platform", metadata, Column("id", Text, primary_key=True), Column("pepper_check", LargeBinary)
 )
 
+# tenant_id: never changes and is never given to another tenant. name: may change, and may be given to another tenant.
 # status: see `TenantStatus`.
 tenants = Table(
     "tenants",
     metadata,
-    Column("name", _KEY, primary_key=True),
+    Column("tenant_id", _KEY, primary_key=True),
+    Column("name", _KEY, nullable=False),
     Column("created_at", BigInteger, nullable=False),
     Column("weight", Double, nullable=False),
     Column("min_pool_share", Double, nullable=False),
     Column("max_pool_share", Double, nullable=False),
     Column("priority", Integer, nullable=False),
     Column("status", Text, nullable=False, server_default="active"),
+    Index("tenants_by_name", "name", unique=True),
+)
+
+# The last names of purged tenants, for reports of their usage and for the audit log.
+former_tenants = Table(
+    "former_tenants",
+    metadata,
+    Column("tenant_id", _KEY, primary_key=True),
+    Column("name", _KEY, nullable=False),
+    Column("purged_at", BigInteger, nullable=False),
 )
 
 # tenant: NULL for an operator's key. scopes: separated by spaces. models: the allow-list, as a JSON list; NULL permits
@@ -85,7 +100,7 @@ api_keys = Table(
     "api_keys",
     metadata,
     Column("key_id", _KEY, primary_key=True),
-    Column("tenant", _KEY, ForeignKey("tenants.name")),
+    Column("tenant", _KEY, ForeignKey("tenants.tenant_id")),
     Column("digest", LargeBinary, nullable=False),
     Column("adapter", Text),
     Column("created_at", BigInteger, nullable=False),
@@ -105,7 +120,7 @@ api_keys = Table(
 quotas = Table(
     "quotas",
     metadata,
-    Column("tenant", _KEY, ForeignKey("tenants.name")),
+    Column("tenant", _KEY, ForeignKey("tenants.tenant_id")),
     Column("key_id", _KEY),
     Column("requests_per_minute", BigInteger),
     Column("tokens_per_minute", BigInteger),

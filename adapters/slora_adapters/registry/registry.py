@@ -147,10 +147,6 @@ class Registry:
         """Drops this name from the cache, so that the next lookup of the name queries the storage."""
         self._cache.drop((tenant, _parse(reference).name))
 
-    def drop_cached_tenant(self, tenant: str) -> None:
-        """Drops all names of a tenant from the cache."""
-        self._cache.drop_tenant(tenant)
-
     def rollouts(
         self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
     ) -> Sequence[Rollout]:
@@ -400,7 +396,7 @@ class Registry:
         if changes.resync:
             self._cache.clear()
         for change in changes.changes:
-            if not (change.name or change.key_id):  # the tenant may have been renamed or purged
+            if not (change.name or change.key_id):  # the tenant may have been purged
                 self._cache.drop_tenant(change.tenant)
             self._cache.drop((change.tenant, change.name))
         return changes

@@ -23,7 +23,6 @@ from slora_adapters.version import AdapterVersion
 from slora_api.host_changes import HostChanges
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 
@@ -61,7 +60,6 @@ class ChangeFollower:
         registry: Registry,
         key_store: KeyStore,
         quota_store: QuotaStore,
-        tenant_store: TenantStore,
         engine: VersionHolder,
         on_moved_pin: Callable[[], None],
         host_changes: HostChanges | None = None,
@@ -69,7 +67,6 @@ class ChangeFollower:
         self._registry = registry
         self._key_store = key_store
         self._quota_store = quota_store
-        self._tenant_store = tenant_store
         self._engine = engine
         self._on_moved_pin = on_moved_pin
         self._host_changes = host_changes
@@ -115,17 +112,12 @@ class ChangeFollower:
                 return
 
     async def _pass_on(self, changes: Changes) -> None:
-        purged = {change.tenant for change in changes.changes if change.purged}
-        # The engine knows tenants by name. A purge must not end the requests of a new tenant with the same name.
-        reused = await asyncio.to_thread(self._tenant_store.find_served, purged) if purged else frozenset()
-        for tenant in purged - reused:
+        for tenant in {change.tenant for change in changes.changes if change.purged}:
             with suppress(EngineUnavailable):
                 await self._engine.purge_tenant(tenant)
         suspects = {version for change in changes.changes for version in change.orphaned}
         if changes.resync:
             suspects |= self._engine.versions
-        elif reused:
-            suspects |= {version for version in self._engine.versions if version.tenant in reused}
         if suspects:
             # A version may have been pushed again since the change.
             named = await asyncio.to_thread(self._registry.named, suspects)

@@ -116,7 +116,7 @@ class ModelCatalog:
             if model != self._base.name and self._find_rollout(tenant, model) is None:
                 raise BadRequest(
                     f"`models` contains {model[:257]!r}, which is neither the base model nor an adapter or alias of "
-                    f"tenant `{tenant}`. Name an adapter as `name` or `name@alias`.",
+                    f"the tenant. Name an adapter as `name` or `name@alias`.",
                     "models",
                 )
         allowed = AllowList(frozenset(models))

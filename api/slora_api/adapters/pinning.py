@@ -97,7 +97,7 @@ class Pinning:
                 self.refresh()
 
     def _pin(self, tenant: str, name: str) -> Rollout:
-        self._tenant_store.find_tenant(tenant)
+        owner = self._tenant_store.find_tenant(tenant)
         info = self._client.info
 
         def check(wanted: Rollout, others: Sequence[Rollout]) -> None:
@@ -107,19 +107,19 @@ class Pinning:
         try:
             return self._registry.pin(tenant, name, check)
         except AdapterNotFound:
-            raise _no_adapter(tenant, name) from None
+            raise _no_adapter(owner, name) from None
 
     def _unpin(self, tenant: str, name: str) -> Rollout:
-        self._tenant_store.find_tenant(tenant)
+        owner = self._tenant_store.find_tenant(tenant)
         try:
             return self._registry.unpin(tenant, name)
         except AdapterNotFound:
-            raise _no_adapter(tenant, name) from None
+            raise _no_adapter(owner, name) from None
 
     def _check_ceiling(self, before: TenantShare, tenant: Tenant) -> None:
         if tenant.share.max_share >= before.max_share:
             return
-        pinned = [rollout for rollout in self._registry.pinned() if rollout.tenant == tenant.name]
+        pinned = [rollout for rollout in self._registry.pinned() if rollout.tenant == tenant.tenant_id]
         if not pinned:
             return
         info = self._client.info
@@ -134,7 +134,7 @@ class Pinning:
             )
 
     def _read_pins(self) -> Sequence[Pin]:
-        tenants = {tenant.name: tenant for tenant in self._tenant_store.list_tenants()}
+        tenants = {tenant.tenant_id: tenant for tenant in self._tenant_store.list_tenants()}
         versions = dict.fromkeys(
             record.version for rollout in self._registry.pinned() for record in rollout.records.values()
         )
@@ -149,7 +149,7 @@ class Pinning:
 def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info: EngineInfo) -> None:
     """Raises PinsFull if the pins would exceed a bound. A tenant's versions with the same weights share their pages."""
     num_pages = _count_pages((*others, wanted), info)
-    own = sum(count for version, count in num_pages.items() if version.tenant == owner.name)
+    own = sum(count for version, count in num_pages.items() if version.tenant == owner.tenant_id)
     own_bound, remedy = "its max_pool_share", "raise max_pool_share"
     _check_sum(own, _max_own_pages(owner, info), f"of tenant `{owner.name}`", own_bound, wanted, info, remedy)
     _check_sum(
@@ -190,5 +190,5 @@ def _count_record_pages(details: AdapterDetails, info: EngineInfo) -> int:
     return -(-info.count_rank_bytes(details.pool_bytes, details.target_modules) // info.full_page_bytes)
 
 
-def _no_adapter(tenant: str, name: str) -> NotFound:
-    return NotFound(f"The tenant `{tenant[:128]}` has no adapter `{name[:128]}`.")
+def _no_adapter(owner: Tenant, name: str) -> NotFound:
+    return NotFound(f"The tenant `{owner.name}` has no adapter `{name[:128]}`.")

@@ -1,9 +1,4 @@
-"""Renames and purges tenants in the database, the stores and the engines.
-
-A rename moves all rows of the tenant in one transaction. Each process learns of the rename through the feed of changes.
-Its engine drops the adapters under the tenant's old name when the last request that uses them has ended.
-
-A purge deletes a tenant with everything that it has:
+"""Purges tenants from the database, the stores and the engines. A purge deletes a tenant with everything that it has:
 
 | step | afterwards                                                                                               |
 |------|----------------------------------------------------------------------------------------------------------|
@@ -13,8 +8,8 @@ A purge deletes a tenant with everything that it has:
 | 4    | the tenant's usage is erased, if the operator wants that                                                 |
 | 5    | the database does not have the tenant or its keys, adapter names and settings; the tenant's name is free |
 
-Steps 1 and 5 also tell all processes through the feed of changes. Each process then repeats step 2 in its engine,
-unless a new tenant has taken the name. If a purge was interrupted, even by a crash, it can be repeated: each step finds
+Steps 1 and 5 also tell all processes through the feed of changes. Each process then repeats step 2 in its engine. If a
+purge was interrupted, even by a crash, it can be repeated: each step finds
 what is left to delete.
 """
 
@@ -25,7 +20,7 @@ from slora.engine.client import EngineClient
 from slora.engine.info import TenantPurge as EnginePurge
 from slora.errors import EngineUnavailable
 from slora_adapters.registry.catalog import Catalog, PurgedBlobs
-from slora_api.tenants.tenant_store import Tenant, TenantStore
+from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 
 __all__ = ["PurgeReport", "TenantLife"]
@@ -51,7 +46,7 @@ class PurgeReport:
 
 
 class TenantLife:
-    """Renames and purges tenants. Runs on one event loop."""
+    """Purges tenants. Runs on one event loop."""
 
     def __init__(
         self, tenant_store: TenantStore, ledger: UsageLedger, adapters: Catalog, client: EngineClient
@@ -60,13 +55,6 @@ class TenantLife:
         self._ledger = ledger
         self._adapters = adapters
         self._client = client
-
-    async def rename(self, tenant: str, name: str) -> Tenant:
-        """Renames a tenant and returns it. Raises the errors of `TenantStore.rename`."""
-        renamed = await asyncio.to_thread(self._tenant_store.rename, tenant, name)
-        for changed in (tenant, name):
-            self._adapters.registry.drop_cached_tenant(changed)
-        return renamed
 
     async def purge(self, tenant: str, *, erase_usage: bool) -> PurgeReport:
         """Deletes a tenant with everything that it has. Raises NotFound. If a step raises StoreUnavailable, repeat the
@@ -78,9 +66,6 @@ class TenantLife:
         erased = await asyncio.to_thread(self._ledger.erase, tenant) if erase_usage else None
         details = {"blobs": asdict(blobs), "num_pages": freed.num_pages, "num_usage_records": erased}
         rows = await asyncio.to_thread(self._tenant_store.finish_purge, tenant, details)
-        # This process drops its cache at once, because a new tenant may take the name. Other processes do so when they
-        # read the feed.
-        self._adapters.registry.drop_cached_tenant(tenant)
         return PurgeReport(
             rows["api_keys"],
             rows["adapter_names"],

@@ -234,7 +234,7 @@ class BatchRun:
         if key is None:
             return LineResponse.of(KeyRevoked())
         if key.status is not TenantStatus.ACTIVE:
-            raise TenantSuspended(key.tenant)
+            raise TenantSuspended(key.tenant_name)
         return await call_route(self._app, self._running, batch.endpoint, line.body, key, line_id)
 
     async def _expire_rest(self) -> None:

@@ -9,6 +9,7 @@ import base64
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -18,14 +19,26 @@ from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageOwner
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["EngineObject", "FrameMaker", "FrameObject", "describe_engine"]
+__all__ = ["EngineObject", "FrameMaker", "FrameObject", "Names", "describe_engine"]
 
 # A frame has at most this many owners, because a cell is one byte. Owners beyond the limit share one number.
 _MAX_OWNERS = 250
 _OTHER = PageOwner("other", "")
 _DIGEST_CHARS = 12
 
-Names = Mapping[AdapterVersion, str]
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The known names of adapter versions, and of tenants by id. An unknown name is shown as the digest or the id."""
+
+    adapters: Mapping[AdapterVersion, str]
+    tenants: Mapping[str, str]
+
+    def adapter(self, tenant: str, digest: str) -> str:
+        return self.adapters.get(AdapterVersion(tenant, digest)) or digest[:_DIGEST_CHARS]
+
+    def tenant(self, tenant: str) -> str:
+        return self.tenants.get(tenant, tenant)
 
 
 class QuantilesObject(TypedDict):
@@ -157,7 +170,7 @@ class FrameObject(TypedDict):
 
 
 class FrameMaker:
-    """Makes the frames of one observation. names: the known names of adapter versions.
+    """Makes the frames of one observation.
 
     The parts that all viewers need are computed once, because the frames are made on the event loop.
     """
@@ -175,13 +188,13 @@ class FrameMaker:
                 self._drawn[state.page_map.owners[number - 1].tenant].append(number)
 
     def make(self, tenant: str | None) -> FrameObject:
-        """Makes the frame of one viewer. tenant: the viewer's tenant; None for an operator."""
+        """Makes the frame of one viewer. tenant: the id of the viewer's tenant; None for an operator."""
         state = self._state
         return {
             "object": "live.frame",
             "time": state.time_s,
             "pool": self._draw_pool(tenant),
-            "tenants": _list_tenants(state, tenant),
+            "tenants": _list_tenants(state, tenant, self._names),
             "traffic": _describe_traffic(state, tenant),
             "adapters": _list_work(state, tenant, self._names),
             "engines": [describe_engine(one) for one in state.engines] if tenant is None else [],
@@ -190,8 +203,8 @@ class FrameMaker:
                     "number": one.number,
                     "time": one.time_s,
                     "kind": one.kind,  # type: ignore[typeddict-item]
-                    "tenant": one.tenant,
-                    "adapter": _name(one.tenant, one.digest, self._names) if one.digest else None,
+                    "tenant": self._names.tenant(one.tenant),
+                    "adapter": self._names.adapter(one.tenant, one.digest) if one.digest else None,
                     "times": one.num_times,
                 }
                 for one in state.events
@@ -226,14 +239,11 @@ class FrameMaker:
         }
 
 
-def _name(tenant: str, digest: str, names: Names) -> str:
-    return names.get(AdapterVersion(tenant, digest)) or digest[:_DIGEST_CHARS]
-
-
 def _describe_owner(owner: PageOwner, names: Names) -> OwnerObject:
-    described: OwnerObject = {"content": owner.content, "tenant": owner.tenant or None}  # type: ignore[typeddict-item]
+    tenant = names.tenant(owner.tenant) or None
+    described: OwnerObject = {"content": owner.content, "tenant": tenant}  # type: ignore[typeddict-item]
     if owner.digest:
-        described["adapter"] = _name(owner.tenant, owner.digest, names)
+        described["adapter"] = names.adapter(owner.tenant, owner.digest)
     return described
 
 
@@ -243,10 +253,14 @@ def _pages_of(state: LiveState, tenant: str | None) -> PageCounts:
     return state.tenants[tenant].pages if tenant in state.tenants else PageCounts()
 
 
-def _list_tenants(state: LiveState, tenant: str | None) -> list[LiveTenantObject]:
+def _list_tenants(state: LiveState, tenant: str | None, names: Names) -> list[LiveTenantObject]:
+    listed = [
+        _describe_tenant(names.tenant(owner), of_owner)
+        for owner, of_owner in state.tenants.items()
+        if tenant in (None, owner)
+    ]
     if tenant is not None:
-        return [_describe_tenant(tenant, state.tenants[tenant])] if tenant in state.tenants else []
-    listed = [_describe_tenant(name, one) for name, one in state.tenants.items()]
+        return listed
     seen = state.tenants.values()
     rest = TenantState(
         state.pages - sum((one.pages for one in seen), PageCounts()),
@@ -312,8 +326,8 @@ def _list_work(state: LiveState, tenant: str | None, names: Names) -> list[WorkO
     seen = [one for one in state.adapters if tenant in (None, one.tenant)]
     listed: list[WorkObject] = [
         {
-            "tenant": one.tenant,
-            "adapter": _name(one.tenant, one.digest, names) if one.digest else None,
+            "tenant": names.tenant(one.tenant),
+            "adapter": names.adapter(one.tenant, one.digest) if one.digest else None,
             "share": one.num_tokens / total,
         }
         for one in seen

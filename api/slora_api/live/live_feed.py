@@ -17,7 +17,7 @@ from slora.errors import EngineUnavailable
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import ServerBusy, TenantBusy
-from slora_api.live.frame import FrameMaker
+from slora_api.live.frame import FrameMaker, Names
 
 __all__ = ["LiveFeed"]
 
@@ -39,20 +39,26 @@ _MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
 _NAMES_S = 30.0
 
 FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
+FindTenants = Callable[[Collection[str]], Mapping[str, str]]
 
 
 class LiveFeed:
     """Observes the engine for the viewers of this process.
 
-    find_names: looks up names of adapters in the database. is_stopping: whether the server is shutting down, which ends
-        all feeds.
+    find_names, find_tenants: look up names of adapters and of tenants in the database. is_stopping: whether the server
+    is shutting down, which ends all feeds.
     """
 
     def __init__(
-        self, client: EngineClient, find_names: FindNames, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        client: EngineClient,
+        find_names: FindNames,
+        find_tenants: FindTenants,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
         self._find_names = find_names
+        self._find_tenants = find_tenants
         self._is_stopping = is_stopping
         self._viewers: Counter[str | None] = Counter()
         self._sampling: asyncio.Task[None] | None = None
@@ -61,14 +67,15 @@ class LiveFeed:
         self._number = 0
         self._changed = asyncio.Event()
         self._names: dict[AdapterVersion, str] = {}
-        self._named: set[AdapterVersion] = set()
+        self._tenants: dict[str, str] = {}
+        self._named: set[AdapterVersion | str] = set()
         self._named_at = float("-inf")
         self.num_observations = 0
 
     async def watch(self, tenant: str | None) -> AsyncGenerator[bytes, None]:
         """Yields frames as server-sent events, until the server stops. A frame is null while no engine answers.
 
-        tenant: the viewer's tenant; None for an operator. Raises TenantBusy or ServerBusy.
+        tenant: the id of the viewer's tenant; None for an operator. Raises TenantBusy or ServerBusy.
         """
         self._admit(tenant)
         self._viewers[tenant] += 1
@@ -116,15 +123,15 @@ class LiveFeed:
         except (EngineUnavailable, TimeoutError):
             self._publish(None)
             return
-        await self._name_adapters(state, now)
+        await self._look_up_names(state, now)
         self.num_observations += 1
         self._publish(state)
 
-    async def _name_adapters(self, state: LiveState, now: float) -> None:
-        """Looks up the names of the adapters that a viewer may see, except recently looked-up names."""
+    async def _look_up_names(self, state: LiveState, now: float) -> None:
+        """Looks up the names of the tenants and adapters that a viewer may see, except recently looked-up names."""
         if now > self._named_at + _NAMES_S:
             self._named_at = now
-            self._names, self._named = {}, set()
+            self._names, self._tenants, self._named = {}, {}, set()
         shown = {(one.tenant, one.digest) for one in state.page_map.owners}
         shown |= {(one.tenant, one.digest) for one in state.adapters}
         shown |= {(one.tenant, one.digest) for one in state.events}
@@ -133,16 +140,24 @@ class LiveFeed:
             for tenant, digest in shown
             if digest and (tenant in self._viewers or None in self._viewers)
         }
-        missing = versions - self._named
-        if missing:
-            self._named |= missing
-            try:
-                self._names.update(await asyncio.to_thread(self._find_names, missing))
-            except StoreUnavailable as error:  # The console shows digests until the names are known.
-                logger.warning("names of adapters cannot be looked up for the console: %s", error)
+        tenants = {tenant for tenant, _ in shown} | state.tenants.keys()
+        if None not in self._viewers:
+            tenants &= self._viewers.keys()
+        try:
+            if new_versions := versions - self._named:
+                self._named |= new_versions
+                self._names.update(await asyncio.to_thread(self._find_names, new_versions))
+            if new_tenants := {tenant for tenant in tenants if tenant} - self._named:
+                self._named |= new_tenants
+                self._tenants.update(await asyncio.to_thread(self._find_tenants, new_tenants))
+        except StoreUnavailable as error:  # The console shows digests and ids until the names are known.
+            logger.warning("names cannot be looked up for the console: %s", error)
 
     def _publish(self, state: LiveState | None) -> None:
-        self._maker, self._texts = None if state is None else FrameMaker(state, self._names), {}
+        self._maker, self._texts = (
+            None if state is None else FrameMaker(state, Names(self._names, self._tenants)),
+            {},
+        )
         self._number += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -15,7 +16,9 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS
 
-__all__ = ["engine_metrics", "gateway_metrics"]
+__all__ = ["engine_metrics", "gateway_metrics", "name_tenants"]
+
+T = TypeVar("T")
 
 
 def engine_metrics(model_name: str, stats: EngineStats) -> Iterator[Metric]:
@@ -29,6 +32,30 @@ def engine_metrics(model_name: str, stats: EngineStats) -> Iterator[Metric]:
     yield from _causes(stats)
     yield from _tenants(stats.tenants)
     yield from _adapters(stats)
+
+
+def name_tenants(stats: EngineStats, names: Mapping[str, str]) -> EngineStats:
+    """Returns the statistics with the names of tenants in place of their ids. A tenant without a name, and one whose
+    name stands for further tenants, is shown by its id.
+    """
+
+    def show(label: str) -> str:
+        tenant, slash, digest = label.partition("/")
+        name = names.get(tenant, tenant)
+        return f"{tenant if name == OTHERS else name}{slash}{digest}"
+
+    def rename(counts: Mapping[str, T]) -> dict[str, T]:
+        return {show(label): count for label, count in counts.items()}
+
+    cache = stats.host_cache
+    return replace(
+        stats,
+        tenants=rename(stats.tenants),
+        tenant_pages=rename(stats.tenant_pages),
+        adapters=rename(stats.adapters),
+        pooled_adapters=tuple(map(show, stats.pooled_adapters)),
+        host_cache=replace(cache, tenants=rename(cache.tenants), labels=tuple(map(show, cache.labels))),
+    )
 
 
 def gateway_metrics(

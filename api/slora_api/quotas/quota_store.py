@@ -30,7 +30,7 @@ _QUOTA = select(*(_q[name] for name in QUOTA_FIELDS)).where(
 _QUOTAS_OF_KEY = select(_q.key_id, *(_q[name] for name in QUOTA_FIELDS)).where(
     _q.tenant == bindparam("tenant"), _q.key_id.in_(("", bindparam("key_id")))
 )
-_TENANT_EXISTS = select(schema.tenants.c.name).where(schema.tenants.c.name == bindparam("tenant"))
+_TENANT_EXISTS = select(schema.tenants.c.name).where(schema.tenants.c.tenant_id == bindparam("tenant"))
 _KEY_OWNER = select(schema.api_keys.c.tenant).where(schema.api_keys.c.key_id == bindparam("key_id"))
 
 

@@ -1,6 +1,8 @@
 """/admin: the operator's routes for tenants and pins."""
 
+import asyncio
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, status
@@ -13,7 +15,7 @@ from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_
 from slora_api.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
 from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.routes.openapi import errors
-from slora_api.routes.services import Wired
+from slora_api.routes.services import NamedTenant, Services, Wired
 from slora_api.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.tenant_status import TenantStatus
@@ -31,9 +33,10 @@ _Names = Annotated[list[str] | None, Query(max_length=100)]
 
 
 class TenantObject(TypedDict):
-    """A tenant with its share. created: Unix time in seconds."""
+    """A tenant with its share. id: never changes. created: Unix time in seconds."""
 
     object: Literal["tenant"]
+    id: str
     name: str
     created: int
     status: TenantStatus
@@ -51,6 +54,7 @@ class PurgeObject(TypedDict):
 
     object: Literal["tenant.purge"]
     tenant: str
+    tenant_id: str
     keys: int
     adapters: int
     versions: int
@@ -64,16 +68,18 @@ class PurgeObject(TypedDict):
 
 
 class PinObject(AliasObject):
-    """A pinned alias of a tenant. id: `tenant/name@alias`."""
+    """A pinned alias of a tenant. id: `tenant_id/name@alias`. tenant: the name of the tenant."""
 
     id: str
     tenant: str
+    tenant_id: str
 
 
 def _tenant_json(tenant: Tenant) -> TenantObject:
     share = tenant.share
     return {
         "object": "tenant",
+        "id": tenant.tenant_id,
         "name": tenant.name,
         "created": tenant.created_at,
         "status": tenant.status,
@@ -84,9 +90,17 @@ def _tenant_json(tenant: Tenant) -> TenantObject:
     }
 
 
-def _pin_json(pinned: Rollout) -> PinObject:
-    alias = alias_json(pinned)
-    return {"id": f"{pinned.tenant}/{alias['name']}@{alias['alias']}", "tenant": pinned.tenant, **alias}
+def _pins_json(services: Services, pins: Sequence[Rollout]) -> list[PinObject]:
+    names = services.tenant_store.find_names({pinned.tenant for pinned in pins})
+    return [
+        {
+            "id": f"{pinned.tenant}/{alias['name']}@{alias['alias']}",
+            "tenant": names.get(pinned.tenant, pinned.tenant),
+            "tenant_id": pinned.tenant,
+            **alias,
+        }
+        for pinned, alias in ((pinned, alias_json(pinned)) for pinned in pins)
+    ]
 
 
 def _read_pin_id(pin_id: str) -> tuple[str, str, str]:
@@ -94,7 +108,7 @@ def _read_pin_id(pin_id: str) -> tuple[str, str, str]:
     match = _PIN_ID.fullmatch(pin_id)
     if match is None:
         raise BadRequest(
-            f"`after` is {pin_id[:140]!r}, which is not the id of a pin, such as `acme/greeter@latest`; send the "
+            f"`after` is {pin_id[:140]!r}, which is not the id of a pin, such as `T3f0c…/greeter@latest`; send the "
             "`last_id` of the previous page.",
             "after",
         )
@@ -127,47 +141,53 @@ def list_tenants(
 
 
 @router.get("/tenants/{tenant}", responses=errors(NotFound))
-def get_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
-    return _tenant_json(services.tenant_store.find_tenant(tenant))
+def get_tenant(tenant: NamedTenant, _operator: Operator) -> TenantObject:
+    return _tenant_json(tenant)
 
 
 @router.patch(
     "/tenants/{tenant}",
     responses=errors(NotFound, Conflict, PurgeBegun, PinsFull, EngineUnavailable, DiskFull),
 )
-async def change_tenant(tenant: str, body: TenantPatch, _operator: Operator, services: Wired) -> TenantObject:
+async def change_tenant(
+    tenant: NamedTenant, body: TenantPatch, _operator: Operator, services: Wired
+) -> TenantObject:
     """Changes the share of a tenant or renames the tenant, but not both in one request."""
     if body.name is not None:
         if body.model_fields_set != {"name"}:
             raise BadRequest("`name` was sent with other fields; send a new name alone.", "name")
-        return _tenant_json(await services.tenant_life.rename(tenant, body.name))
-    return _tenant_json(await services.pinning.change_share(tenant, _changes(body)))
+        renamed = await asyncio.to_thread(services.tenant_store.rename, tenant.tenant_id, body.name)
+        return _tenant_json(renamed)
+    return _tenant_json(await services.pinning.change_share(tenant.tenant_id, _changes(body)))
 
 
 @router.post("/tenants/{tenant}/suspend", responses=errors(NotFound, PurgeBegun, DiskFull))
-def suspend_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
-    return _tenant_json(services.tenant_store.suspend(tenant))
+def suspend_tenant(tenant: NamedTenant, _operator: Operator, services: Wired) -> TenantObject:
+    return _tenant_json(services.tenant_store.suspend(tenant.tenant_id))
 
 
 @router.post("/tenants/{tenant}/resume", responses=errors(NotFound, PurgeBegun, DiskFull))
-def resume_tenant(tenant: str, _operator: Operator, services: Wired) -> TenantObject:
-    return _tenant_json(services.tenant_store.resume(tenant))
+def resume_tenant(tenant: NamedTenant, _operator: Operator, services: Wired) -> TenantObject:
+    return _tenant_json(services.tenant_store.resume(tenant.tenant_id))
 
 
 @router.post("/tenants/{tenant}/purge", responses=errors(NotFound, DiskFull))
-async def purge_tenant(tenant: str, body: PurgeRequest, _operator: Operator, services: Wired) -> PurgeObject:
+async def purge_tenant(
+    tenant: NamedTenant, body: PurgeRequest, _operator: Operator, services: Wired
+) -> PurgeObject:
     """Deletes a tenant with everything that it has. Other hosts end its requests within a second. If a purge is
     interrupted, repeat the request to complete the purge.
     """
-    if body.confirm != tenant:
+    if body.confirm != tenant.name:
         raise BadRequest(
-            f"`confirm` is {body.confirm[:140]!r}; repeat the name of the tenant to purge, {tenant[:140]!r}.",
+            f"`confirm` is {body.confirm[:140]!r}; repeat the name of the tenant to purge, {tenant.name!r}.",
             "confirm",
         )
-    report = await services.tenant_life.purge(tenant, erase_usage=body.ledger == "erase")
+    report = await services.tenant_life.purge(tenant.tenant_id, erase_usage=body.ledger == "erase")
     return {
         "object": "tenant.purge",
-        "tenant": tenant,
+        "tenant": tenant.name,
+        "tenant_id": tenant.tenant_id,
         "keys": report.num_keys,
         "adapters": report.num_names,
         "versions": report.num_versions,
@@ -183,34 +203,34 @@ async def purge_tenant(tenant: str, body: PurgeRequest, _operator: Operator, ser
 
 @router.get("/tenants/{tenant}/adapters", responses=errors(NotFound))
 def list_tenant_adapters(
-    tenant: str,
+    tenant: NamedTenant,
     _operator: Operator,
     services: Wired,
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[AdapterObject]:
-    # For an unknown tenant, the answer is 404 instead of an empty list.
-    services.tenant_store.find_tenant(tenant)
-    return services.catalog.list_tenant_adapters(tenant, limit, after)
+    return services.catalog.list_tenant_adapters(tenant.tenant_id, limit, after)
 
 
 @router.get("/pins")
 def list_pins(
     _operator: Operator, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
 ) -> PageObject[PinObject]:
-    """Lists the pinned aliases of all tenants, sorted by tenant, name and alias."""
+    """Lists the pinned aliases of all tenants, sorted by the tenant's id, name and alias."""
     behind = None if after is None else _read_pin_id(after)
     found = services.registry.pinned(limit=limit + 1, after=behind)
-    return list_json([_pin_json(one) for one in found], "id", limit)
+    return list_json(_pins_json(services, found), "id", limit)
 
 
 @router.put(
     "/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, PinsFull, EngineUnavailable, DiskFull)
 )
-async def pin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> AdapterObject:
-    return adapter_json(await services.pinning.pin(tenant, name))
+async def pin_adapter(tenant: NamedTenant, name: str, _operator: Operator, services: Wired) -> AdapterObject:
+    return adapter_json(await services.pinning.pin(tenant.tenant_id, name))
 
 
 @router.delete("/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, DiskFull))
-async def unpin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> AdapterObject:
-    return adapter_json(await services.pinning.unpin(tenant, name))
+async def unpin_adapter(
+    tenant: NamedTenant, name: str, _operator: Operator, services: Wired
+) -> AdapterObject:
+    return adapter_json(await services.pinning.unpin(tenant.tenant_id, name))

@@ -1,12 +1,15 @@
 """/admin/audit: the audit log, for operators."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from slora_adapters.database.audit_log import ActorKind, AuditEntry, AuditFilter
+from slora_api.errors import NotFound
 from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.routes.openapi import errors
 from slora_api.routes.services import Wired
 from slora_api.schemas import Limit
 from slora_api.tenants.authentication import Operator
@@ -20,7 +23,8 @@ _EntryId = Annotated[int, Query(ge=1, lt=2**63)]
 
 
 class AuditEntryObject(TypedDict):
-    """One entry of the audit log. created: Unix time in seconds. actor: the id of a key, or the user who ran a command.
+    """One entry of the audit log. tenant: the name of the tenant, or the last name of a purged tenant; empty if the
+    change concerns no tenant. created: Unix time in seconds. actor: the id of a key, or the user who ran a command.
     details: fields that depend on the action.
     """
 
@@ -33,11 +37,12 @@ class AuditEntryObject(TypedDict):
     request_id: str
     action: str
     tenant: str
+    tenant_id: str
     target: str
     details: dict[str, Any]
 
 
-def _entry_json(entry: AuditEntry) -> AuditEntryObject:
+def _entry_json(entry: AuditEntry, names: Mapping[str, str]) -> AuditEntryObject:
     return {
         "object": "audit_entry",
         "id": entry.entry_id,
@@ -47,13 +52,14 @@ def _entry_json(entry: AuditEntry) -> AuditEntryObject:
         "address": entry.actor.address,
         "request_id": entry.actor.request_id,
         "action": entry.action,
-        "tenant": entry.tenant,
+        "tenant": names.get(entry.tenant, entry.tenant),
+        "tenant_id": entry.tenant,
         "target": entry.target,
         "details": dict(entry.details),
     }
 
 
-@router.get("/admin/audit")
+@router.get("/admin/audit", responses=errors(NotFound))
 def read_audit_log(
     _operator: Operator,
     services: Wired,
@@ -65,7 +71,9 @@ def read_audit_log(
     limit: Limit = DEFAULT_LIMIT,
     after: _EntryId | None = None,
 ) -> PageObject[AuditEntryObject]:
-    """Lists changes, newest first. since, until: Unix times."""
-    wanted = AuditFilter(tenant, actor, action, since, until)
+    """Lists changes, newest first. tenant: a name or an id. since, until: Unix times."""
+    tenant_id = None if tenant is None else services.tenant_store.find_id(tenant)
+    wanted = AuditFilter(tenant_id, actor, action, since, until)
     entries = services.audit_log.read(wanted, limit + 1, after)
-    return list_json([_entry_json(entry) for entry in entries], "id", limit)
+    names = services.tenant_store.find_names({entry.tenant for entry in entries}, include_former=True)
+    return list_json([_entry_json(entry, names) for entry in entries], "id", limit)

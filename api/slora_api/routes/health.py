@@ -8,9 +8,11 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from typing_extensions import TypedDict
 
+from slora.engine.info import EngineStats
 from slora.errors import EngineUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import Starting
+from slora_api.metrics.engine_metrics import name_tenants
 from slora_api.metrics.metrics import EngineNumbers
 from slora_api.package_version import find_package_version
 from slora_api.routes.openapi import errors
@@ -101,11 +103,19 @@ async def metrics(reader: MetricsReader, services: Wired) -> Response:
         answer = await services.gateway_answer.read(render_for_gateway)
         return Response(answer, media_type=CONTENT_TYPE_LATEST)
     engine = await _engine_numbers(services)
+    if engine is not None:
+        stats = await asyncio.to_thread(_name_tenants, services, engine.stats)
+        engine = engine._replace(stats=stats)
     generator.metrics.is_read_only = services.reserve.is_full
     shipper = services.usage_shipper
     generator.metrics.usage_journal_bytes = await asyncio.to_thread(shipper.measure_journal)
     generator.metrics.usage_ledger_lag_s = shipper.lag_s
     return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
+
+
+def _name_tenants(services: Services, stats: EngineStats) -> EngineStats:
+    tenants = {label.partition("/")[0] for label in (*stats.tenants, *stats.tenant_pages, *stats.adapters)}
+    return name_tenants(stats, services.tenant_store.show_names(tenants | stats.host_cache.tenants.keys()))
 
 
 async def _engine_numbers(services: Services) -> EngineNumbers | None:

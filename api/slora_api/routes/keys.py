@@ -9,7 +9,7 @@ from slora_adapters.errors import DiskFull
 from slora_api.errors import KeyConflict, NotFound
 from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.routes.openapi import errors
-from slora_api.routes.services import Wired
+from slora_api.routes.services import NamedTenant, Wired
 from slora_api.schemas import Limit, NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.key_record import Caller, KeyRecord
@@ -23,13 +23,15 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 class KeyObject(TypedDict):
     """A key without its secret. Times are Unix times in seconds.
 
-    tenant: null for an operator's key. adapter: the default adapter; null for the base model. models: the allow-list;
-    null permits all models of the tenant. replaced_by: the id of the key that replaced this key in a rotation.
+    tenant, tenant_id: null for an operator's key. adapter: the default adapter; null for the base model. models: the
+    allow-list; null permits all models of the tenant. replaced_by: the id of the key that replaced this key in a
+    rotation.
     """
 
     object: Literal["api_key"]
     key_id: str
     tenant: str | None
+    tenant_id: str | None
     name: str
     scopes: list[Scope]
     adapter: str | None
@@ -57,7 +59,8 @@ def key_json(key: Caller) -> KeyObject:
     return {
         "object": "api_key",
         "key_id": key.key_id,
-        "tenant": key.tenant,
+        "tenant": key.tenant_name,
+        "tenant_id": key.tenant,
         "name": key.name,
         "scopes": sorted(key.scopes),
         "adapter": key.adapter if isinstance(key, KeyRecord) else None,
@@ -75,7 +78,7 @@ def key_json(key: Caller) -> KeyObject:
     "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
 )
 def create_key(
-    tenant: str, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
+    tenant: NamedTenant, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
 ) -> NewKey:
     wanted = body or NewKeyRequest()
     if wanted.adapter is not None:
@@ -83,25 +86,28 @@ def create_key(
     scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
     models = None
     if wanted.models is not None:
-        # For an unknown tenant, the answer is 404, whatever the models are.
-        services.tenant_store.find_tenant(tenant)
-        models = services.catalog.read_allow_list(tenant, wanted.models, wanted.adapter)
+        models = services.catalog.read_allow_list(tenant.tenant_id, wanted.models, wanted.adapter)
     record, key = services.key_store.create_key(
-        tenant, wanted.adapter, name=wanted.name, scopes=scopes, models=models, expires_at=wanted.expires_at
+        tenant.tenant_id,
+        wanted.adapter,
+        name=wanted.name,
+        scopes=scopes,
+        models=models,
+        expires_at=wanted.expires_at,
     )
     return {**key_json(record), "key": key.secret}
 
 
 @router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
 def list_keys(
-    tenant: str,
+    tenant: NamedTenant,
     _operator: Operator,
     services: Wired,
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[KeyObject]:
     """Lists the keys of a tenant, oldest first."""
-    found = services.key_store.list_keys(tenant, limit=limit + 1, after=after)
+    found = services.key_store.list_keys(tenant.tenant_id, limit=limit + 1, after=after)
     return list_json([key_json(key) for key in found], "key_id", limit)
 
 

@@ -12,7 +12,7 @@ from slora_api.listing import ListObject
 from slora_api.quotas.adapter_quota import check_stored
 from slora_api.quotas.quota_counters import Subject
 from slora_api.routes.openapi import errors
-from slora_api.routes.services import Services, Wired
+from slora_api.routes.services import NamedTenant, Services, Wired
 from slora_api.schemas import QuotaChanges
 from slora_api.tenants.authentication import Operator, UsageReader
 
@@ -60,7 +60,7 @@ class QuotaObject(TypedDict):
     used: QuotaUse
 
 
-async def _describe(services: Services, subject: Subject) -> QuotaObject:
+async def _describe(services: Services, tenant_name: str, subject: Subject) -> QuotaObject:
     use = await services.quotas.read(subject)
     num_versions = num_bytes = 0
     if not subject.key_id:
@@ -69,7 +69,7 @@ async def _describe(services: Services, subject: Subject) -> QuotaObject:
     limits = subject.quota
     return {
         "object": "quota",
-        "tenant": subject.tenant,
+        "tenant": tenant_name,
         "key_id": subject.key_id or None,
         "limits": {
             "requests_per_minute": limits.requests_per_minute,
@@ -93,38 +93,40 @@ async def _describe(services: Services, subject: Subject) -> QuotaObject:
     }
 
 
-async def _describe_tenant(services: Services, tenant: str) -> QuotaObject:
+async def _describe_tenant(services: Services, tenant: str, tenant_name: str) -> QuotaObject:
     quota = await asyncio.to_thread(services.quota_store.find_tenant_quota, tenant)
-    return await _describe(services, Subject(tenant, "", quota))
+    return await _describe(services, tenant_name, Subject(tenant, "", quota))
 
 
 async def _describe_key(services: Services, key_id: str) -> QuotaObject:
-    return await _describe(services, await asyncio.to_thread(services.quota_store.find_key_subject, key_id))
+    subject = await asyncio.to_thread(services.quota_store.find_key_subject, key_id)
+    owner = await asyncio.to_thread(services.tenant_store.find_tenant, subject.tenant)
+    return await _describe(services, owner.name, subject)
 
 
 @router.get("/v1/quotas")
 async def list_quotas(key: UsageReader, services: Wired) -> ListObject[QuotaObject]:
     """Lists the quotas that apply to requests with this key: the quota of its tenant and the quota of the key."""
     own = await _describe_key(services, key.key_id)
-    return {"object": "list", "data": [await _describe_tenant(services, key.tenant), own]}
+    return {"object": "list", "data": [await _describe_tenant(services, key.tenant, key.tenant_name), own]}
 
 
 @router.get("/admin/tenants/{tenant}/quota", responses=errors(NotFound))
-async def get_tenant_quota(tenant: str, _operator: Operator, services: Wired) -> QuotaObject:
-    return await _describe_tenant(services, tenant)
+async def get_tenant_quota(tenant: NamedTenant, _operator: Operator, services: Wired) -> QuotaObject:
+    return await _describe_tenant(services, tenant.tenant_id, tenant.name)
 
 
 @router.patch("/admin/tenants/{tenant}/quota", responses=errors(NotFound, QuotaExceeded, DiskFull))
 async def change_tenant_quota(
-    tenant: str, body: QuotaChanges, _operator: Operator, services: Wired
+    tenant: NamedTenant, body: QuotaChanges, _operator: Operator, services: Wired
 ) -> QuotaObject:
     changes = body.model_dump(exclude_unset=True)
 
     def check() -> None:
-        check_stored(changes, tenant, services.registry.storage_usage(tenant, ""))
+        check_stored(changes, tenant.name, services.registry.storage_usage(tenant.tenant_id, ""))
 
-    await asyncio.to_thread(services.quota_store.change_tenant_quota, tenant, changes, check)
-    return await _describe_tenant(services, tenant)
+    await asyncio.to_thread(services.quota_store.change_tenant_quota, tenant.tenant_id, changes, check)
+    return await _describe_tenant(services, tenant.tenant_id, tenant.name)
 
 
 @router.get("/admin/keys/{key_id}/quota", responses=errors(NotFound))

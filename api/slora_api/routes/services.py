@@ -1,6 +1,6 @@
 """The objects that routes use. The composition root creates them once. A route receives them through a parameter of
-type `Wired`. A route whose requests count towards quotas receives the request's meter through a parameter of type
-`Metered`.
+type `Wired`, the tenant that its path names through one of type `NamedTenant`, and the meter of a request that counts
+towards quotas through one of type `Metered`.
 """
 
 from dataclasses import dataclass, field
@@ -37,15 +37,15 @@ from slora_api.request_bounds import RequestBounds
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.settings import Settings
-from slora_api.tenants.authentication import InferenceKey
+from slora_api.tenants.authentication import InferenceKey, Operator
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.running_requests import RunningRequests
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.tenant_store import Tenant, TenantStore
 from slora_api.tenants.usage_report import UsageReport
 from slora_api.tenants.usage_shipper import UsageShipper
 
-__all__ = ["Metered", "Services", "Wired", "open_meter"]
+__all__ = ["Metered", "NamedTenant", "Services", "Wired", "open_meter"]
 
 # The maximum number of long answers that are written concurrently. Each of them delays an iteration of the event loop
 # by at most 1 ms.
@@ -119,6 +119,15 @@ async def _services(request: Request) -> Services:
 
 
 Wired = Annotated[Services, Depends(_services)]
+
+
+def find_named_tenant(tenant: str, _operator: Operator, services: Wired) -> Tenant:
+    """Returns the tenant that the path of an operator's request names. Raises NotFound."""
+    return services.tenant_store.find_named(tenant)
+
+
+# Whatever a route does afterwards, it does with the id of the tenant, because the name may change meanwhile.
+NamedTenant = Annotated[Tenant, Depends(find_named_tenant)]
 
 
 async def open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:

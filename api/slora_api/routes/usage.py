@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import StreamingResponse
 
-from slora_api.errors import TenantBusy
+from slora_api.errors import NotFound, TenantBusy
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.tenants.authentication import Operator, UsageReader
@@ -59,12 +59,13 @@ async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired) -> Re
     return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
 
 
-@router.get("/admin/usage", response_model=UsagePageObject, responses=_ANSWERS)
+@router.get("/admin/usage", response_model=UsagePageObject, responses=_ANSWERS | errors(NotFound))
 async def show_usage(
     asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
 ) -> Response:
-    """Shows the usage of one tenant, or of all tenants. The tenant may have been deleted."""
-    return await _answer(services, asked, asked.query(tenant, is_operator=True), _OPERATOR)
+    """Shows the usage of one tenant, or of all tenants. tenant: a name or an id. The tenant may have been deleted."""
+    tenant_id = None if tenant is None else await asyncio.to_thread(services.tenant_store.find_id, tenant)
+    return await _answer(services, asked, asked.query(tenant_id, is_operator=True), _OPERATOR)
 
 
 async def _answer(services: Services, asked: _Parameters, query: UsageQuery, charged: str) -> Response:

@@ -23,6 +23,7 @@ from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import LoadLoraRequest, UnloadLoraRequest
 from slora_api.tenants.authentication import Operator
+from slora_api.tenants.tenant_store import Tenant
 
 __all__ = ["router"]
 
@@ -47,18 +48,18 @@ async def load_lora_adapter(
     request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
     tenant = _tenant(services, body.tenant)
-    async with services.local_adapters.take_turn(tenant):
-        if not body.load_inplace and await services.catalog.has_adapter(tenant, body.lora_name):
+    async with services.local_adapters.take_turn(tenant.tenant_id):
+        if not body.load_inplace and await services.catalog.has_adapter(tenant.tenant_id, body.lora_name):
             raise BadRequest(
-                f"The adapter `{body.lora_name}` of tenant `{tenant}` has already been loaded. Send "
+                f"The adapter `{body.lora_name}` of tenant `{tenant.name}` has already been loaded. Send "
                 "`load_inplace: true` to add a version, or choose another `lora_name`.",
                 "lora_name",
             )
-        with services.generator.limiter.admit_upload(tenant):
+        with services.generator.limiter.admit_upload(tenant.tenant_id):
             async with services.local_adapters.copy(body.lora_name, body.lora_path) as upload:
-                loaded = await services.publisher.publish(tenant, upload, request.receive)
+                loaded = await services.publisher.publish(tenant.tenant_id, upload, request.receive)
     name = f"{loaded['name']}@{loaded['version']}"
-    return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant} was loaded successfully.")
+    return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant.name} was loaded successfully.")
 
 
 @router.post(
@@ -70,18 +71,18 @@ async def unload_lora_adapter(
     body: UnloadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
     tenant = _tenant(services, body.tenant)
-    await services.catalog.delete(tenant, body.lora_name)
+    await services.catalog.delete(tenant.tenant_id, body.lora_name)
     return PlainTextResponse(
-        f"Success: the adapter {body.lora_name} of tenant {tenant} was unloaded successfully."
+        f"Success: the adapter {body.lora_name} of tenant {tenant.name} was unloaded successfully."
     )
 
 
-def _tenant(services: Services, name: str | None) -> str:
+def _tenant(services: Services, name: str | None) -> Tenant:
     """Returns the tenant of the request. The field `tenant` may be missing if the server has only one tenant, because
     vLLM's clients do not send it.
     """
     if name is not None:
-        return services.tenant_store.find_tenant(name).name
+        return services.tenant_store.find_named(name)
     tenants = services.tenant_store.list_tenants()
     if len(tenants) != 1:
         raise BadRequest(
@@ -89,4 +90,4 @@ def _tenant(services: Services, name: str | None) -> str:
             "tenant",
             "missing_parameter",
         )
-    return tenants[0].name
+    return tenants[0]

@@ -214,7 +214,6 @@ async def open_services(
             registry,
             key_store,
             quota_store,
-            tenant_store,
             client,
             pinning.refresh,
             host_changes if num_serving > 1 else None,
@@ -227,7 +226,7 @@ async def open_services(
         grammars,
         Generator(client, model.tokenizer, limiter, counted, recorder, readiness),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
-        UsageReport(ledger, registry.find_names, model.name, settings.batch_price_percent),
+        UsageReport(ledger, registry.find_names, tenant_store, model.name, settings.batch_price_percent),
         TenantLife(tenant_store, ledger, adapters, client),
         registry,
         quota_store,
@@ -236,7 +235,7 @@ async def open_services(
         quarantine,
         Batches(database, Files(database, file_limits(settings)), settings.max_batches_per_tenant),
         Engines(client, counted, board, database, settings.resume_seconds),
-        LiveFeed(client, registry.find_names, lambda: limiter.stopping),
+        LiveFeed(client, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),
     )
 

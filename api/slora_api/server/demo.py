@@ -36,6 +36,7 @@ _RETRY_S = 0.5
 class DemoTenant:
     """A tenant of the demo. adapter: its adapter; None if the tenant uses the base model."""
 
+    tenant_id: str
     name: str
     adapter: str | None
     key: str
@@ -84,11 +85,14 @@ def _make_tenants(
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
     # Write the keys before they become valid. Otherwise, a crash could leave a valid key that is stored nowhere.
     replace_durably(keys_path, json.dumps(keys, indent=2).encode())
-    for tenant, adapter in wanted.items():
+    tenants = []
+    for name, adapter in wanted.items():
         with suppress(Conflict):  # An earlier start has created the tenant.
-            tenant_store.create_tenant(tenant)
-        key_store.import_key(tenant, adapter, keys[tenant])
-    return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]
+            tenant_store.create_tenant(name)
+        tenant_id = tenant_store.find_named(name).tenant_id
+        key_store.import_key(tenant_id, adapter, keys[name])
+        tenants.append(DemoTenant(tenant_id, name, adapter, keys[name]))
+    return tenants
 
 
 async def set_up_demo(
@@ -103,17 +107,18 @@ async def set_up_demo(
     """
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenant_store, key_store, keys_path, names)
+    ids = {tenant.name: tenant.tenant_id for tenant in tenants}
     for path in adapters:
-        await _publish(path, publisher)
+        await _publish(ids[path.name], path, publisher)
     return tenants
 
 
-async def _publish(path: Path, publisher: Publisher) -> None:
+async def _publish(tenant: str, path: Path, publisher: Publisher) -> None:
     """Publishes one adapter. If the engine dies during the upload, retries until a new engine accepts the adapter."""
     has_warned = False
     while True:
         try:
-            await publisher.publish(path.name, StagedUpload(path.name, path))
+            await publisher.publish(tenant, StagedUpload(path.name, path))
         except EngineUnavailable as error:
             if not has_warned:
                 logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)

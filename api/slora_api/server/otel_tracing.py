@@ -75,7 +75,7 @@ class _OtelSpan:
             return
         offset_s = time.time() - time.monotonic()
         attributes: dict[str, str | int | bool] = {
-            "slora.tenant": request.tenant,
+            "slora.tenant_id": request.tenant,
             "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
             "gen_ai.usage.output_tokens": usage.generated_tokens,
             "slora.cached_tokens": usage.cached_tokens,
@@ -98,8 +98,8 @@ class _OtelSpan:
                     "slora.request_id": context.request_id,
                 }
             )
-            if context.tenant is not None:
-                span.set_attribute("slora.tenant", context.tenant)
+            if context.tenant is not None and context.tenant_id is not None:
+                span.set_attributes({"slora.tenant": context.tenant, "slora.tenant_id": context.tenant_id})
             if status == 0 or status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
         span.end()

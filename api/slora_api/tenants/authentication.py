@@ -121,7 +121,7 @@ class AuthenticationMiddleware:
                 return
             scope["state"]["caller"] = caller
             if isinstance(caller, KeyRecord) and (context := current_request.get()) is not None:
-                context.tenant = caller.tenant
+                context.tenant, context.tenant_id = caller.tenant_name, caller.tenant
             if caller is not BOOTSTRAP_KEY and caller is not GATEWAY:
                 self._key_use.note(caller)
             with acting_as(_actor(caller, scope)), self._track(caller, scope["state"]):
@@ -199,7 +199,7 @@ class RequiredScope:
         caller: Caller = request.state.caller
         if self._is_held(caller.scopes):
             if isinstance(caller, KeyRecord) and caller.status is not TenantStatus.ACTIVE:
-                raise TenantSuspended(caller.tenant)
+                raise TenantSuspended(caller.tenant_name)
             return caller
         held = ", ".join(f"`{scope}`" for scope in sorted(caller.scopes))
         if self.scope in OPERATOR_SCOPES:

@@ -20,6 +20,7 @@ BOOTSTRAP_KEY_ID = "bootstrap"
 class KeyRecord:
     """A tenant's API key without its secret. Times are Unix times in seconds.
 
+    tenant: the id of the tenant. tenant_name: its name when the key was read, for people.
     name: a label for people; may be empty.
     adapter: the default adapter, which `model="default"` selects; None selects the base model.
     models: None permits all models of the tenant.
@@ -30,6 +31,7 @@ class KeyRecord:
 
     key_id: str
     tenant: str
+    tenant_name: str
     name: str
     scopes: frozenset[Scope]
     adapter: str | None
@@ -73,6 +75,10 @@ class OperatorKey:
 
     @property
     def tenant(self) -> None:
+        return None
+
+    @property
+    def tenant_name(self) -> None:
         return None
 
 

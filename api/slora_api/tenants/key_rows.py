@@ -20,8 +20,8 @@ __all__ = [
     "KEY_POSITION",
     "ONE_KEY",
     "OPERATOR_KEYS",
+    "SHARE_COLUMNS",
     "TERMS",
-    "TERM_COLUMNS",
     "VALID_KEY",
     "copy_quota",
     "describe_grant",
@@ -30,12 +30,13 @@ __all__ = [
 ]
 
 _t, _k = schema.tenants.c, schema.api_keys.c
-TERM_COLUMNS = (_t.status, _t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
-TERMS = select(*TERM_COLUMNS).where(_t.name == bindparam("name"))
+SHARE_COLUMNS = (_t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
+_TERM_COLUMNS = (_t.name, _t.status, *SHARE_COLUMNS)
+TERMS = select(*_TERM_COLUMNS).where(_t.tenant_id == bindparam("tenant"))
 _KEYS = (
     select(
         *(_k.key_id, _k.tenant, _k.name, _k.scopes, _k.adapter, _k.models, _k.created_at, _k.expires_at),
-        *(_k.last_used_at, _k.revoked_at, _k.replaced_by, *TERM_COLUMNS),
+        *(_k.last_used_at, _k.revoked_at, _k.replaced_by, *_TERM_COLUMNS),
     )
     .join_from(schema.api_keys, schema.tenants, isouter=True)
     .order_by(_k.created_at, _k.key_id)
@@ -49,7 +50,7 @@ KEY_EXISTS = select(_k.key_id).where(_k.key_id == bindparam("key_id"))
 
 
 def make_record(row: Sequence[Any]) -> Caller:
-    *columns, status, weight, floor, ceiling, priority = row
+    *columns, tenant_name, status, weight, floor, ceiling, priority = row
     key_id, tenant, name, scopes, adapter, models, *times, replaced_by = columns
     created_at, expires_at, last_used_at, revoked_at = times
     if tenant is None:
@@ -66,6 +67,7 @@ def make_record(row: Sequence[Any]) -> Caller:
     return KeyRecord(
         key_id,
         tenant,
+        tenant_name,
         name,
         split_scopes(scopes),
         adapter,

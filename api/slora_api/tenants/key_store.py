@@ -221,10 +221,9 @@ class KeyStore:
     ) -> Sequence[KeyRecord]:
         """Lists the keys of a tenant, oldest first.
 
-        limit: None lists all. after: the id of the last key of the previous page. Raises NotFound for an unknown
-        tenant, and BadRequest if no key has the id `after`.
+        limit: None lists all. after: the id of the last key of the previous page. Raises BadRequest if no key has the
+        id `after`.
         """
-        self._find_terms(tenant)
         records = self._read_records(self._page(KEYS_OF_TENANT, limit, after), {"tenant": tenant})
         return [record for record in records if isinstance(record, KeyRecord)]
 
@@ -329,7 +328,7 @@ class KeyStore:
         if found is None:
             return KeyRevoked()
         if isinstance(found.record, KeyRecord) and found.record.status is not TenantStatus.ACTIVE:
-            return TenantSuspended(found.record.tenant)
+            return TenantSuspended(found.record.tenant_name)
         return None
 
     def find_key(self, key_id: str) -> KeyRecord | None:
@@ -425,19 +424,15 @@ class KeyStore:
             query = query.where(tuple_(_k.created_at, _k.key_id) > tuple_(*rows[0]))
         return query.limit(limit)
 
-    def _find_terms(self, tenant: str) -> tuple[TenantShare, TenantStatus]:
-        rows = self._database.read(TERMS, {"name": tenant})
-        if not rows:
-            raise NotFound.of_tenant(tenant)
-        status, *share = rows[0]
-        return TenantShare(*share), TenantStatus(status)
-
     def _new_record(self, key_id: str, tenant: str, adapter: str | None) -> KeyRecord:
         """Returns the record of a new key that may do everything a tenant may. Raises NotFound."""
-        terms = self._find_terms(tenant)
-        return KeyRecord(
-            key_id, tenant, "", TENANT_SCOPES, adapter, None, self._now(), None, None, None, None, *terms
-        )
+        rows = self._database.read(TERMS, {"tenant": tenant})
+        if not rows:
+            raise NotFound.of_tenant(tenant)
+        tenant_name, status, *share = rows[0]
+        times = (self._now(), None, None, None)
+        terms = (TenantShare(*share), TenantStatus(status))
+        return KeyRecord(key_id, tenant, tenant_name, "", TENANT_SCOPES, adapter, None, *times, None, *terms)
 
     def _check_expiry(self, expires_at: int | None) -> None:
         if expires_at is None:
@@ -482,7 +477,7 @@ class KeyStore:
 
     def _insert(self, action: str, record: Caller, secret: str) -> None:
         with self._database.transaction(CHANGES) as connection:
-            if record.tenant is not None and not connection.execute(TERMS, {"name": record.tenant}).first():
+            if record.tenant is not None and not connection.execute(TERMS, {"tenant": record.tenant}).first():
                 raise NotFound.of_tenant(record.tenant)  # The tenant was purged in the meantime.
             if connection.execute(KEY_EXISTS, {"key_id": record.key_id}).first() is None:
                 connection.execute(insert(schema.api_keys), make_row(record, self._pepper.digest(secret)))

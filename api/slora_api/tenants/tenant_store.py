@@ -1,4 +1,8 @@
-"""Tenants. A tenant is a name with a share of the engine. While a tenant is suspended, its keys are refused.
+"""Tenants. A tenant has an id, a name and a share of the engine. While a tenant is suspended, its keys are refused.
+
+The id never changes and is never given to another tenant, so everything that belongs to a tenant is stored under the
+id. The name may change, and may be given to another tenant afterwards. `find_named` is the only way from a name to a
+tenant.
 
 On the host that changes a share, the new share applies from the next request on. Other hosts apply the new share within
 a second, when they read the feed of changes.
@@ -6,14 +10,16 @@ a second, when they read the feed of changes.
 Methods block on the database, so an event loop must call them on a thread. This module does not depend on HTTP.
 """
 
+import logging
 import math
 import re
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, delete, insert, or_, select, union_all, update
 from sqlalchemy.engine import Connection
 
 from slora.request import MAX_PRIORITY
@@ -22,14 +28,15 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.database.tenant_rows import MAX_FLOORS, delete_tenant_rows, rename_tenant_rows
-from slora_adapters.version import AdapterVersion
+from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
-from slora_api.tenants.key_rows import TERM_COLUMNS
+from slora_api.tenants.key_rows import SHARE_COLUMNS
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.tenant_status import TenantStatus
 
-__all__ = ["ShareChanges", "Tenant", "TenantStore", "check_name"]
+__all__ = ["KEPT_TABLES", "OWN_TABLES", "ShareChanges", "Tenant", "TenantStore", "check_name"]
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
 
@@ -45,6 +52,22 @@ def check_name(name: str, param: str) -> str:
     return name
 
 
+# The largest sum of all tenants' `min_pool_share`: the whole pool, plus a tolerance for rounding errors such as in 0.7
+# + 0.2 + 0.1.
+_MAX_FLOORS = 1 + 1e-9
+# Tables whose rows outlive a tenant: the usage ledger, the audit log, and the changes that other processes have yet to
+# read.
+KEPT_TABLES = (schema.audit_log, schema.changes, schema.usage_records, schema.usage_buckets)
+# All other tables with a column `tenant`. A purge deletes the tenant's rows in this order: each table comes before the
+# tables that its foreign keys refer to.
+OWN_TABLES = tuple(
+    table
+    for table in reversed(schema.metadata.sorted_tables)
+    if "tenant" in table.columns and table not in KEPT_TABLES
+)
+
+# The maximum number of names that `show_names` keeps for the time when the database does not answer.
+_MAX_SHOWN_NAMES = 10_000
 # With a larger weight, a tenant would use almost the whole engine. With a smaller weight, a tenant would never be
 # served.
 _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
@@ -54,6 +77,7 @@ _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
 class Tenant:
     """A tenant and its share. created_at: Unix time in seconds."""
 
+    tenant_id: str
     name: str
     created_at: int
     share: TenantShare
@@ -103,16 +127,24 @@ class ShareChanges:
 
 
 _t = schema.tenants.c
-_TENANTS = select(_t.name, _t.created_at, *TERM_COLUMNS).order_by(_t.name)
-_DIGESTS = (
-    select(schema.adapter_versions.c.digest)
-    .where(schema.adapter_versions.c.tenant == bindparam("name"))
-    .distinct()
+_TENANTS = select(_t.tenant_id, _t.name, _t.created_at, _t.status, *SHARE_COLUMNS).order_by(_t.name)
+_ONE_TENANT = _TENANTS.where(_t.tenant_id == bindparam("tenant"))
+# The id of a tenant is never the name of one; see `_make_id`.
+_NAMED_TENANT = _TENANTS.where(or_(_t.name == bindparam("name"), _t.tenant_id == bindparam("name")))
+_former = schema.former_tenants.c
+_FORMER_TENANT = (
+    select(_former.tenant_id)
+    .where(or_(_former.name == bindparam("name"), _former.tenant_id == bindparam("name")))
+    .order_by(_former.purged_at.desc())
+    .limit(1)
 )
-_UNPURGED = select(_t.name).where(
-    _t.name.in_(bindparam("names", expanding=True)), _t.status != bindparam("purging")
+_NAMES = select(_t.tenant_id, _t.name).where(_t.tenant_id.in_(bindparam("tenants", expanding=True)))
+_ALL_NAMES = union_all(
+    _NAMES,
+    select(_former.tenant_id, _former.name).where(
+        _former.tenant_id.in_(bindparam("tenants", expanding=True))
+    ),
 )
-_ONE_TENANT = _TENANTS.where(_t.name == bindparam("name"))
 
 
 class TenantStore:
@@ -121,6 +153,7 @@ class TenantStore:
     def __init__(self, database: Database, key_store: KeyStore) -> None:
         self._database = database
         self._key_store = key_store
+        self._shown: Mapping[str, str] = {}
 
     def create_tenant(self, name: str, changes: ShareChanges | None = None) -> Tenant:
         """Creates a tenant whose share is the default with `changes` applied.
@@ -128,19 +161,19 @@ class TenantStore:
         Raises BadRequest for an invalid name or share, and Conflict for a name that is taken.
         """
         share = DEFAULT_SHARE if changes is None else changes.apply(DEFAULT_SHARE)
-        tenant = Tenant(check_name(name, "name"), int(time.time()), share)
+        tenant = Tenant(_make_id(), check_name(name, "name"), int(time.time()), share)
         with self._database.transaction(CHANGES) as connection:
-            if connection.execute(_ONE_TENANT, {"name": name}).first() is not None:
-                raise Conflict(f"The tenant `{name}` already exists.")
-            row = {"name": tenant.name, "created_at": tenant.created_at, **_share_row(share)}
-            connection.execute(insert(schema.tenants), row)
+            _check_free(connection, name)
+            row = {"tenant_id": tenant.tenant_id, "name": name, "created_at": tenant.created_at}
+            connection.execute(insert(schema.tenants), {**row, **_share_row(share)})
             _check_floors(connection, share)
-            record_change(connection, "tenant.create", name, details=_share_row(share))
+            details = {"name": name, **_share_row(share)}
+            record_change(connection, "tenant.create", tenant.tenant_id, details=details)
         return tenant
 
     def change_share(
         self,
-        name: str,
+        tenant: str,
         changes: ShareChanges,
         check: Callable[[TenantShare, Tenant], None] = lambda before, tenant: None,
     ) -> Tenant:
@@ -151,97 +184,127 @@ class TenantStore:
         Raises NotFound, or BadRequest naming the field.
         """
         with self._database.transaction(CHANGES) as connection:
-            before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
-            tenant = replace(before, share=changes.apply(before.share))
-            check(before.share, tenant)
-            connection.execute(
-                update(schema.tenants).where(_t.name == name).values(**_share_row(tenant.share))
-            )
-            _check_floors(connection, tenant.share)
+            before = _read_one(connection, tenant)
+            changed = replace(before, share=changes.apply(before.share))
+            check(before.share, changed)
+            _update(connection, tenant, _share_row(changed.share))
+            _check_floors(connection, changed.share)
             # The pins that the engine has contain the share of their tenant, so they have to be sent again.
-            publish(connection, Change(name, moved_pin=True))
-            record_change(connection, "tenant.change", name, details=_differences(before.share, tenant.share))
-        self._key_store.drop_tenant(name)
-        return tenant
+            publish(connection, Change(tenant, moved_pin=True))
+            differences = _differences(before.share, changed.share)
+            record_change(connection, "tenant.change", tenant, details=differences)
+        self._key_store.drop_tenant(tenant)
+        return changed
 
-    def suspend(self, name: str) -> Tenant:
+    def suspend(self, tenant: str) -> Tenant:
         """Suspends the tenant: within a second, every process refuses its requests and uploads. Its pins have no effect
         until the tenant is resumed. Suspending a suspended tenant is a no-op. Raises NotFound and PurgeBegun.
         """
-        return self._set_status("tenant.suspend", name, TenantStatus.SUSPENDED)
+        return self._set_status("tenant.suspend", tenant, TenantStatus.SUSPENDED)
 
-    def resume(self, name: str) -> Tenant:
+    def resume(self, tenant: str) -> Tenant:
         """Serves a suspended tenant again. Resuming an active tenant is a no-op. Raises NotFound and PurgeBegun."""
-        return self._set_status("tenant.resume", name, TenantStatus.ACTIVE)
+        return self._set_status("tenant.resume", tenant, TenantStatus.ACTIVE)
 
-    def rename(self, name: str, new_name: str) -> Tenant:
-        """Renames the tenant in all its rows. The old name is free afterwards. Earlier entries of the audit log keep
-        the old name.
+    def rename(self, tenant: str, new_name: str) -> Tenant:
+        """Renames the tenant. The old name is free afterwards.
 
         Raises BadRequest for an invalid name, Conflict for a name that is taken, NotFound and PurgeBegun.
         """
         check_name(new_name, "name")
         with self._database.transaction(CHANGES) as connection:
-            before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
+            before = _read_one(connection, tenant)
             if before.status is TenantStatus.PURGING:
-                raise PurgeBegun(name)
-            if connection.execute(_ONE_TENANT, {"name": new_name}).first() is not None:
-                raise Conflict(f"The tenant `{new_name}` already exists.")
-            digests = connection.execute(_DIGESTS, {"name": name}).scalars()
-            orphaned = tuple(AdapterVersion(name, digest) for digest in digests)
-            rename_tenant_rows(connection, name, new_name)
-            publish(connection, Change(name, orphaned=orphaned, moved_pin=True))
-            publish(connection, Change(new_name))
-            record_change(connection, "tenant.rename", new_name, details={"name": [name, new_name]})
-        for changed in (name, new_name):
-            self._key_store.drop_tenant(changed)
+                raise PurgeBegun(before.name)
+            _check_free(connection, new_name)
+            _update(connection, tenant, {"name": new_name})
+            publish(connection, Change(tenant))
+            record_change(connection, "tenant.rename", tenant, details={"name": [before.name, new_name]})
+        self._key_store.drop_tenant(tenant)
         return replace(before, name=new_name)
 
-    def begin_purge(self, name: str) -> None:
+    def begin_purge(self, tenant: str) -> None:
         """Marks the tenant as being purged, so that its keys are refused from now on. Repeating the call is a no-op.
         Raises NotFound.
         """
-        self._set_status("tenant.purge", name, TenantStatus.PURGING)
+        self._set_status("tenant.purge", tenant, TenantStatus.PURGING)
 
-    def finish_purge(self, name: str, details: Mapping[str, Any]) -> Mapping[str, int]:
+    def finish_purge(self, tenant: str, details: Mapping[str, Any]) -> Mapping[str, int]:
         """Deletes a tenant whose purge has begun, with its keys, names and settings, in one transaction. Its name is
         free afterwards. Returns the number of deleted rows by table.
 
         details: what the purge has deleted so far, for the audit log. Raises NotFound.
         """
         with self._database.transaction(CHANGES, even_if_full=True) as connection:
-            tenant = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
-            if tenant.status is not TenantStatus.PURGING:
-                # Another process has finished the purge, and a new tenant already has this name.
-                raise NotFound(f"There is no purge of the tenant `{name}`.")
-            counts = delete_tenant_rows(connection, name)
-            publish(connection, Change(name, moved_pin=True, purged=True))
-            record_change(connection, "tenant.purged", name, details={**details, **counts})
-        self._key_store.drop_tenant(name)
+            before = _read_one(connection, tenant)
+            if before.status is not TenantStatus.PURGING:
+                raise NotFound(f"There is no purge of the tenant `{before.name}`.")
+            counts = {
+                table.name: connection.execute(delete(table).where(table.c.tenant == tenant)).rowcount
+                for table in OWN_TABLES
+            }
+            connection.execute(delete(schema.tenants).where(_t.tenant_id == tenant))
+            former = {"tenant_id": tenant, "name": before.name, "purged_at": int(time.time())}
+            connection.execute(insert(schema.former_tenants), former)
+            publish(connection, Change(tenant, moved_pin=True, purged=True))
+            record_change(connection, "tenant.purged", tenant, details={**details, **counts})
+        self._key_store.drop_tenant(tenant)
         return counts
 
-    def _set_status(self, action: str, name: str, status: TenantStatus) -> Tenant:
+    def _set_status(self, action: str, tenant: str, status: TenantStatus) -> Tenant:
         with self._database.transaction(CHANGES) as connection:
-            before = _find_tenant(connection.execute(_ONE_TENANT, {"name": name}).fetchall(), name)
+            before = _read_one(connection, tenant)
             if before.status is status:
                 return before
             if before.status is TenantStatus.PURGING:
-                raise PurgeBegun(name)
-            connection.execute(update(schema.tenants).where(_t.name == name).values(status=status))
+                raise PurgeBegun(before.name)
+            _update(connection, tenant, {"status": status})
             # The engine must not have pins of a suspended tenant, so the pins have to be sent again.
-            publish(connection, Change(name, moved_pin=True, purged=status is TenantStatus.PURGING))
-            record_change(connection, action, name)
-        self._key_store.drop_tenant(name)
+            publish(connection, Change(tenant, moved_pin=True, purged=status is TenantStatus.PURGING))
+            record_change(connection, action, tenant)
+        self._key_store.drop_tenant(tenant)
         return replace(before, status=status)
 
-    def find_tenant(self, name: str) -> Tenant:
-        """Returns the tenant. Raises NotFound."""
-        return _find_tenant(self._database.read(_ONE_TENANT, {"name": name}), name)
+    def find_tenant(self, tenant: str) -> Tenant:
+        """Returns the tenant with this id. Raises NotFound."""
+        return _find_tenant(self._database.read(_ONE_TENANT, {"tenant": tenant}), tenant)
 
-    def find_served(self, names: Collection[str]) -> set[str]:
-        """Returns the subset of `names` that belong to tenants whose purge has not begun."""
-        rows = self._database.read(_UNPURGED, {"names": list(names), "purging": TenantStatus.PURGING})
-        return {name for (name,) in rows}
+    def find_named(self, name: str) -> Tenant:
+        """Returns the tenant that has this name, or this id, at present. Raises NotFound."""
+        return _find_tenant(self._database.read(_NAMED_TENANT, {"name": name}), name)
+
+    def find_names(self, tenants: Collection[str], *, include_former: bool = False) -> Mapping[str, str]:
+        """Returns the names of the tenants with these ids. Unknown ids are missing from the result.
+
+        include_former: also return the last names of purged tenants. Another tenant may have such a name by now.
+        """
+        query = _ALL_NAMES if include_former else _NAMES
+        return {tenant: name for tenant, name in self._database.read(query, {"tenants": list(tenants)})}
+
+    def find_id(self, name: str) -> str:
+        """Returns the id of the tenant that has this name or id. If there is no such tenant, returns the id of the
+        tenant that was purged last under this name or id. Raises NotFound.
+        """
+        rows = self._database.read(_NAMED_TENANT, {"name": name}) or self._database.read(
+            _FORMER_TENANT, {"name": name}
+        )
+        if not rows:
+            raise NotFound.of_tenant(name)
+        return str(rows[0][0])
+
+    def show_names(self, tenants: Collection[str]) -> Mapping[str, str]:
+        """Returns the names of tenants for a display that goes on while the database does not answer. It then has the
+        names that were read last.
+        """
+        try:
+            found = self.find_names(tenants)
+        except StoreUnavailable as error:
+            logger.warning("the names of tenants cannot be read: %s", error)
+            return self._shown
+        if len(self._shown) > _MAX_SHOWN_NAMES:
+            self._shown = {}
+        self._shown = {**self._shown, **found}
+        return found
 
     def list_tenants(
         self,
@@ -266,9 +329,28 @@ class TenantStore:
         return [_read_tenant(row) for row in self._database.read(wanted.limit(limit))]
 
 
+def _make_id() -> str:
+    """Returns a new id. It contains a capital letter, so that it is never a valid name."""
+    return f"T{secrets.token_hex(8)}"
+
+
 def _read_tenant(row: Sequence[Any]) -> Tenant:
-    name, created_at, status, *share = row
-    return Tenant(name, created_at, TenantShare(*share), TenantStatus(status))
+    tenant_id, name, created_at, status, *share = row
+    return Tenant(tenant_id, name, created_at, TenantShare(*share), TenantStatus(status))
+
+
+def _read_one(connection: Connection, tenant: str) -> Tenant:
+    return _find_tenant(connection.execute(_ONE_TENANT, {"tenant": tenant}).fetchall(), tenant)
+
+
+def _update(connection: Connection, tenant: str, values: Mapping[str, Any]) -> None:
+    connection.execute(update(schema.tenants).where(_t.tenant_id == tenant).values(**values))
+
+
+def _check_free(connection: Connection, name: str) -> None:
+    """Raises Conflict if a tenant has this name."""
+    if connection.execute(_NAMED_TENANT, {"name": name}).first() is not None:
+        raise Conflict(f"The tenant `{name}` already exists.")
 
 
 def _find_tenant(rows: Sequence[Sequence[Any]], name: str) -> Tenant:
@@ -297,7 +379,7 @@ def _check_floors(connection: Connection, share: TenantShare) -> None:
     was just written.
     """
     floors = [floor for (floor,) in connection.execute(select(_t.min_pool_share))]
-    if (total := math.fsum(floors)) > MAX_FLOORS:
+    if (total := math.fsum(floors)) > _MAX_FLOORS:
         left = max(0.0, 1 - (total - share.min_share))
         raise BadRequest(
             f"`min_pool_share` is {share.min_share:g}, but the shares of other tenants leave only "

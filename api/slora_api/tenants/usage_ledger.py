@@ -7,7 +7,7 @@ A request may have several records with different usage: if an engine loses its 
 and another engine continues the request. The ledger keeps the largest usage, whichever record comes first, and adds the
 difference to the sums. It keeps the time of the first record.
 
-After that, only the rename of a tenant changes a record. After the retention, `delete_old` deletes records and the sums
+After the retention, `delete_old` deletes records and the sums
 by minute and hour. The sums by day stay.
 
 Every call blocks, so an event loop should make it on a thread.
@@ -15,7 +15,7 @@ Every call blocks, so an event loop should make it on a thread.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
@@ -41,17 +41,6 @@ _RETENTION = "usage retention"
 _DELETED_AT_ONCE = 2000
 
 _r, _b = schema.usage_records.c, schema.usage_buckets.c
-# The row locks exclude a concurrent rename of a tenant: this query waits for the rename, or the rename waits for this
-# transaction.
-_OWNERS = (
-    select(schema.api_keys.c.key_id, schema.api_keys.c.tenant)
-    .where(
-        schema.api_keys.c.key_id.in_(bindparam("key_ids", expanding=True)),
-        schema.api_keys.c.tenant.is_not(None),
-    )
-    .order_by(schema.api_keys.c.key_id)
-    .with_for_update(read=True)
-)
 # Each dialect has its own class for INSERT ... ON CONFLICT.
 _INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,
@@ -162,9 +151,6 @@ class UsageLedger:
     def add(self, records: Sequence[UsageRecord]) -> int:
         """Adds the records that the ledger does not have yet, in one transaction. Returns their number. A record of a
         known request replaces its usage if it has more. Drops records of keys whose usage was erased.
-
-        A record is added for the tenant that has the key now, because the tenant may have been renamed. If the key no
-        longer exists, the record keeps its tenant.
         """
         # Sort the records, because concurrent transactions that lock rows in different orders could deadlock.
         rows: dict[str, UsageRecord] = {}
@@ -177,12 +163,7 @@ class UsageLedger:
         with self._database.transaction() as connection:
             key_ids = {"key_ids": sorted({record.account for record in rows.values()})}
             erased = set(connection.execute(_ERASED_KEYS, key_ids).scalars())
-            owners = {key_id: tenant for key_id, tenant in connection.execute(_OWNERS, key_ids)}
-            rows = {
-                name: _with_tenant(record, owners.get(record.account, record.tenant))
-                for name, record in rows.items()
-                if record.account not in erased
-            }
+            rows = {name: record for name, record in rows.items() if record.account not in erased}
             if not rows:
                 return 0
             make_insert = _INSERT[connection.dialect.name]
@@ -258,10 +239,6 @@ class UsageLedger:
         with self._database.transaction(_RETENTION, even_if_full=True) as connection:
             counts = [connection.execute(one, parameters).rowcount for one in (_OLD_RECORDS, _OLD_BUCKETS)]
         return max(counts) >= _DELETED_AT_ONCE
-
-
-def _with_tenant(record: UsageRecord, tenant: str) -> UsageRecord:
-    return record if tenant == record.tenant else replace(record, tenant=tenant)
 
 
 def _record_row(record: UsageRecord) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from typing_extensions import TypedDict
 
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import BadRequest
+from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import DAY_S, HOUR_S, MINUTE_S, UsageFilter, UsageLedger, UsageRow
 
 __all__ = ["MAX_RESULTS", "BucketWidth", "UsagePage", "UsagePageObject", "UsageQuery", "UsageReport"]
@@ -44,7 +45,8 @@ class UsageSums(TypedDict):
     """The sums of one group. Requests that combine several adapters form their own group, with the names and digests
     joined by `+`.
 
-    tenant, api_key_id, model, adapter_digest: null unless `group_by` asks for them. The base model has no digest.
+    tenant, tenant_id, api_key_id, model, adapter_digest: null unless `group_by` asks for them. tenant: the name; of a
+    purged tenant the last one. The base model has no digest.
 
     num_batch_requests, batch_input_tokens, batch_output_tokens: the part of the sums that comes from lines of batches.
     billed_input_tokens, billed_output_tokens: the tokens to bill. A token of a batch counts as a fraction of a token,
@@ -52,6 +54,7 @@ class UsageSums(TypedDict):
     """
 
     tenant: str | None
+    tenant_id: str | None
     api_key_id: str | None
     model: str | None
     adapter_digest: str | None
@@ -155,18 +158,24 @@ class UsagePage:
 
 
 class UsageReport:
-    """Makes the pages of all reports.
+    """Makes the pages of all reports. The names of tenants come from `tenant_store`.
 
     base_model: the name of the base model, as the reports show it.
     batch_price_percent: the price of a token in a batch, in percent of the price of any other token.
     """
 
     def __init__(
-        self, ledger: UsageLedger, find_names: FindNames, base_model: str, batch_price_percent: int = 50
+        self,
+        ledger: UsageLedger,
+        find_names: FindNames,
+        tenant_store: TenantStore,
+        base_model: str,
+        batch_price_percent: int = 50,
     ) -> None:
         self._ledger = ledger
         self._discount = 1 - batch_price_percent / 100
         self._find_names = find_names
+        self._tenant_store = tenant_store
         self._base_model = base_model
 
     def read_page(self, query: UsageQuery) -> UsagePage:
@@ -185,7 +194,7 @@ class UsageReport:
     def write_json(self, query: UsageQuery) -> bytes:
         """Returns one page as JSON. Blocks like `read_page`."""
         page, asked = self.read_page(query), query.asked
-        names = self._names(page.rows, asked)
+        names = self._read_names(page.rows, asked)
         results: dict[int, list[UsageResultObject]] = {
             start: [{"object": "usage.result", **self._result(row, asked, names)} for row in rows]
             for start, rows in groupby(page.rows, key=lambda row: row.start)
@@ -211,7 +220,7 @@ class UsageReport:
     def write_csv(self, query: UsageQuery, *, with_header: bool) -> tuple[bytes, UsageQuery | None]:
         """Returns the lines of one page, and the query of the next page or None. Blocks like `read_page`."""
         page, asked = self.read_page(query), query.asked
-        names = self._names(page.rows, asked)
+        names = self._read_names(page.rows, asked)
         text = io.StringIO()
         writer = csv.writer(text)
         if with_header:
@@ -223,17 +232,21 @@ class UsageReport:
         following = None if page.next_after is None else replace(query, after=page.next_after)
         return text.getvalue().encode(), following
 
-    def _names(self, rows: Sequence[UsageRow], asked: UsageFilter) -> Mapping[AdapterVersion, str]:
-        if "adapter" not in asked.group_by:
-            return {}
-        return self._find_names({version for row in rows for version in _versions(row, asked)})
+    def _read_names(self, rows: Sequence[UsageRow], asked: UsageFilter) -> "_Names":
+        versions = {version for row in rows for version in _versions(row, asked)}
+        tenants = {row.tenant for row in rows if row.tenant is not None}
+        return _Names(
+            self._find_names(versions) if versions else {},
+            self._tenant_store.find_names(tenants, include_former=True) if tenants else {},
+        )
 
-    def _result(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> UsageSums:
+    def _result(self, row: UsageRow, asked: UsageFilter, names: "_Names") -> UsageSums:
         usage, batch = row.usage, row.batch
         return {
-            "tenant": row.tenant,
+            "tenant": None if row.tenant is None else names.tenants.get(row.tenant, row.tenant),
+            "tenant_id": row.tenant,
             "api_key_id": row.key_id,
-            "model": self._model(row, asked, names),
+            "model": self._model(row, asked, names.adapters),
             "adapter_digest": "+".join(f"sha256:{digest}" for digest in _digests(row)) or None,
             "num_model_requests": row.num_requests,
             "input_tokens": usage.prompt_tokens,
@@ -248,7 +261,7 @@ class UsageReport:
             "billed_output_tokens": usage.generated_tokens - self._discount * batch.generated_tokens,
         }
 
-    def _cells(self, row: UsageRow, asked: UsageFilter, names: Mapping[AdapterVersion, str]) -> Iterator[Any]:
+    def _cells(self, row: UsageRow, asked: UsageFilter, names: "_Names") -> Iterator[Any]:
         result: Mapping[str, Any] = self._result(row, asked, names)
         return (result[name] for name in _columns(asked)[2:])
 
@@ -262,10 +275,16 @@ class UsageReport:
         return "+".join(known) or self._base_model
 
 
+class _Names(NamedTuple):
+    adapters: Mapping[AdapterVersion, str]
+    tenants: Mapping[str, str]
+
+
 def _columns(asked: UsageFilter) -> list[str]:
     """Returns the columns of the CSV: times, groups and sums."""
     shown = {
         "tenant": "tenant" in asked.group_by,
+        "tenant_id": "tenant" in asked.group_by,
         "api_key_id": "key_id" in asked.group_by,
         "model": "adapter" in asked.group_by,
         "adapter_digest": "adapter" in asked.group_by,

@@ -57,18 +57,18 @@ def test_a_server_goes_on_after_a_newer_one_has_migrated_its_database(
     ):
         keys = KeyStore(older, Pepper(b"p" * 32), journal)
         tenants, registry = TenantStore(older, keys), Registry(RegistryStorage(older))
-        tenants.create_tenant("acme")
-        _, before = keys.create_key("acme")
+        acme = tenants.create_tenant("acme").tenant_id
+        _, before = keys.create_key(acme)
         monkeypatch.setattr(migration, "SCRIPTS", next_release)
         with closing(Database(empty_database)) as newer:
             assert newer.read(text("SELECT name FROM regions")) == [("everywhere",)]
-            tenants.create_tenant("beta")
-            _, after = keys.create_key("beta")
-            registry.put("voice", AdapterVersion("beta", "1" * 64), AdapterDetails(8, ("q_proj",), 1))
+            beta = tenants.create_tenant("beta").tenant_id
+            _, after = keys.create_key(beta)
+            registry.put("voice", AdapterVersion(beta, "1" * 64), AdapterDetails(8, ("q_proj",), 1))
             rows = newer.read(text("SELECT name, region FROM tenants ORDER BY name"))
             assert rows == [("acme", "everywhere"), ("beta", "everywhere")]
-            assert [rollout.label for rollout in Registry(RegistryStorage(newer)).list("beta")] == ["voice"]
-        for key, tenant in ((before, "acme"), (after, "beta")):
+            assert [rollout.label for rollout in Registry(RegistryStorage(newer)).list(beta)] == ["voice"]
+        for key, tenant in ((before, acme), (after, beta)):
             assert (found := keys.authenticate(key.secret)) is not None and found.tenant == tenant
 
 

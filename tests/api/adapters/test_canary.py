@@ -98,7 +98,7 @@ def test_an_adapter_that_fails_its_canary_is_refused_and_deleted(platform: Platf
     assert (answer.status_code, code in codes) == (status, True), error
     assert words in error["message"]
     assert names(platform, platform.key("tries")) == [] and blobs(platform) == []
-    assert [version.tenant for version in platform.engine.forgotten] == ["tries"]
+    assert [version.tenant for version in platform.engine.forgotten] == [platform.tenant_id("tries")]
 
 
 def test_a_failure_of_the_base_model_in_the_canary_is_a_server_error(platform: Platform) -> None:
@@ -123,7 +123,7 @@ def test_an_upload_is_not_listed_or_charged_during_its_canary(platform: Platform
     assert answer.status_code == 201 and answer.json()["certificate"]["logprob_change"] == 1.0
     assert {request.tenant for request in seen} == {CANARY_TENANT} and platform.engine.requests == []
     digest = answer.json()["digest"].removeprefix("sha256:")
-    assert [request.versions for request in seen] == [(), (AdapterVersion("tries", digest),)]
+    assert [request.versions for request in seen] == [(), (AdapterVersion(platform.tenant_id("tries"), digest),)]
     assert seen[0].prompt_token_ids == seen[1].prompt_token_ids and len(seen[0].prompt_token_ids) < 16
 
 
@@ -177,13 +177,14 @@ def test_without_an_engine_nothing_is_accepted(platform: Platform) -> None:
 
 @dataclass
 class SlowCanaries(ScriptedEngine):
-    """The canaries of all tenants but `fast` wait for `go_on`. num_waiting: how many wait."""
+    """The canaries of all tenants but `fast` wait for `go_on`. fast: the id of a tenant. num_waiting: how many wait."""
 
+    fast: str = ""
     go_on: threading.Event = field(default_factory=threading.Event)
     num_waiting: int = 0
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        if any(version.tenant != "fast" for version in request.versions):
+        if any(version.tenant != self.fast for version in request.versions):
             self.num_waiting += 1
             while not self.go_on.is_set():
                 await asyncio.sleep(0.01)
@@ -197,11 +198,13 @@ def test_uploads_that_wait_for_their_canaries_do_not_hold_up_another(tmp_path: P
         running_platform(tmp_path, engine, max_concurrent_uploads=2 * num_slow) as platform,
         ThreadPoolExecutor(num_slow) as threads,
     ):
+        fast = platform.key("fast")
+        engine.fast = platform.tenant_id("fast")
         keys = [platform.key(f"slow-{number}") for number in range(num_slow)]
         slow = [threads.submit(platform.upload, key, "x") for key in keys]
         try:
             wait_for(lambda: engine.num_waiting == num_slow or None)
-            assert platform.upload(platform.key("fast"), "x").status_code == 201
+            assert platform.upload(fast, "x").status_code == 201
         finally:
             engine.go_on.set()
         assert [upload.result().status_code for upload in slow] == [201] * num_slow

@@ -167,7 +167,8 @@ def test_the_operator_lists_the_pins_of_all_tenants(
         for tenant, name in (("zeta", "voice"), ("acme", "voice@prod")):
             admin.put(pin_path(tenant, name)).raise_for_status()
         listed = admin.get("/admin/pins").json()
-        assert [(one["tenant"], one["name"], one["alias"], one["versions"]) for one in listed["data"]] == [
+        pins = [(one["tenant"], one["name"], one["alias"], one["versions"]) for one in listed["data"]]
+        assert sorted(pins) == [
             ("acme", "voice", "prod", {"1": 90, "2": 10}),
             ("zeta", "voice", "latest", {"2": 100}),
         ]
@@ -202,10 +203,10 @@ def test_pins_count_the_pages_of_one_tensor_parallel_rank(
     packed_bytes = lay_out_adapter(shape, ranks).num_bytes
     database = Database(tmp_path / "slora.db")
     tenant_store = open_tenant_store(database, tmp_path)
-    tenant_store.create_tenant("acme", ShareChanges(max_pool_share=0.4))
+    acme = tenant_store.create_tenant("acme", ShareChanges(max_pool_share=0.4)).tenant_id
     registry = Registry(RegistryStorage(database))
     registry.put(
-        "voice", AdapterVersion("acme", "1" * 64), AdapterDetails(16, ("q_proj", "o_proj"), 1, packed_bytes)
+        "voice", AdapterVersion(acme, "1" * 64), AdapterDetails(16, ("q_proj", "o_proj"), 1, packed_bytes)
     )
     for num_ranks, num_pages in ((1, 256), (4, 160)):
         monkeypatch.setattr(
@@ -218,9 +219,9 @@ def test_pins_count_the_pages_of_one_tensor_parallel_rank(
         pinning = Pinning(registry, tenant_store, ScriptedEngine())
         if num_ranks == 1:
             with pytest.raises(PinsFull, match="would take 256 pages; they may take 199"):
-                asyncio.run(pinning.pin("acme", "voice"))
+                asyncio.run(pinning.pin(acme, "voice"))
         else:
-            assert asyncio.run(pinning.pin("acme", "voice")).pinned
+            assert asyncio.run(pinning.pin(acme, "voice")).pinned
     database.close()
 
 
@@ -245,12 +246,12 @@ def test_a_pin_is_checked_against_the_share_at_its_commit(tmp_path: Path) -> Non
     database = Database(tmp_path / "slora.db")
     tenant_store = open_tenant_store(database, tmp_path)
     registry = RacingShareRegistry(database, tenant_store)
-    tenant_store.create_tenant("acme")
+    acme = tenant_store.create_tenant("acme").tenant_id
     details = AdapterDetails(2, ("q_proj",), 4096)
-    registry.put("voice", AdapterVersion("acme", "1" * 64), details)
+    registry.put("voice", AdapterVersion(acme, "1" * 64), details)
     pinning = Pinning(registry, tenant_store, ScriptedEngine())
     with pytest.raises(PinsFull, match="would take 4 pages; they may take 1 of the pool's 100"):
-        asyncio.run(pinning.pin("acme", "voice"))
+        asyncio.run(pinning.pin(acme, "voice"))
     assert registry.pinned() == []
     database.close()
 
@@ -276,13 +277,19 @@ def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
     database = Database(tmp_path / "slora.db")
     registry, tenant_store = FailingRegistry(database), open_tenant_store(database, tmp_path)
     details = AdapterDetails(2, ("q_proj",), 100)
-    for tenant, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges())):
-        tenant_store.create_tenant(tenant, share)
+    a, b = (
+        tenant_store.create_tenant(name, share).tenant_id
+        for name, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges()))
+    )
+    for tenant in (a, b):
         registry.put("one", AdapterVersion(tenant, "1" * 64), details)
-    registry.put("same", AdapterVersion("a", "1" * 64), details)
+    registry.put("same", AdapterVersion(a, "1" * 64), details)
     engine = ScriptedEngine(ready=False)
     pinning = Pinning(registry, tenant_store, engine)
-    one, two = Pin(AdapterVersion("a", "1" * 64), TenantShare(2)), Pin(AdapterVersion("b", "1" * 64))
+    one, two = Pin(AdapterVersion(a, "1" * 64), TenantShare(2)), Pin(AdapterVersion(b, "1" * 64))
+
+    def by_tenant(pin: Pin) -> str:
+        return pin.version.tenant
 
     async def told(count: int) -> list[Pin]:
         async with asyncio.timeout(300):
@@ -292,7 +299,7 @@ def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
 
     async def main() -> None:
         running = asyncio.create_task(pinning.run())
-        await pinning.pin("a", "one")
+        await pinning.pin(a, "one")
         # At first the database fails, and then the engine is not connected.
         async with asyncio.timeout(300):
             while not engine.num_refused_pins:
@@ -301,19 +308,19 @@ def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
         engine.ready = True
         pinning.refresh()  # the engine connects
         assert await told(1) == [one]
-        await pinning.pin("b", "one")
-        assert await told(2) == [one, two]
-        await pinning.pin("a", "same")
-        assert await told(3) == [one, two]
-        await pinning.unpin("a", "one")
-        assert await told(4) == [one, two], "another name stands for it"
-        tenant_store.change_share("b", ShareChanges(max_pool_share=0.5))
+        await pinning.pin(b, "one")
+        assert await told(2) == sorted([one, two], key=by_tenant)
+        await pinning.pin(a, "same")
+        assert await told(3) == sorted([one, two], key=by_tenant)
+        await pinning.unpin(a, "one")
+        assert await told(4) == sorted([one, two], key=by_tenant), "another name stands for it"
+        tenant_store.change_share(b, ShareChanges(max_pool_share=0.5))
         pinning.refresh()
-        assert await told(5) == [one, Pin(two.version, TenantShare(max_share=0.5))]
-        registry.put("one", AdapterVersion("b", "2" * 64), details)
-        registry.move("b", "one", "latest", {1: 90, 2: 10})
+        assert await told(5) == sorted([one, Pin(two.version, TenantShare(max_share=0.5))], key=by_tenant)
+        registry.put("one", AdapterVersion(b, "2" * 64), details)
+        registry.move(b, "one", "latest", {1: 90, 2: 10})
         pinning.refresh()
-        digests = [pin.version.digest[0] for pin in await told(6) if pin.version.tenant == "b"]
+        digests = [pin.version.digest[0] for pin in await told(6) if pin.version.tenant == b]
         assert digests == ["1", "2"], "both sides of a canary"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -260,7 +260,7 @@ def test_all_versions_of_a_reference_are_prewarmed_with_the_tenants_share(platfo
             asked = [
                 (pin.version.tenant, f"sha256:{pin.version.digest}") for pin in platform.engine.prewarmed
             ]
-            assert asked == [("warm", one["digest"]) for one in told]
+            assert asked == [(platform.tenant_id("warm"), one["digest"]) for one in told]
             assert {pin.share.weight for pin in platform.engine.prewarmed} == {3}
         assert client.post("/v1/adapters/voice@4/prewarm").status_code == 404
         platform.engine.ready = False

@@ -508,7 +508,7 @@ def test_uploads_over_the_concurrency_limit_are_told_to_retry(tmp_path: Path) ->
         key = platform.key("many")
         with platform.services.generator.limiter.admit_upload("somebody"):
             busy = platform.upload(key, "x")
-        with platform.services.generator.limiter.admit_upload("many"):
+        with platform.services.generator.limiter.admit_upload(platform.tenant_id("many")):
             own = platform.upload(key, "x")
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "server_busy")
         assert (own.status_code, own.json()["error"]["code"]) == (429, "rate_limit_exceeded")

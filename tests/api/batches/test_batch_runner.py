@@ -15,13 +15,12 @@ from slora.request import RequestUsage
 from slora.usage_journal.record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_adapters.database.tenant_rows import delete_tenant_rows, rename_tenant_rows
 from slora_api.batches.batch_line import count_lines, read_lines, split_lines
 from slora_api.batches.batches import Batch, Batches, BatchStatus, LeaseLost, LineAnswer
 from slora_api.batches.files import FileLimits, Files, StoredFile
 from slora_api.errors import InUse, NotFound
 from slora_api.tenants.usage_ledger import BatchUsage, UsageFilter, UsageLedger
-from tests.api.platform import running_platform
+from tests.api.platform import open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.forked_program import ForkedProgram
 
@@ -117,17 +116,17 @@ def test_a_deleted_batch_ends_its_lease(desk: Desk) -> None:
         batches.renew("batch_0", "runner", 30)
 
 
-def test_files_and_batches_are_renamed_and_purged_with_their_tenant(desk: Desk) -> None:
+def test_files_and_batches_are_purged_with_their_tenant(desk: Desk, tmp_path: Path) -> None:
     batches = desk.open()
     batch = desk.submit(batches, 2)
     batches.claim("runner", 30, ())
     with desk.database.transaction() as connection:
-        connection.execute(insert(schema.tenants), {"name": "acme", "created_at": 0, **SHARE})
-        rename_tenant_rows(connection, "acme", "ajax")
+        row = {"tenant_id": "acme", "name": "acme", "created_at": 0, **SHARE}
+        connection.execute(insert(schema.tenants), row)
     batches.record(batch, "runner", [LineAnswer(1, b"one\n", is_error=False)])
-    assert batches.find("ajax", batch.batch_id) and batches.files.find("ajax", batch.input_file_id)
-    with desk.database.transaction() as connection:
-        counts = delete_tenant_rows(connection, "ajax")
+    tenants = open_tenant_store(desk.database, tmp_path)
+    tenants.begin_purge("acme")
+    counts = tenants.finish_purge("acme", {})
     assert (counts["files"], counts["file_parts"], counts["batches"]) == (1, 2, 1)
     with pytest.raises(LeaseLost):
         batches.record(batch, "runner", [LineAnswer(2, b"two\n", is_error=False)])
@@ -235,7 +234,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from slora.request import FinishReason
-from tests.api.platform import running_platform
+from tests.api.platform import open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 announce = lambda request: print(request.request_id, flush=True)
@@ -257,7 +256,9 @@ def test_every_line_is_answered_once_although_its_process_is_killed(tmp_path: Pa
             for n in range(50)
         ]
         content = "\n".join(map(json.dumps, lines))
-        with platform.client(platform.key("acme")) as client:
+        key = platform.key("acme")
+        acme = platform.tenant_id("acme")
+        with platform.client(key) as client:
             sent = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", content)})
             body = {"input_file_id": sent.json()["id"], "endpoint": PATH, "completion_window": "24h"}
             batch_id = client.post("/v1/batches", json=body).json()["id"]
@@ -268,14 +269,14 @@ def test_every_line_is_answered_once_although_its_process_is_killed(tmp_path: Pa
                 assert program.output.readline().startswith(batch_id)
             program.kill()
             program.wait()
-        halfway = batches.find("acme", batch_id)
+        halfway = batches.find(acme, batch_id)
         assert halfway.status is BatchStatus.IN_PROGRESS and 0 < halfway.num_completed < 50
         # The lease of the dead process ends by itself, but only after half a minute.
         batches.release(batch_id, lease_owner(database))
         with ForkedProgram(PROGRAM, tmp_path) as program:
-            while not batches.find("acme", batch_id).is_final:
+            while not batches.find(acme, batch_id).is_final:
                 time.sleep(0.05)
-        batch = batches.find("acme", batch_id)
+        batch = batches.find(acme, batch_id)
         output = b"".join(batches.files.read(batch.output_file_id)).splitlines()
     assert batch.status is BatchStatus.COMPLETED and (batch.num_completed, batch.num_failed) == (50, 0)
     assert [json.loads(line)["custom_id"] for line in output] == [f"line {n}" for n in range(50)]

@@ -369,7 +369,7 @@ def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
     client, revoked = platform.sdk(platform.key("acme")), platform.key("acme")
     file = client.files.create(file=("input.jsonl", write_lines([line_of("a")])), purpose="batch")
     platform.services.key_store.revoke_key(revoked.split("_")[1])
-    created = platform.services.batches.create("acme", revoked.split("_")[1], PATH, file.id, None)
+    created = platform.services.batches.create(platform.tenant_id("acme"), revoked.split("_")[1], PATH, file.id, None)
     ended = wait_for(client, created.batch_id, "completed")
     (error,) = read_answers(client, ended.error_file_id)
     assert error["response"]["status_code"] == 401 and not platform.engine.requests
@@ -413,7 +413,7 @@ def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
             poll(lambda: len(engine.aborted) == 1)
             engine.hang, engine.answers = False, [deltas_of(b"hi", FinishReason.STOP)]
             wait_for(other, submit(other, [line_of("c")]).id, "completed")
-            assert {request.tenant for request in engine.requests[1:]} == {"rival"}
+            assert {request.tenant for request in engine.requests[1:]} == {platform.tenant_id("rival")}
             admin.post("/admin/tenants/acme/resume").raise_for_status()
         counts = wait_for(suspended, batch.id, "completed").request_counts
         assert (counts.completed, counts.failed) == (2, 0)

@@ -669,7 +669,7 @@ def test_adapter_name_default_and_base_resolve_to_the_right_version(platform: Pl
     versions = [request.versions for request in platform.engine.requests]
     assert versions[0] == versions[1] and versions[2] == ()
     (version,) = versions[0]
-    assert (version.tenant, f"sha256:{version.digest}") == ("picker", digest)
+    assert (version.tenant, f"sha256:{version.digest}") == (platform.tenant_id("picker"), digest)
 
 
 def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platform: Platform) -> None:
@@ -684,8 +684,9 @@ def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platf
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
         details = AdapterDetails(2, ("q_proj",), 1)
-        Registry(RegistryStorage(database)).put("moving", AdapterVersion("mover", adapter.digest), details)
-        Registry(RegistryStorage(database)).delete("mover", "moving@1")
+        mover, registry = platform.tenant_id("mover"), Registry(RegistryStorage(database))
+        registry.put("moving", AdapterVersion(mover, adapter.digest), details)
+        registry.delete(mover, "moving@1")
         database.close()
 
     platform.engine.on_request = replace
@@ -701,7 +702,7 @@ def test_a_request_whose_adapter_is_deleted_meanwhile_is_a_404(platform: Platfor
 
     def delete(request: EngineRequest) -> None:
         database = Database(platform.directory / "slora.db")
-        Registry(RegistryStorage(database)).delete("loser", "gone")
+        Registry(RegistryStorage(database)).delete(platform.tenant_id("loser"), "gone")
         database.close()
 
     platform.engine.on_request = delete

@@ -70,7 +70,7 @@ def test_the_engine_gets_every_adapter_with_its_weight_and_the_headers_name_the_
         digests["formal"]: 0.5,
         digests["brief"]: -2.0,
     }
-    assert all(version.tenant == "acme" for version in request.versions)
+    assert all(version.tenant == platform.tenant_id("acme") for version in request.versions)
     names = {digests["formal"]: "formal@1", digests["brief"]: "brief@1"}
     in_order = [version.digest for version in request.versions]
     assert answer.headers["x-slora-adapter"] == "+".join(names[digest] for digest in in_order)
@@ -170,8 +170,8 @@ def test_a_key_with_an_allow_list_needs_every_adapter_and_the_base_model(platfor
     store, catalog = platform.services.key_store, platform.services.catalog
 
     def key_for(*models: str) -> str:
-        allowed = catalog.read_allow_list("acme", models, None)
-        return store.create_key("acme", None, models=allowed)[1].secret
+        allowed = catalog.read_allow_list(platform.tenant_id("acme"), models, None)
+        return store.create_key(platform.tenant_id("acme"), None, models=allowed)[1].secret
 
     adapters = [{"name": "formal"}, {"name": "brief"}]
     assert ask(platform, key_for("base", "formal", "brief"), adapters).status_code == 200
@@ -197,13 +197,14 @@ def test_a_sum_is_looked_up_again_when_one_of_its_adapters_was_replaced_meanwhil
     members = make_members(tensors=make_tensors(seed=8))
     platform.upload(key, "moving", members).raise_for_status()
     platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
-    newer = AdapterVersion("acme", digest_of(platform, key, "formal"))
+    acme = platform.tenant_id("acme")
+    newer = AdapterVersion(acme, digest_of(platform, key, "formal"))
 
     def replace(request: EngineRequest) -> None:
         platform.engine.on_request = lambda request: None
         database = Database(platform.directory / "slora.db")
         Registry(RegistryStorage(database)).put("moving", newer, AdapterDetails(2, ("q_proj",), 1))
-        Registry(RegistryStorage(database)).delete("acme", "moving@1")
+        Registry(RegistryStorage(database)).delete(acme, "moving@1")
         database.close()
 
     platform.engine.on_request = replace

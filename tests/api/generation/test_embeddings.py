@@ -203,7 +203,7 @@ def test_an_adapter_answers_by_its_name_and_its_alias_and_as_default(platform: P
         answer = post(platform, key, PATH, TEXT | {"model": model})
         assert answer.json()["model"] == model
         assert answer.headers["x-slora-adapter"] == f"mine@{version}"
-        assert [one.tenant for one in platform.engine.requests[-1].versions] == ["owner"]
+        assert [one.tenant for one in platform.engine.requests[-1].versions] == [platform.tenant_id("owner")]
     answer = post(
         platform, key, PATH, TEXT | {"model": "base", "adapters": [{"name": "mine", "weight": 0.5}]}
     )
@@ -219,9 +219,9 @@ def test_a_request_whose_adapter_was_just_replaced_is_sent_again(platform: Platf
     def fail_once(request: EngineRequest) -> list[TokenDelta | Exception]:
         platform.engine.embeddings = embed
         database = Database(platform.directory / "slora.db")
-        registry, newer = Registry(RegistryStorage(database)), AdapterVersion("mover", "f" * 64)
-        registry.put("moving", newer, AdapterDetails(2, ("q_proj",), 1))
-        registry.delete("mover", "moving@1")
+        registry, mover = Registry(RegistryStorage(database)), platform.tenant_id("mover")
+        registry.put("moving", AdapterVersion(mover, "f" * 64), AdapterDetails(2, ("q_proj",), 1))
+        registry.delete(mover, "moving@1")
         database.close()
         return [AdapterFetchFailed("forgotten", "not_found")]
 
@@ -277,15 +277,16 @@ def test_the_largest_list_holds_no_more_permits_than_lanes(platform: Platform, k
 
 def test_an_honest_tenant_is_answered_while_another_one_sends_the_largest_list(platform: Platform) -> None:
     """The hostile request waits in the engine, and has 1,984 inputs more."""
-    hostile, honest = platform.key("hostile"), platform.key("honest")
-    platform.engine.embeddings = lambda request: [] if request.tenant == "hostile" else embed(request)
+    key, honest = platform.key("hostile"), platform.key("honest")
+    hostile = platform.tenant_id("hostile")
+    platform.engine.embeddings = lambda request: [] if request.tenant == hostile else embed(request)
     platform.engine.hang = True
     body = {"model": "base", "input": ["a"] * 2048}
-    with platform.client(hostile) as client:
+    with platform.client(key) as client:
         ask_and_leave(client, PATH, lambda: len(platform.engine.hung) == 64, json=body)
     platform.engine.hang = False
     assert post(platform, honest, PATH, TEXT).status_code == 200
-    assert sum(one.tenant == "hostile" for one in platform.engine.requests) == 64
+    assert sum(one.tenant == hostile for one in platform.engine.requests) == 64
 
 
 def set_quota(platform: Platform, tenant: str, **limits: int) -> None:

@@ -120,9 +120,9 @@ def test_a_record_names_tenant_key_and_adapter(platform: Platform, key: str) -> 
     for model in ("voice", "base"):
         assert post(platform, key, PATH, {**BODY, "model": model}).status_code == 200
     voice, base = records_of(platform)
-    digest = platform.services.catalog.describe_adapter("acme", "voice")["digest"]
+    digest = platform.services.catalog.describe_adapter(platform.tenant_id("acme"), "voice")["digest"]
     assert (voice.tenant, voice.account, f"sha256:{voice.adapter_digest}") == (
-        *("acme", key.split("_")[1]),
+        *(platform.tenant_id("acme"), key.split("_")[1]),
         digest,
     )
     assert base.adapter_digest is None

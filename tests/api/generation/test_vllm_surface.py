@@ -211,7 +211,9 @@ def test_what_cannot_be_tokenized_is_refused_by_name(
 
 def test_tokenizing_counts_as_a_request_of_the_tenant(platform: Platform) -> None:
     key = platform.key("limited")
-    platform.services.quota_store.change_tenant_quota("limited", {"requests_per_minute": 2})
+    platform.services.quota_store.change_tenant_quota(
+        platform.tenant_id("limited"), {"requests_per_minute": 2}
+    )
     assert post(platform, key, "/tokenize", {"prompt": "a"}).headers["x-ratelimit-remaining-requests"] == "1"
     assert post(platform, key, "/detokenize", {"tokens": [97]}).status_code == 200
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]}), (CHAT, MESSAGES)):

@@ -9,7 +9,7 @@ from slora.engine.live_state import AdapterWork, EngineState, LiveState, PoolEve
 from slora.pool.page_counts import PageCounts
 from slora.pool.page_map import PageMap, PageOwner
 from slora_adapters.version import AdapterVersion
-from slora_api.live.frame import FrameMaker
+from slora_api.live.frame import FrameMaker, Names
 
 _SECRET, _OWN = "5ec" + "0" * 61, "aaa" + "0" * 61
 _OWNERS = (
@@ -39,7 +39,7 @@ STATE = LiveState(
         PoolEvent(2, 999.5, "preemption", "mine", "", 3),
     ),
 )
-NAMES = {AdapterVersion("mine", _OWN): "own@1", AdapterVersion("rival", _SECRET): "hidden@7"}
+NAMES = Names({AdapterVersion("mine", _OWN): "own@1", AdapterVersion("rival", _SECRET): "hidden@7"}, {})
 
 
 def test_only_operators_see_the_engines() -> None:
@@ -121,6 +121,6 @@ def test_owners_beyond_the_limit_are_shown_as_others() -> None:
         0.0,
         (),
     )
-    pool = FrameMaker(state, {}).make(None)["pool"]
+    pool = FrameMaker(state, Names({}, {})).make(None)["pool"]
     assert len(pool["owners"]) == 251 and pool["owners"][-1]["content"] == "other"
     assert base64.b64decode(pool["cells"]).count(251) == 150

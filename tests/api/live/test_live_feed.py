@@ -10,6 +10,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
+from slora.engine.live_state import LiveState
 from slora_api.errors import TenantBusy
 from slora_api.live.live_feed import LiveFeed
 from tests.api.live.test_frame import STATE
@@ -31,8 +32,23 @@ def read_events(answer: httpx.Response) -> Iterator[Any]:
             yield json.loads(line.removeprefix("data: "))
 
 
+def make_state(mine: str) -> LiveState:
+    """`STATE` with this id of the tenant `mine`."""
+    owners = tuple(
+        owner._replace(tenant=mine if owner.tenant == "mine" else owner.tenant)
+        for owner in STATE.page_map.owners
+    )
+    return replace(
+        STATE,
+        page_map=replace(STATE.page_map, owners=owners),
+        tenants={"rival": STATE.tenants["rival"], mine: STATE.tenants["mine"]},
+    )
+
+
 def test_each_key_gets_the_frames_of_its_rights(platform: Platform) -> None:
-    with platform.client(platform.key("mine")) as client:
+    key = platform.key("mine")
+    platform.engine.live = make_state(platform.tenant_id("mine"))
+    with platform.client(key) as client:
         answer = client.get("/v1/live", params={"frames": 2}).raise_for_status()
         own = list(read_events(answer))
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -83,7 +99,7 @@ def test_a_revoked_key_ends_its_feed_with_the_reason(platform: Platform, is_oper
 def test_viewers_share_observations_and_a_slow_one_skips_frames() -> None:
     async def watch() -> None:
         engine = ScriptedEngine(live=STATE)
-        feed = LiveFeed(engine, lambda versions: {})
+        feed = LiveFeed(engine, lambda versions: {}, lambda tenants: {})
         slow, *others = [feed.watch("mine") for _ in range(20)]
         await anext(slow)
         for _ in range(5):
@@ -104,7 +120,7 @@ def test_viewers_share_observations_and_a_slow_one_skips_frames() -> None:
 
 def test_a_tenant_may_open_a_bounded_number_of_feeds() -> None:
     async def watch() -> None:
-        feed = LiveFeed(ScriptedEngine(live=STATE), lambda versions: {})
+        feed = LiveFeed(ScriptedEngine(live=STATE), lambda versions: {}, lambda tenants: {})
         open_ones = [feed.watch("mine") for _ in range(64)]
         await asyncio.gather(*map(anext, open_ones))
         with pytest.raises(TenantBusy, match="64 consoles"):
@@ -123,7 +139,9 @@ def test_a_tenant_may_open_a_bounded_number_of_feeds() -> None:
 def test_a_feed_ends_when_the_server_stops() -> None:
     async def watch() -> None:
         is_stopping = False
-        feed = LiveFeed(ScriptedEngine(live=STATE), lambda versions: {}, lambda: is_stopping)
+        feed = LiveFeed(
+            ScriptedEngine(live=STATE), lambda versions: {}, lambda tenants: {}, lambda: is_stopping
+        )
         viewer = feed.watch("mine")
         await anext(viewer)
         is_stopping = True

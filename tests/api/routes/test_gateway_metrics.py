@@ -83,8 +83,9 @@ def test_adapters_are_listed_by_every_name_that_a_request_may_use(gateway: Platf
         ).raise_for_status()
         digests = [one["digest"] for one in client.get("/v1/adapters/greeter/versions").json()["data"]]
     second, first = (digest.removeprefix("sha256:") for digest in digests)
-    gateway.engine.loaded_adapters = (("acme", first), ("gone", "f" * 64))
-    gateway.engine.waiting_adapters = (("acme", second),)
+    acme = gateway.tenant_id("acme")
+    gateway.engine.loaded_adapters = ((acme, first), ("gone", "f" * 64))
+    gateway.engine.waiting_adapters = ((acme, second),)
     for key in (None, ADMIN_KEY):
         text = scrape(gateway, key).raise_for_status().text
         (lora,) = (

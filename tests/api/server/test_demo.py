@@ -113,7 +113,7 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
 
 
 def test_the_last_line_opens_the_console_with_a_key() -> None:
-    tenants = [DemoTenant("base", None, "slora_a"), DemoTenant("loud", "loud", "slora_b")]
+    tenants = [DemoTenant("T1", "base", None, "slora_a"), DemoTenant("T2", "loud", "loud", "slora_b")]
     last = describe_demo("http://127.0.0.1:1", tenants).splitlines()[-1]
     assert last.endswith("tenant loud: http://127.0.0.1:1/console#key=slora_b")
 

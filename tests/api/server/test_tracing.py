@@ -95,6 +95,7 @@ def test_a_request_has_a_span_for_each_stage(collector: Collector, tmp_path: Pat
     engine = ScriptedEngine([deltas_of(b"hi")])
     with running_platform(tmp_path, engine, tracing=tracing) as platform:
         key = platform.key("acme")
+        tenant = platform.tenant_id("acme")
         with platform.client(key) as client:
             client.headers["traceparent"] = f"00-{TRACE}-{PARENT}-01"
             body = {"model": "base", "prompt": SECRET, "max_tokens": 4}
@@ -117,11 +118,12 @@ def test_a_request_has_a_span_for_each_stage(collector: Collector, tmp_path: Pat
         "http.response.status_code": 200,
         "slora.request_id": answer.headers["x-request-id"],
         "slora.tenant": "acme",
+        "slora.tenant_id": tenant,
     }
     assert attributes(failed)["http.response.status_code"] == 404
     generate = spans["generate"]
     assert generate.parent_span_id == whole.span_id and seconds(generate) == pytest.approx(10, abs=1e-3)
-    assert attributes(generate)["slora.tenant"] == "acme"
+    assert attributes(generate)["slora.tenant_id"] == tenant
     assert attributes(generate)["gen_ai.usage.input_tokens"] == len(SECRET)
     assert "slora.adapter" not in attributes(generate), "the base model"
     stages = {name: span for name, span in spans.items() if span.parent_span_id == generate.span_id}

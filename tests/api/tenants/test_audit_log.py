@@ -239,10 +239,10 @@ def database(database_place: str) -> Iterator[Database]:
 
 def test_a_change_without_an_actor_is_the_servers(database: Database, tmp_path: Path) -> None:
     store = open_tenant_store(database, tmp_path)
-    store.create_tenant("a")
+    a = store.create_tenant("a").tenant_id
     operator = Actor(ActorKind.OPERATOR, "bootstrap", "10.0.0.1", "req_1")
     with acting_as(operator):
-        store.change_share("a", ShareChanges(weight=2))
+        store.change_share(a, ShareChanges(weight=2))
     changed, created = AuditLog(database).read(ALL, 10)
     assert (changed.actor, created.actor) == (operator, Actor(ActorKind.SERVER))
 
@@ -250,8 +250,8 @@ def test_a_change_without_an_actor_is_the_servers(database: Database, tmp_path: 
 def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, tmp_path: Path) -> None:
     keys, registry = open_key_store(database, tmp_path), Registry(RegistryStorage(database))
     store = TenantStore(database, keys)
-    store.create_tenant("a")
-    _, key = keys.create_key("a")
+    a = store.create_tenant("a").tenant_id
+    _, key = keys.create_key(a)
 
     def refuse(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         if "INSERT INTO audit_log" in statement:
@@ -261,16 +261,16 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     details = AdapterDetails(8, ("q_proj",), 1)
     for change in (
         lambda: store.create_tenant("b"),
-        lambda: store.suspend("a"),
-        lambda: keys.create_key("a"),
-        lambda: store.change_share("a", ShareChanges(weight=2)),
-        lambda: registry.put("voice", AdapterVersion("a", "1" * 64), details),
+        lambda: store.suspend(a),
+        lambda: keys.create_key(a),
+        lambda: store.change_share(a, ShareChanges(weight=2)),
+        lambda: registry.put("voice", AdapterVersion(a, "1" * 64), details),
     ):
         with pytest.raises(KeyError):
             change()
     event.remove(database._engine, "before_cursor_execute", refuse)
     (tenant,) = store.list_tenants()
     assert (tenant.name, tenant.share.weight, tenant.status) == ("a", 1.0, "active")
-    assert len(keys.list_keys("a")) == 1 and registry.list("a") == []
+    assert len(keys.list_keys(a)) == 1 and registry.list(a) == []
     assert [entry.action for entry in AuditLog(database).read(ALL, 10)] == ["key.create", "tenant.create"]
     assert keys.authenticate(key.secret) is not None

@@ -51,7 +51,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def make_record(key_id: str) -> KeyRecord:
-    return KeyRecord(key_id, "acme", "", TENANT_SCOPES, None, None, 1, None, None, None, None, TenantShare())
+    times = (1, None, None, None)
+    return KeyRecord(key_id, "T1", "acme", "", TENANT_SCOPES, None, None, *times, None, TenantShare())
 
 
 class Clock:
@@ -65,15 +66,15 @@ def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: s
     with closing(Database(database_place)) as database, closing(Database(database_place)) as far:
         store, other = open_key_store(database, tmp_path), open_key_store(far, tmp_path)
         tenants = TenantStore(far, other)
-        tenants.create_tenant("acme")
+        acme = tenants.create_tenant("acme").tenant_id
         cursor = read_changes(database, None).cursor
-        made, key = store.create_key("acme", "voice")
+        made, key = store.create_key(acme, "voice")
         assert not store.is_lookup_local(key.secret)
         found = store.authenticate(key.secret)
         assert found == made and store.is_lookup_local(key.secret)
         body = f"slora_{key.key_id}_{'0' * 43}"
         assert store.authenticate(f"{body}_{_checksum(body)}") is None, "only the id is right"
-        tenants.change_share("acme", ShareChanges(weight=2))
+        tenants.change_share(acme, ShareChanges(weight=2))
         store.apply_changes(changes := read_changes(database, cursor))
         assert not store.is_lookup_local(key.secret)
         found = store.authenticate(key.secret)
@@ -86,8 +87,8 @@ def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: s
 def test_after_a_resync_every_key_is_read_again(database_place: str, tmp_path: Path) -> None:
     with closing(Database(database_place)) as database:
         store = open_key_store(database, tmp_path)
-        TenantStore(database, store).create_tenant("acme")
-        _, key = store.create_key("acme")
+        acme = TenantStore(database, store).create_tenant("acme").tenant_id
+        _, key = store.create_key(acme)
         assert store.authenticate(key.secret) is not None and store.is_lookup_local(key.secret)
         store.apply_changes(Changes("0/", resync=True))
         assert not store.is_lookup_local(key.secret) and store.authenticate(key.secret) is not None
@@ -100,8 +101,8 @@ def test_a_cached_key_is_valid_for_a_while_without_the_database(
     with closing(Database(postgresql_server.make_database())) as database:
         pepper, journal = Pepper(b"p" * PEPPER_BYTES), RevocationJournal(tmp_path / "revocations")
         store = KeyStore(database, pepper, journal, 60.0, clock)
-        TenantStore(database, store).create_tenant("acme")
-        (_, key), (_, unseen) = store.create_key("acme"), store.create_key("acme")
+        acme = TenantStore(database, store).create_tenant("acme").tenant_id
+        (_, key), (_, unseen) = store.create_key(acme), store.create_key(acme)
         clock.now = 10.0
         store.apply_changes(read_changes(database, None))
         assert store.authenticate(key.secret) is not None
@@ -132,7 +133,7 @@ def test_a_key_that_is_revoked_while_it_is_looked_up_is_not_cached() -> None:
     assert cache.look_up("k", lambda: key) == cache.get("k") == key
     cache.drop_tenant("beta")
     assert cache.get("k") == key
-    cache.drop_tenant("acme")
+    cache.drop_tenant("T1")
     assert cache.get("k") is None
 
 
@@ -207,8 +208,8 @@ def test_a_key_is_valid_until_it_expires_also_while_it_is_cached(database_place:
     journal = RevocationJournal(tmp_path / "revocations")
     with closing(Database(database_place)) as database, closing(journal):
         store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
-        TenantStore(database, store).create_tenant("acme")
-        _, key = store.create_key("acme", expires_at=1060)
+        acme = TenantStore(database, store).create_tenant("acme").tenant_id
+        _, key = store.create_key(acme, expires_at=1060)
         _, operators = store.create_operator_key("ada", expires_at=1060)
         for clock.now in (1000.5, 1059.9):
             assert store.authenticate(key.secret) and store.authenticate(operators.secret)
@@ -240,20 +241,20 @@ def test_a_rotated_key_and_its_successor_are_both_valid_during_the_overlap(
     journal = RevocationJournal(tmp_path / "revocations")
     with closing(Database(database_place)) as database, closing(journal):
         store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
-        TenantStore(database, store).create_tenant("acme")
+        acme = TenantStore(database, store).create_tenant("acme").tenant_id
         models = AllowList(frozenset({"voice"}))
         quotas = QuotaStore(database, NO_QUOTA)
-        old, first = store.create_key("acme", "voice", name="ci", scopes={Scope.INFERENCE}, models=models)
+        old, first = store.create_key(acme, "voice", name="ci", scopes={Scope.INFERENCE}, models=models)
         assert store.authenticate(first.secret) == old
         quotas.change_key_quota(first.key_id, {"tokens_per_day": 9})
         new, second = store.rotate_key(first.key_id, 60)
         assert quotas.find_key_subject(second.key_id).quota.tokens_per_day == 9
         assert isinstance(new, KeyRecord) and new.key_id == second.key_id != first.key_id
-        assert (new.tenant, new.name, new.scopes) == ("acme", "ci", {Scope.INFERENCE})
+        assert (new.tenant, new.name, new.scopes) == (acme, "ci", {Scope.INFERENCE})
         assert (new.adapter, new.models, new.expires_at) == ("voice", models, None)
         assert store.authenticate(second.secret) == new
         assert store.authenticate(first.secret) is not None
-        listed = {key.key_id: key for key in store.list_keys("acme")}
+        listed = {key.key_id: key for key in store.list_keys(acme)}
         assert (listed[first.key_id].expires_at, listed[first.key_id].replaced_by) == (1060, second.key_id)
         clock.now = 1060.0
         assert store.authenticate(first.secret) is None
@@ -360,9 +361,9 @@ def test_unknown_wrong_expired_and_revoked_keys_cost_the_same_work(
     with closing(Database(database_place)) as database, closing(journal):
         pepper = Pepper(b"p" * PEPPER_BYTES)
         store = KeyStore(database, pepper, journal, clock=lambda: 0.0, wall_clock=clock)
-        TenantStore(database, store).create_tenant("acme")
-        _, known = store.create_key("acme")
-        (_, expired), (_, revoked) = store.create_key("acme", expires_at=1010), store.create_key("acme")
+        acme = TenantStore(database, store).create_tenant("acme").tenant_id
+        _, known = store.create_key(acme)
+        (_, expired), (_, revoked) = store.create_key(acme, expires_at=1010), store.create_key(acme)
         body = f"slora_{known.key_id}_{'0' * 43}"
         store.revoke_key(revoked.key_id)
         secrets = {
@@ -420,10 +421,10 @@ def test_a_key_that_was_sent_before_it_was_created_is_accepted_at_once(
 ) -> None:
     with closing(Database(database_place)) as database:
         store = open_key_store(database, tmp_path)
-        TenantStore(database, store).create_tenant("acme")
+        acme = TenantStore(database, store).create_tenant("acme").tenant_id
         secret = make_key().secret
         assert store.authenticate(secret) is None
-        store.import_key("acme", None, secret)
+        store.import_key(acme, None, secret)
         assert store.authenticate(secret) is not None
 
 
@@ -457,7 +458,7 @@ def test_a_flood_of_unknown_keys_does_not_keep_a_key_from_being_looked_up(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_store, "_read_key", slow_read)
         num_refused, found = asyncio.run(run())
-    assert isinstance(found, KeyRecord) and found.tenant == "honest"
+    assert isinstance(found, KeyRecord) and found.tenant_name == "honest"
     assert num_refused > 200
     assert order.index(found.key_id) < 16, "it did not wait behind the flood"
 
@@ -493,7 +494,7 @@ def test_requests_with_the_same_key_share_one_lookup_of_it(platform: Platform) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_store, "_read_key", slow_read)
         callers = asyncio.run(run())
-    assert {caller.tenant for caller in callers if isinstance(caller, KeyRecord)} == {"crowd"}
+    assert {caller.tenant_name for caller in callers if isinstance(caller, KeyRecord)} == {"crowd"}
     assert len(callers) == 399 and all(callers)
     # The request that left had begun a lookup, and one other request began another.
     assert num_reads <= 2
@@ -550,7 +551,12 @@ def test_no_log_and_no_repr_has_a_secret(
     cached = [repr(key_store._cache.get(one["key_id"])) for one in (made, rotated, operators)]
     admin_key = open_admin_key(ADMIN_KEY, platform.directory, key_store._pepper)
     texts += [record.getMessage() for record in caplog.records if not record.name.startswith("http")]
-    texts += [*cached, repr(key_store), repr(admin_key), repr(key_store.list_keys("quiet"))]
+    texts += [
+        *cached,
+        repr(key_store),
+        repr(admin_key),
+        repr(key_store.list_keys(platform.tenant_id("quiet"))),
+    ]
     for hidden in (ADMIN_KEY, *(secret.split("_")[2] for secret in secrets)):
         assert not any(hidden in text for text in texts)
     digest = key_store._pepper.digest(rotated["key"])
@@ -567,7 +573,9 @@ def test_authentication_takes_microseconds(tmp_path: Path, soak: bool, report: C
         keys = [(f"t{number}", make_key()) for number in range(num_tenants) for _ in range(num_keys)]
         share = {"created_at": 1, "weight": 1, "min_pool_share": 0, "max_pool_share": 1, "priority": 0}
         with database.transaction() as connection:
-            tenants = [{"name": f"t{number}", **share} for number in range(num_tenants)]
+            tenants = [
+                {"tenant_id": f"t{number}", "name": f"t{number}", **share} for number in range(num_tenants)
+            ]
             connection.execute(insert(schema.tenants), tenants)
             rows = [
                 {

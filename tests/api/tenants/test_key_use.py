@@ -34,12 +34,14 @@ def database(database_place: str) -> Iterator[Database]:
 
 def make_keys(database: Database, folder: Path, count: int) -> tuple[KeyStore, list[Caller]]:
     store = open_key_store(database, folder)
-    TenantStore(database, store).create_tenant("acme")
-    return store, [store.create_key("acme")[0] for _ in range(count)]
+    tenant = TenantStore(database, store).create_tenant("acme").tenant_id
+    return store, [store.create_key(tenant)[0] for _ in range(count)]
 
 
-def times(store: KeyStore) -> list[int | None]:
-    return [key.last_used_at for key in store.list_keys("acme")]
+def read_times(store: KeyStore, key: Caller) -> list[int | None]:
+    """Returns when each key of the tenant was used."""
+    assert key.tenant is not None
+    return [key.last_used_at for key in store.list_keys(key.tenant)]
 
 
 def test_each_key_is_written_once_a_minute_at_most(database: Database, tmp_path: Path) -> None:
@@ -57,11 +59,11 @@ def test_each_key_is_written_once_a_minute_at_most(database: Database, tmp_path:
             use.note(key)
         asyncio.run(use.write())
     event.remove(database._engine, "before_cursor_execute", count)
-    assert statements == 1 and times(store) == [1000]
+    assert statements == 1 and read_times(store, key) == [1000]
     clock.now = 1060.0
     use.note(key)
     asyncio.run(use.write())
-    assert times(store) == [1060]
+    assert read_times(store, key) == [1060]
     assert not use._waiting and len(use._written) == 1
     clock.now = 2000.0
     asyncio.run(use.write())
@@ -79,7 +81,7 @@ def test_a_time_never_goes_back_when_two_processes_write(database: Database, tmp
         late.note(key)
     asyncio.run(late.write())
     asyncio.run(early.write())
-    assert times(store) == [1030] * 3
+    assert read_times(store, key) == [1030] * 3
 
 
 def test_times_wait_while_the_database_is_away(postgresql_server: PostgresqlServer, tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_times_wait_while_the_database_is_away(postgresql_server: PostgresqlServ
         postgresql_server.start()
         while use._waiting:
             asyncio.run(use.write())
-        assert times(store) == [1000]
+        assert read_times(store, key) == [1000]
 
 
 def test_times_wait_while_the_disk_is_full(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_times_wait_while_the_disk_is_full(tmp_path: Path) -> None:
             asyncio.run(use.write())
         assert use._waiting
         asyncio.run(use.write())
-        assert not use._waiting and times(store) == [1000]
+        assert not use._waiting and read_times(store, key) == [1000]
 
 
 def test_a_request_notes_the_use_of_its_key(tmp_path: Path) -> None:
@@ -114,5 +116,6 @@ def test_a_request_notes_the_use_of_its_key(tmp_path: Path) -> None:
         key, idle = platform.key("acme"), platform.key("acme")
         assert post(platform, key, "/v1/completions", {"model": "base", "prompt": "x"}).status_code == 200
         asyncio.run(platform.services.key_use.write())
-        used = {one.key_id: one.last_used_at for one in platform.services.key_store.list_keys("acme")}
+        keys = platform.services.key_store.list_keys(platform.tenant_id("acme"))
+        used = {one.key_id: one.last_used_at for one in keys}
         assert used[key.split("_")[1]] is not None and used[idle.split("_")[1]] is None

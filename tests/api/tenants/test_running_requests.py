@@ -121,7 +121,7 @@ def test_a_suspension_ends_the_streams_of_the_tenants_keys(servers: tuple[Platfo
     key, other = first.key("paused"), first.key("running")
     with streaming(second, other) as unharmed:
         with streaming(second, key) as stream:
-            first.services.tenant_store.suspend("paused")
+            first.services.tenant_store.suspend(first.tenant_id("paused"))
         assert stream.events[-1]["error"]["code"] == "tenant_suspended"
         assert not unharmed.ended_at
         first.services.key_store.revoke_key(other.split("_")[1])
@@ -166,7 +166,7 @@ def test_the_openai_client_raises_an_error_when_its_key_is_revoked(
                 first.services.key_store.revoke_key(key.split("_")[1])
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
-    narrow = first.services.key_store.create_key("sdk", scopes=frozenset())[1].secret
+    narrow = first.services.key_store.create_key(first.tenant_id("sdk"), scopes=frozenset())[1].secret
     with pytest.raises(openai.PermissionDeniedError):
         client.with_options(api_key=narrow).models.list()
 
@@ -177,7 +177,9 @@ def test_an_expired_key_finishes_its_stream(tmp_path: Path) -> None:
     with running_platform(tmp_path, engine, follows=True) as platform:
         platform.services.key_store._wall_clock = lambda: now[0]
         platform.key("acme")
-        key = platform.services.key_store.create_key("acme", expires_at=int(now[0]) + 60)[1].secret
+        key = platform.services.key_store.create_key(platform.tenant_id("acme"), expires_at=int(now[0]) + 60)[
+            1
+        ].secret
         engine.on_request = lambda _: now.__setitem__(0, now[0] + 120)
         body = {**PROMPT, "max_tokens": 40, "stream": True}
         answer = post(platform, key, COMPLETIONS, body)

@@ -52,7 +52,7 @@ def test_an_upload_that_ends_after_the_suspension_creates_no_version(platform: P
     key, tenant_store = platform.key("uploader"), platform.services.tenant_store
 
     def suspend(request: object) -> list[object]:
-        tenant_store.suspend("uploader")
+        tenant_store.suspend(platform.tenant_id("uploader"))
         return trial(request)  # type: ignore[arg-type]
 
     trial = platform.engine.canary
@@ -62,32 +62,35 @@ def test_an_upload_that_ends_after_the_suspension_creates_no_version(platform: P
     finally:
         platform.engine.canary = trial
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "tenant_suspended")
-    tenant_store.resume("uploader")
+    tenant_store.resume(platform.tenant_id("uploader"))
     with platform.client(key) as client:
         assert client.get("/v1/adapters").json()["data"] == []
 
 
 def test_the_pins_of_a_suspended_tenant_are_released(platform: Platform, admin: httpx.Client) -> None:
     key = platform.key("pinner")
+    pinner = platform.tenant_id("pinner")
     assert platform.upload(key, "voice").status_code == 201
 
     def pinned_tenants() -> set[str]:
         return {pin.version.tenant for pin in platform.engine.pins[-1]} if platform.engine.pins else set()
 
     admin.put("/admin/tenants/pinner/adapters/voice/pin").raise_for_status()
-    wait_for(lambda: "pinner" in pinned_tenants() or None)
+    wait_for(lambda: pinner in pinned_tenants() or None)
     admin.post("/admin/tenants/pinner/suspend").raise_for_status()
-    wait_for(lambda: "pinner" not in pinned_tenants() or None)
+    wait_for(lambda: pinner not in pinned_tenants() or None)
     admin.post("/admin/tenants/pinner/resume").raise_for_status()
-    wait_for(lambda: "pinner" in pinned_tenants() or None)
+    wait_for(lambda: pinner in pinned_tenants() or None)
 
 
 def test_a_suspension_reaches_other_processes_through_the_feed(database_place: str, tmp_path: Path) -> None:
     with closing(Database(database_place)) as database, closing(Database(database_place)) as far:
         keys, other = open_key_store(database, tmp_path), TenantStore(far, open_key_store(far, tmp_path))
-        other.create_tenant("acme").check_active()
+        tenant = other.create_tenant("acme")
+        tenant.check_active()
+        acme = tenant.tenant_id
         cursor = read_changes(database, None).cursor
-        _, key = keys.create_key("acme")
+        _, key = keys.create_key(acme)
 
         def status() -> TenantStatus:
             found = keys.authenticate(key.secret)
@@ -96,10 +99,10 @@ def test_a_suspension_reaches_other_processes_through_the_feed(database_place: s
 
         assert status() is TenantStatus.ACTIVE
         with pytest.raises(TenantSuspended):
-            other.suspend("acme").check_active()
+            other.suspend(acme).check_active()
         keys.apply_changes(changes := read_changes(database, cursor))
         assert status() is TenantStatus.SUSPENDED
-        other.resume("acme")
+        other.resume(acme)
         keys.apply_changes(read_changes(database, changes.cursor))
         assert status() is TenantStatus.ACTIVE
         with pytest.raises(NotFound):

@@ -10,14 +10,14 @@ from sqlalchemy import select
 
 from slora.request import RequestUsage
 from slora.usage_journal.record import UsageRecord
-from slora_adapters.database import schema, tenant_rows
+from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post
@@ -62,8 +62,9 @@ def test_a_purge_deletes_what_only_this_tenant_has(platform: Platform, admin: ht
         client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
     admin.put("/admin/tenants/leaver/adapters/voice/pin").raise_for_status()
     assert digests(platform) >= {own, shared}
+    leaver = platform.tenant_id("leaver")
     found = purge(admin, "leaver").raise_for_status().json()
-    assert found.pop("blob_bytes") > 0
+    assert found.pop("blob_bytes") > 0 and found.pop("tenant_id") == leaver
     assert found == {
         **{"object": "tenant.purge", "tenant": "leaver", "keys": 1, "adapters": 2, "versions": 2, "blobs": 1},
         **{"blobs_kept": 1, "requests": 1, "pool_pages": 3, "pool_bytes": 3 * 1024, "usage_records": None},
@@ -73,9 +74,9 @@ def test_a_purge_deletes_what_only_this_tenant_has(platform: Platform, admin: ht
     assert admin.get("/admin/tenants/leaver").status_code == 404
     assert post(platform, other, "/v1/completions", {**PROMPT, "model": "mine"}).status_code == 200
     database = platform.services.tenant_store._database
-    assert rows_with(database, "leaver") == {"audit_log", "changes"}
+    assert rows_with(database, leaver) == {"audit_log", "changes", "former_tenants"}
     # Once by the purge itself, and once by the feed, as on other hosts.
-    wait_for(lambda: platform.engine.purged.count("leaver") >= 2 or None)
+    wait_for(lambda: platform.engine.purged.count(leaver) >= 2 or None)
     assert purge(admin, "leaver").status_code == 404
     again = platform.key("leaver")
     with platform.client(again) as client:
@@ -98,10 +99,11 @@ def test_a_purge_without_confirmation_changes_nothing(
 def test_usage_is_kept_or_erased_as_asked(platform: Platform, admin: httpx.Client) -> None:
     database = platform.services.tenant_store._database
     ledger = UsageLedger(database)
-    for tenant, choice, left in (("payer", "keep", 2), ("ghost", "erase", 0)):
-        platform.key(tenant)
-        ledger.add([record_of(tenant, f"{tenant}{number}") for number in range(2)])
-        found = purge(admin, tenant, ledger=choice).raise_for_status().json()
+    for name, choice, left in (("payer", "keep", 2), ("ghost", "erase", 0)):
+        platform.key(name)
+        tenant = platform.tenant_id(name)
+        ledger.add([record_of(tenant, f"{name}{number}") for number in range(2)])
+        found = purge(admin, name, ledger=choice).raise_for_status().json()
         assert found["usage_records"] == (None if choice == "keep" else 2)
         c = schema.usage_records.c
         assert len(database.read(select(c.request_id).where(c.tenant == tenant))) == left
@@ -139,17 +141,19 @@ def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
     for action in ("suspend", "resume"):
         answer = admin.post(f"/admin/tenants/{tenant}/{action}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "purge_begun")
+    tenant_id = platform.tenant_id(tenant)
     found = purge(admin, tenant, ledger="erase").raise_for_status().json()
     assert (found["keys"], found["versions"], found["blobs"]) == (1, 2, 2)
     assert not blobs & digests(platform)
-    assert rows_with(platform.services.tenant_store._database, tenant) == {"audit_log", "changes"}
+    left = rows_with(platform.services.tenant_store._database, tenant_id)
+    assert left == {"audit_log", "changes", "former_tenants"}
 
 
 def test_every_table_of_tenants_is_purged_or_outlives_them() -> None:
     """A table of keys or tenants without the column `tenant` would keep its rows."""
-    shared = {"platform", "adapter_reservations", "erased_keys"}
-    purged = {table.name for table in tenant_rows._OWN}
-    kept = {table.name for table in tenant_rows._KEPT}
+    shared = {"platform", "adapter_reservations", "erased_keys", "former_tenants"}
+    purged = {table.name for table in OWN_TABLES}
+    kept = {table.name for table in KEPT_TABLES}
     assert purged | kept | shared | {"tenants"} == set(schema.metadata.tables)
     assert not purged & kept
 
@@ -158,15 +162,15 @@ def test_a_purge_deletes_the_same_rows_on_both_databases(database_place: str, tm
     with closing(Database(database_place)) as database:
         keys, ledger = open_key_store(database, tmp_path), UsageLedger(database)
         store = TenantStore(database, keys)
-        for name in ("leaver", "stayer"):
-            store.create_tenant(name)
-            keys.create_key(name)
-            ledger.add([record_of(name, f"{name}{number}") for number in range(3)])
-        store.begin_purge("leaver")
-        assert ledger.erase("leaver") == 3 and ledger.erase("leaver") == 0
-        assert store.finish_purge("leaver", {})["api_keys"] == 1
-        assert rows_with(database, "leaver") == {"audit_log", "changes"}
-        assert rows_with(database, "stayer") >= {"tenants", "api_keys", "usage_records", "usage_buckets"}
+        leaver, stayer = (store.create_tenant(name).tenant_id for name in ("leaver", "stayer"))
+        for tenant in (leaver, stayer):
+            keys.create_key(tenant)
+            ledger.add([record_of(tenant, f"{tenant}{number}") for number in range(3)])
+        store.begin_purge(leaver)
+        assert ledger.erase(leaver) == 3 and ledger.erase(leaver) == 0
+        assert store.finish_purge(leaver, {})["api_keys"] == 1
+        assert rows_with(database, leaver) == {"audit_log", "changes", "former_tenants"}
+        assert rows_with(database, stayer) >= {"tenants", "api_keys", "usage_records", "usage_buckets"}
 
 
 def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: Served, kit: Any) -> None:
@@ -206,18 +210,17 @@ def test_erased_usage_does_not_come_back_with_what_journals_still_have(
     with closing(Database(database_place)) as database:
         keys, ledger = open_key_store(database, tmp_path), UsageLedger(database)
         store = TenantStore(database, keys)
-        for tenant in ("erased", "kept"):
-            store.create_tenant(tenant)
-        (_, gone), (_, other) = keys.create_key("erased"), keys.create_key("kept")
-        store.begin_purge("erased")
-        ledger.erase("erased")
-        store.finish_purge("erased", {})
-        late = [record_of("erased", "r1", gone.key_id), record_of("kept", "r2", other.key_id)]
+        erased, kept = (store.create_tenant(name).tenant_id for name in ("erased", "kept"))
+        (_, gone), (_, other) = keys.create_key(erased), keys.create_key(kept)
+        store.begin_purge(erased)
+        ledger.erase(erased)
+        store.finish_purge(erased, {})
+        late = [record_of(erased, "r1", gone.key_id), record_of(kept, "r2", other.key_id)]
         assert ledger.add(late) == 1 and ledger.add(late[:1]) == 0
-        assert rows_with(database, "erased") == {"audit_log", "changes"}
-        store.create_tenant("erased")
-        _, again = keys.create_key("erased")
-        assert ledger.add([record_of("erased", "r3", again.key_id)]) == 1, "a new tenant of that name"
+        assert rows_with(database, erased) == {"audit_log", "changes", "former_tenants"}
+        again = store.create_tenant("erased").tenant_id
+        _, key = keys.create_key(again)
+        assert ledger.add([record_of(again, "r3", key.key_id)]) == 1, "a new tenant of that name"
 
 
 # Purges in a child that is killed after each number of SQL statements, until a child survives.
@@ -234,10 +237,10 @@ from slora_adapters.store.file_store import FileStore
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
 
-place, directory = sys.argv[1], Path(sys.argv[2])
+place, directory, leaver = sys.argv[1], Path(sys.argv[2]), sys.argv[4]
 
 def purge():
     database = Database(place)
@@ -252,10 +255,10 @@ def purge():
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store.begin_purge("leaver")
-    catalog.purge_blobs("leaver")
-    ledger.erase("leaver")
-    store.finish_purge("leaver", {})
+    store.begin_purge(leaver)
+    catalog.purge_blobs(leaver)
+    ledger.erase(leaver)
+    store.finish_purge(leaver, {})
     os._exit(0)
 
 step, status = 1, None
@@ -277,17 +280,17 @@ def test_a_purge_that_is_killed_at_any_step_is_completed_by_repeating_it(
     with closing(Database(database_place)) as database:
         keys, registry = open_key_store(database, tmp_path), Registry(RegistryStorage(database))
         tenants, ledger = TenantStore(database, keys), UsageLedger(database)
-        for tenant, blobs in (("leaver", "123"), ("stayer", "3")):
-            tenants.create_tenant(tenant)
+        leaver, stayer = (tenants.create_tenant(name).tenant_id for name in ("leaver", "stayer"))
+        for tenant, blobs in ((leaver, "123"), (stayer, "3")):
             keys.create_key(tenant)
             ledger.add([record_of(tenant, tenant)])
             for blob in blobs:
                 store.put(blob * 64, {"weights": b"w"})
                 registry.put(f"a{blob}", AdapterVersion(tenant, blob * 64), AdapterDetails(2, ("q_proj",), 1))
         stride = 1 if soak else 7
-        status, output = ForkedProgram(KILLED_PURGES, database_place, tmp_path, stride).finish()
+        status, output = ForkedProgram(KILLED_PURGES, database_place, tmp_path, stride, leaver).finish()
         assert status == 0, output
         assert int(output) > 10, "most steps were tried"
-        assert rows_with(database, "leaver") == {"audit_log", "changes"}
-        assert rows_with(database, "stayer") >= {"tenants", "api_keys", "adapter_versions", "usage_records"}
+        assert rows_with(database, leaver) == {"audit_log", "changes", "former_tenants"}
+        assert rows_with(database, stayer) >= {"tenants", "api_keys", "adapter_versions", "usage_records"}
         assert set(store.digests()) == {"3" * 64}

@@ -143,15 +143,16 @@ def test_changing_the_share_of_an_unknown_tenant_is_refused(
 
 
 def test_floors_of_all_tenants_fit_the_pool_together(tenant_store: TenantStore) -> None:
-    for name, floor in (("a", 0.7), ("b", 0.2), ("c", 0.1)):
-        tenant_store.create_tenant(name, ShareChanges(min_pool_share=floor))
-    tenant_store.create_tenant("d")
+    a, b, _, d = (
+        tenant_store.create_tenant(name, ShareChanges(min_pool_share=floor)).tenant_id
+        for name, floor in (("a", 0.7), ("b", 0.2), ("c", 0.1), ("d", 0.0))
+    )
     with pytest.raises(
         BadRequest, match=r"is 0.25, but the shares of other tenants leave only 0 of the pool"
     ):
-        tenant_store.change_share("d", ShareChanges(min_pool_share=0.25))
+        tenant_store.change_share(d, ShareChanges(min_pool_share=0.25))
     with pytest.raises(BadRequest, match=r"leave only 0\.2 of the pool"):
-        tenant_store.change_share("b", ShareChanges(min_pool_share=0.3))
+        tenant_store.change_share(b, ShareChanges(min_pool_share=0.3))
     with pytest.raises(BadRequest):
         tenant_store.create_tenant("e", ShareChanges(min_pool_share=0.01))
     assert [(tenant.name, tenant.share.min_share) for tenant in tenant_store.list_tenants()] == [
@@ -160,12 +161,12 @@ def test_floors_of_all_tenants_fit_the_pool_together(tenant_store: TenantStore) 
         ("c", 0.1),
         ("d", 0.0),
     ]
-    tenant_store.change_share("a", ShareChanges(min_pool_share=0.4))
-    assert tenant_store.change_share("d", ShareChanges(min_pool_share=0.25)).share.min_share == 0.25
+    tenant_store.change_share(a, ShareChanges(min_pool_share=0.4))
+    assert tenant_store.change_share(d, ShareChanges(min_pool_share=0.25)).share.min_share == 0.25
 
 
 def test_a_floor_above_the_current_ceiling_is_refused(tenant_store: TenantStore) -> None:
-    tenant_store.create_tenant("t", ShareChanges(max_pool_share=0.3))
+    t = tenant_store.create_tenant("t", ShareChanges(max_pool_share=0.3)).tenant_id
     with pytest.raises(BadRequest, match=r"0\.5, which is more than `max_pool_share` \(0\.3\)") as caught:
-        tenant_store.change_share("t", ShareChanges(min_pool_share=0.5))
+        tenant_store.change_share(t, ShareChanges(min_pool_share=0.5))
     assert caught.value.param == "min_pool_share"

@@ -1,6 +1,6 @@
 """Creates the tables of the control plane. `schema.py` explains them.
 
-Revision ID: 1
+Revision ID: 2
 """
 
 import uuid
@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "1"
+revision = "2"
 down_revision = None
 
 _KEY = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
@@ -35,16 +35,24 @@ def _create_platform() -> None:
 def _create_tenants() -> None:
     op.create_table(
         "tenants",
-        sa.Column("name", _KEY, primary_key=True),
+        sa.Column("tenant_id", _KEY, primary_key=True),
+        sa.Column("name", _KEY, nullable=False),
         *_required(sa.BigInteger, "created_at"),
         *_required(sa.Double, "weight", "min_pool_share", "max_pool_share"),
         *_required(sa.Integer, "priority"),
         *_required(sa.Text, "status", server_default="active"),
+        sa.Index("tenants_by_name", "name", unique=True),
+    )
+    op.create_table(
+        "former_tenants",
+        sa.Column("tenant_id", _KEY, primary_key=True),
+        sa.Column("name", _KEY, nullable=False),
+        *_required(sa.BigInteger, "purged_at"),
     )
     op.create_table(
         "api_keys",
         sa.Column("key_id", _KEY, primary_key=True),
-        sa.Column("tenant", _KEY, sa.ForeignKey("tenants.name")),
+        sa.Column("tenant", _KEY, sa.ForeignKey("tenants.tenant_id")),
         *_required(sa.LargeBinary, "digest"),
         *_optional(sa.Text, "adapter"),
         *_required(sa.BigInteger, "created_at"),
@@ -60,7 +68,7 @@ def _create_tenants() -> None:
     op.create_table("erased_keys", sa.Column("key_id", _KEY, primary_key=True))
     op.create_table(
         "quotas",
-        sa.Column("tenant", _KEY, sa.ForeignKey("tenants.name")),
+        sa.Column("tenant", _KEY, sa.ForeignKey("tenants.tenant_id")),
         sa.Column("key_id", _KEY),
         *_optional(
             sa.BigInteger,
