@@ -191,7 +191,9 @@ _PIN_COLUMNS = {
 @explained
 def pins(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        found = sorted(walk(client, "/admin/pins"), key=lambda pin: (pin["tenant"], pin["name"], pin["alias"]))
+        found = sorted(
+            walk(client, "/admin/pins"), key=lambda pin: (pin["tenant"], pin["name"], pin["alias"])
+        )
         print_records(found, _PIN_COLUMNS, as_json=arguments.json)
 
 

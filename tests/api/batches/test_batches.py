@@ -369,7 +369,9 @@ def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
     client, revoked = platform.sdk(platform.key("acme")), platform.key("acme")
     file = client.files.create(file=("input.jsonl", write_lines([line_of("a")])), purpose="batch")
     platform.services.key_store.revoke_key(revoked.split("_")[1])
-    created = platform.services.batches.create(platform.tenant_id("acme"), revoked.split("_")[1], PATH, file.id, None)
+    created = platform.services.batches.create(
+        platform.tenant_id("acme"), revoked.split("_")[1], PATH, file.id, None
+    )
     ended = wait_for(client, created.batch_id, "completed")
     (error,) = read_answers(client, ended.error_file_id)
     assert error["response"]["status_code"] == 401 and not platform.engine.requests

@@ -1,5 +1,6 @@
 """The exact bytes of the completion routes' answers, over an engine whose tokens the test chooses."""
 
+import asyncio
 import json
 import socket
 from dataclasses import replace
@@ -28,6 +29,7 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.metrics.engine_metrics import name_tenants
 from slora_api.schemas import GenerationFields
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
@@ -972,3 +974,13 @@ def test_the_end_token_alone_is_an_empty_answer(platform: Platform, key: str) ->
     assert post(platform, key, COMPLETIONS, PROMPT).json()["choices"][0]["text"] == ""
     chunks = events(post(platform, key, CHAT, MESSAGES | {"stream": True}))
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]
+
+
+def test_metrics_show_the_names_of_tenants() -> None:
+    stats = asyncio.run(ScriptedEngine().stats())
+    named = name_tenants(stats, {"t": "acme"})
+    assert set(named.tenants) == {"acme", "other"} and "acme/abc" in named.adapters
+    assert set(named.tenant_pages) >= {"acme"} and "acme/abc" in named.pooled_adapters
+    assert named.host_cache.labels == ("acme/abc", "acme/def")
+    # The label "other" stands for further tenants.
+    assert set(name_tenants(stats, {"t": "other"}).tenants) == {"t", "other"}
