@@ -86,6 +86,14 @@ class FairSlots:
 
         Raises TenantBusy if too many requests of this tenant wait already.
         """
+        release = await self.acquire(tenant)
+        try:
+            yield
+        finally:
+            release()
+
+    async def acquire(self, tenant: str) -> Callable[[], None]:
+        """Like `hold`, for a slot that outlives the caller. Returns a function that releases the slot; call it once."""
         state = self._enter(tenant)
         turn = asyncio.get_running_loop().create_future()
         state.waiting.append(turn)
@@ -102,10 +110,7 @@ class FairSlots:
                 self._remove_if_idle(tenant, state)
             raise
         started_at = self._clock()
-        try:
-            yield
-        finally:
-            self._release(tenant, state, self._clock() - started_at)
+        return lambda: self._release(tenant, state, self._clock() - started_at)
 
     def _enter(self, tenant: str) -> _TenantState:
         state = self._active.get(tenant)

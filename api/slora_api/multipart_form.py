@@ -4,7 +4,6 @@ The parts are written as they arrive, so the memory used does not grow with the 
 own; the body limit bounds the size and the rate of the whole body. This module does not interpret the parts.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import BinaryIO
 
@@ -12,6 +11,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from slora_api.errors import ApiError, BadRequest
+from slora_api.threads import tenant_thread
 
 __all__ = ["FormPart", "check_fields", "read_boundary", "read_form"]
 
@@ -145,6 +145,7 @@ def read_boundary(content_type: str, remedy: str) -> bytes:
 
 
 async def read_form(
+    tenant: str,
     stream: AsyncIterator[bytes],
     boundary: bytes,
     max_header_bytes: int,
@@ -152,8 +153,8 @@ async def read_form(
 ) -> Mapping[str, FormPart]:
     """Reads a whole form and returns its parts by field.
 
-    max_header_bytes: limit of the headers of a part. open_part: returns the part for a field. Its arguments are the
-    field, the file name (empty if there is none), and the earlier fields.
+    tenant: the tenant that sent the form. max_header_bytes: limit of the headers of a part. open_part: returns the part
+    for a field. Its arguments are the field, the file name (empty if there is none), and the earlier fields.
 
     Raises BadRequest, and the errors of `stream`, `open_part` and the parts.
     """
@@ -166,12 +167,12 @@ async def read_form(
             pending.append(chunk)
             num_bytes += len(chunk)
             if num_bytes >= _CHUNK_BYTES:
-                await asyncio.to_thread(reader.write, b"".join(pending))
+                await tenant_thread(tenant, reader.write, b"".join(pending))
                 pending, num_bytes = [], 0
-        await asyncio.to_thread(reader.write, b"".join(pending))
+        await tenant_thread(tenant, reader.write, b"".join(pending))
         reader.check_ended()
     finally:
-        await asyncio.to_thread(reader.close)
+        await tenant_thread(tenant, reader.close)
     return reader.parts
 
 

@@ -6,13 +6,12 @@ already started keeps its version. If the moved alias is pinned, the pin moves w
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
-import asyncio
-
 from slora_adapters.registry.alias import Targets
 from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import Registry, Rollout
 from slora_api.adapters.adapter_json import AliasObject, alias_json
 from slora_api.adapters.pinning import Pinning
+from slora_api.threads import tenant_thread
 
 __all__ = ["Aliases"]
 
@@ -44,7 +43,8 @@ class Aliases:
         follows_pushes: bool,
     ) -> AliasObject:
         """Moves or creates an alias. Raises the errors of `Registry.move`."""
-        rollout = await asyncio.to_thread(
+        rollout = await tenant_thread(
+            tenant,
             self._registry.move,
             tenant,
             name,
@@ -57,11 +57,11 @@ class Aliases:
 
     async def roll_back(self, tenant: str, name: str, alias: str) -> AliasObject:
         """Moves the alias back to its previous targets. Raises AliasConflict if it has none."""
-        return self._moved(await asyncio.to_thread(self._registry.roll_back, tenant, name, alias))
+        return self._moved(await tenant_thread(tenant, self._registry.roll_back, tenant, name, alias))
 
     async def delete(self, tenant: str, name: str, alias: str) -> None:
         """Deletes the alias. Raises BadAlias for `latest`."""
-        self._moved(await asyncio.to_thread(self._registry.delete_alias, tenant, name, alias))
+        self._moved(await tenant_thread(tenant, self._registry.delete_alias, tenant, name, alias))
 
     def _moved(self, rollout: Rollout) -> AliasObject:
         if rollout.pinned:

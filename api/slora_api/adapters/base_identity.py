@@ -15,6 +15,7 @@ from typing import Literal
 from slora.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_api.threads import control_thread
 
 __all__ = ["BaseIdentity", "BaseMatch"]
 
@@ -56,7 +57,7 @@ class BaseIdentity:
 
     async def _fingerprint(self) -> str | None:
         if self._computed is None:
-            self._computed = asyncio.ensure_future(asyncio.to_thread(self._compute_fingerprint))
+            self._computed = asyncio.ensure_future(control_thread(self._compute_fingerprint))
         return await asyncio.shield(self._computed)
 
     def _compute_fingerprint(self) -> str | None:

@@ -23,6 +23,7 @@ from slora_adapters.version import AdapterVersion
 from slora_api.host_changes import HostChanges
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.tenants.key_store import KeyStore
+from slora_api.threads import control_thread
 
 __all__ = ["ChangeFollower", "VersionHolder"]
 
@@ -79,7 +80,7 @@ class ChangeFollower:
             is_all = True
             committed = None if self._host_changes is None else self._host_changes.read()
             try:
-                changes = await asyncio.to_thread(self._registry.changes, cursor)
+                changes = await control_thread(self._registry.changes, cursor)
                 self._key_store.apply_changes(changes)
                 self._quota_store.apply_changes(changes)
                 await self._pass_on(changes)
@@ -120,7 +121,7 @@ class ChangeFollower:
             suspects |= self._engine.versions
         if suspects:
             # A version may have been pushed again since the change.
-            named = await asyncio.to_thread(self._registry.named, suspects)
+            named = await control_thread(self._registry.named, suspects)
             for version in suspects:
                 if version not in named:
                     with suppress(EngineUnavailable):

@@ -7,7 +7,6 @@ inspected like an upload. Later changes below the root have no effect on the ada
 This module does not depend on HTTP and does not interpret the files.
 """
 
-import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ from slora_adapters.peft.peft_directory import MEMBER_NAMES
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.errors import BadRequest, Forbidden, NotFound
 from slora_api.fair_slots import FairSlots
+from slora_api.threads import tenant_thread
 
 __all__ = ["LocalAdapters"]
 
@@ -54,9 +54,9 @@ class LocalAdapters:
         return self._turns.hold(tenant)
 
     @asynccontextmanager
-    async def copy(self, name: str, path: str) -> AsyncIterator[StagedUpload]:
+    async def copy(self, tenant: str, name: str, path: str) -> AsyncIterator[StagedUpload]:
         """Copies the PEFT directory at `path`, which is absolute or relative to the root. The copy exists for the
-        duration of the context.
+        duration of the context. tenant: the tenant that gets the adapter.
 
         Raises Forbidden if the server reads no local adapters. Raises NotFound if there is no adapter at the path, and
         BadRequest if a file is too large.
@@ -66,8 +66,8 @@ class LocalAdapters:
                 "This server does not read adapters from its own files; push the adapter, or start "
                 "the server with --lora-root DIR."
             )
-        async with self._quarantine.folder() as directory:
-            await asyncio.to_thread(_copy_members, self._root, path, directory, self._max_bytes)
+        async with self._quarantine.folder(tenant) as directory:
+            await tenant_thread(tenant, _copy_members, self._root, path, directory, self._max_bytes)
             yield StagedUpload(name, directory)
 
 

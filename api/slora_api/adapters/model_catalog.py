@@ -9,7 +9,6 @@ writes, and all reads of weights run on threads.
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
@@ -41,6 +40,7 @@ from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.schemas import AnswerFields, EmbeddingRequest
 from slora_api.tenants.allow_list import MAX_MODELS, AllowList
 from slora_api.tenants.key_record import KeyRecord
+from slora_api.threads import tenant_thread
 
 __all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
 
@@ -148,7 +148,7 @@ class ModelCatalog:
         if registry.is_lookup_local(key.tenant, wanted):
             record, extras = self._serve_version(key.tenant, wanted, user)
         else:
-            record, extras = await asyncio.to_thread(self._serve_version, key.tenant, wanted, user)
+            record, extras = await tenant_thread(key.tenant, self._serve_version, key.tenant, wanted, user)
         try:
             own = read_generation_defaults(extras.generation_config)
         except ValueError as error:
@@ -270,7 +270,7 @@ class ModelCatalog:
         return list_json([version_json(record, rollouts) for record in records], "version", limit)
 
     async def has_adapter(self, tenant: str, name: str) -> bool:
-        return await asyncio.to_thread(self._find_rollout, tenant, name) is not None
+        return await tenant_thread(tenant, self._find_rollout, tenant, name) is not None
 
     async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
         """Deletes a version, or a name with all its versions. Raises ModelNotFound, BadAlias, InUse; see
@@ -280,7 +280,7 @@ class ModelCatalog:
         freed.
         """
         try:
-            removal = await asyncio.to_thread(self._adapters.withdraw, tenant, reference, force=force)
+            removal = await tenant_thread(tenant, self._adapters.withdraw, tenant, reference, force=force)
         except AdapterNotFound:
             raise ModelNotFound(reference) from None
         except AdapterInUse as error:
@@ -298,7 +298,7 @@ class ModelCatalog:
         EngineUnavailable.
         """
         key.check_model(reference)
-        records = await asyncio.to_thread(self._find_versions, key.tenant, reference)
+        records = await tenant_thread(key.tenant, self._find_versions, key.tenant, reference)
         versions: list[VersionPlace] = [
             {
                 "version": record.number,

@@ -29,6 +29,7 @@ from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
+from slora_api.threads import control_thread
 
 __all__ = ["Pinning"]
 
@@ -53,13 +54,13 @@ class Pinning:
 
         Raises NotFound, BadAlias, PinsFull. Raises EngineUnavailable while the size of the page pool is not known.
         """
-        record = await asyncio.to_thread(self._pin, tenant, name)
+        record = await control_thread(self._pin, tenant, name)
         self.refresh()
         return record
 
     async def unpin(self, tenant: str, name: str) -> Rollout:
         """Unpins `name` or `name@alias`; unpinning it again is a no-op. Raises NotFound, BadAlias."""
-        record = await asyncio.to_thread(self._unpin, tenant, name)
+        record = await control_thread(self._unpin, tenant, name)
         self.refresh()
         return record
 
@@ -69,9 +70,7 @@ class Pinning:
         Raises PinsFull if the tenant's pins exceed a lowered max_pool_share. Raises EngineUnavailable while the size of
         the page pool is not known.
         """
-        changed = await asyncio.to_thread(
-            self._tenant_store.change_share, tenant, changes, self._check_ceiling
-        )
+        changed = await control_thread(self._tenant_store.change_share, tenant, changes, self._check_ceiling)
         self.refresh()
         return changed
 
@@ -85,7 +84,7 @@ class Pinning:
             await self._is_stale.wait()
             self._is_stale.clear()
             try:
-                await self._client.set_pins(await asyncio.to_thread(self._read_pins))
+                await self._client.set_pins(await control_thread(self._read_pins))
             except EngineUnavailable:
                 pass  # The pins are sent again when the next engine connects.
             except StoreUnavailable as error:

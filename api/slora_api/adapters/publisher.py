@@ -47,6 +47,7 @@ from slora_api.generation.sse import unless_disconnected
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.threads import HOUSEKEEPING, tenant_thread
 
 __all__ = ["Publisher"]
 
@@ -107,7 +108,7 @@ class Publisher:
             raise EngineUnavailable(
                 "the engine is starting and cannot try the adapter yet; upload it again shortly"
             )
-        async with self._quarantine.folder() as scratch:
+        async with self._quarantine.folder(tenant) as scratch:
             inspection = self._inspector.inspect(tenant, upload.source, scratch)
             adapter = await (inspection if receive is None else unless_disconnected(receive, inspection))
             base = await self._base.identity.compare(upload.base_fingerprint, adapter.certificate.base_name)
@@ -137,7 +138,7 @@ class Publisher:
         """
         while True:
             try:
-                await asyncio.to_thread(self._adapters.sweep)
+                await tenant_thread(HOUSEKEEPING, self._adapters.sweep)
             except StoreUnavailable as error:
                 _log.error(
                     "unreferenced adapters could not be deleted from the store; the next sweep tries "
@@ -167,11 +168,11 @@ class Publisher:
         The change is None if the newest version is the same adapter, which was tried out when it was uploaded.
         """
         registry = self._adapters.registry
-        newest = await asyncio.to_thread(registry.newest, tenant, name)
+        newest = await tenant_thread(tenant, registry.newest, tenant, name)
         is_new = newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras)
         # Read the usage before anything is stored, because `_try_out` must know whether the tenant already had these
         # weights.
-        usage = await asyncio.to_thread(registry.storage_usage, tenant, adapter.digest)
+        usage = await tenant_thread(tenant, registry.storage_usage, tenant, adapter.digest)
 
         def check(usage: StorageUsage) -> None:
             self._tenant_store.find_tenant(tenant).check_active()
@@ -179,17 +180,19 @@ class Publisher:
 
         if is_new:
             # Check here to save work. The transaction that creates the version checks again.
-            await asyncio.to_thread(check, usage)
-        reservation = await self._write(self._adapters.store_blob, adapter)
+            await tenant_thread(tenant, check, usage)
+        reservation = await self._write(tenant, self._adapters.store_blob, adapter)
         try:
             effect = await self._try_out(tenant, adapter, usage) if is_new else None
-            published = await self._write(self._adapters.commit, tenant, name, adapter, reservation, check)
+            published = await self._write(
+                tenant, self._adapters.commit, tenant, name, adapter, reservation, check
+            )
         except BaseException:
-            await self._write(self._adapters.discard, adapter, reservation)
+            await self._write(tenant, self._adapters.discard, adapter, reservation)
             raise
         if published.moved_pin:
             self._pinning.refresh()
-        aliases = await asyncio.to_thread(registry.aliases, tenant, name)
+        aliases = await tenant_thread(tenant, registry.aliases, tenant, name)
         return version_json(published.record, aliases), published.is_new, effect
 
     async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
@@ -217,6 +220,6 @@ class Publisher:
     def _count_pool_bytes(self, adapter: CheckedAdapter) -> int:
         return self._client.info.count_rank_bytes(adapter.certificate.pool_bytes, adapter.target_modules)
 
-    async def _write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _write(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self._writers:
-            return await asyncio.to_thread(call, *args, **kwargs)
+            return await tenant_thread(tenant, call, *args, **kwargs)

@@ -4,7 +4,6 @@ ends.
 The code that fills a folder bounds its contents. `RequestLimiter` bounds the number of folders.
 """
 
-import asyncio
 import logging
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull
 from slora_adapters.full_disk import is_full
+from slora_api.threads import control_thread, tenant_thread
 
 __all__ = ["Quarantine", "StagedUpload"]
 
@@ -48,9 +48,9 @@ class Quarantine:
         directory.mkdir(mode=0o700, parents=True)
 
     @asynccontextmanager
-    async def folder(self) -> AsyncIterator[Path]:
-        """Yields an empty folder and always deletes it at the end of the context. Raises DiskFull if the disk has no
-        room for what the context writes.
+    async def folder(self, tenant: str) -> AsyncIterator[Path]:
+        """Yields an empty folder for an upload of the tenant, and always deletes it at the end of the context. Raises
+        DiskFull if the disk has no room for what the context writes.
         """
         if self._reserve is not None:
             self._reserve.check()
@@ -60,7 +60,7 @@ class Quarantine:
                 yield folder
             finally:
                 # This runs on a thread, because a stalled disk must not delay the tokens of all tenants.
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                await tenant_thread(tenant, shutil.rmtree, folder, ignore_errors=True)
         except OSError as error:
             if not is_full(error):
                 raise
@@ -68,5 +68,5 @@ class Quarantine:
             if self._reserve is not None:
                 # Check the reserve only now, when the folder is deleted and the disk has room again. One upload that is
                 # too large for the disk must not make the server read-only.
-                await asyncio.to_thread(self._reserve.watch)
+                await control_thread(self._reserve.watch)
             raise DiskFull(self._directory.parent) from None

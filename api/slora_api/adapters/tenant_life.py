@@ -13,7 +13,6 @@ purge was interrupted, even by a crash, it can be repeated: each step finds
 what is left to delete.
 """
 
-import asyncio
 from dataclasses import asdict, dataclass
 
 from slora.engine.client import EngineClient
@@ -22,6 +21,7 @@ from slora.errors import EngineUnavailable
 from slora_adapters.registry.catalog import Catalog, PurgedBlobs
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.threads import HOUSEKEEPING, control_thread, tenant_thread
 
 __all__ = ["PurgeReport", "TenantLife"]
 
@@ -60,12 +60,12 @@ class TenantLife:
         """Deletes a tenant with everything that it has. Raises NotFound. If a step raises StoreUnavailable, repeat the
         purge to complete it.
         """
-        await asyncio.to_thread(self._tenant_store.begin_purge, tenant)
+        await control_thread(self._tenant_store.begin_purge, tenant)
         freed, page_bytes = await self._purge_engine(tenant)
-        blobs = await asyncio.to_thread(self._adapters.purge_blobs, tenant)
-        erased = await asyncio.to_thread(self._ledger.erase, tenant) if erase_usage else None
+        blobs = await tenant_thread(HOUSEKEEPING, self._adapters.purge_blobs, tenant)
+        erased = await tenant_thread(HOUSEKEEPING, self._ledger.erase, tenant) if erase_usage else None
         details = {"blobs": asdict(blobs), "num_pages": freed.num_pages, "num_usage_records": erased}
-        rows = await asyncio.to_thread(self._tenant_store.finish_purge, tenant, details)
+        rows = await tenant_thread(HOUSEKEEPING, self._tenant_store.finish_purge, tenant, details)
         return PurgeReport(
             rows["api_keys"],
             rows["adapter_names"],

@@ -72,8 +72,10 @@ class Uploads:
         self._quarantine = quarantine
 
     @asynccontextmanager
-    async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[StagedUpload]:
-        """Receives the upload in `stream`. The files exist for the duration of the context.
+    async def receive(
+        self, tenant: str, content_type: str, stream: AsyncIterator[bytes]
+    ) -> AsyncIterator[StagedUpload]:
+        """Receives the tenant's upload in `stream`. The files exist for the duration of the context.
 
         Raises BadRequest, AdapterInvalid, and the errors of `stream`.
         """
@@ -81,8 +83,8 @@ class Uploads:
             content_type,
             "Send the adapter as multipart/form-data with the fields name, config and weights, or name and archive.",
         )
-        async with self._quarantine.folder() as folder:
-            parts = await read_form(stream, boundary, _MAX_HEADER_BYTES, partial(_open_part, folder))
+        async with self._quarantine.folder(tenant) as folder:
+            parts = await read_form(tenant, stream, boundary, _MAX_HEADER_BYTES, partial(_open_part, folder))
             has_archive = _ARCHIVE in parts
             check_fields(parts, "name", *(() if has_archive else _REQUIRED_FILES))
             fingerprint = parts.get("base_fingerprint")

@@ -34,6 +34,7 @@ from slora_api.rate_limited_log import get_rate_limited_logger
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.threads import tenant_thread
 
 __all__ = ["LEASE_S", "BatchRun"]
 
@@ -95,7 +96,9 @@ class BatchRun:
             await self._run_leased()
         except asyncio.CancelledError:
             with suppress(StoreUnavailable):
-                release = asyncio.to_thread(self._batches.release, self._batch.batch_id, self._owner)
+                release = tenant_thread(
+                    self._batch.tenant, self._batches.release, self._batch.batch_id, self._owner
+                )
                 await asyncio.shield(release)
             raise
 
@@ -106,7 +109,9 @@ class BatchRun:
                 lease = group.create_task(self._keep_lease())
                 status, problems = await self._work()
                 lease.cancel()
-            await asyncio.to_thread(self._batches.finish, batch_id, self._owner, status, problems)
+            await tenant_thread(
+                self._batch.tenant, self._batches.finish, batch_id, self._owner, status, problems
+            )
             logger.info("batch %s of tenant %s is %s", batch_id, self._batch.tenant, status)
         except* LeaseLost:
             logger.warning("batch %s was taken over by another runner, or was deleted", batch_id)
@@ -116,8 +121,8 @@ class BatchRun:
     async def _keep_lease(self) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            self._status = await asyncio.to_thread(
-                self._batches.renew, self._batch.batch_id, self._owner, LEASE_S
+            self._status = await tenant_thread(
+                self._batch.tenant, self._batches.renew, self._batch.batch_id, self._owner, LEASE_S
             )
 
     async def _work(self) -> tuple[BatchStatus, list[BatchProblem]]:
@@ -126,17 +131,19 @@ class BatchRun:
         if batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, []
         if batch.status is BatchStatus.VALIDATING:
-            count, problems = await asyncio.to_thread(
-                count_lines, self._batches.files.read(batch.input_file_id)
+            count, problems = await tenant_thread(
+                batch.tenant, count_lines, self._batches.files.read(batch.input_file_id)
             )
             if problems:
                 return BatchStatus.FAILED, problems
-            self._status = await asyncio.to_thread(self._batches.begin, batch.batch_id, self._owner, count)
-        answered = await asyncio.to_thread(self._batches.answered, batch)
+            self._status = await tenant_thread(
+                self._batch.tenant, self._batches.begin, batch.batch_id, self._owner, count
+            )
+        answered = await tenant_thread(self._batch.tenant, self._batches.answered, batch)
         lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)
         async with asyncio.TaskGroup() as group:
             while not self._must_stop():
-                line = await asyncio.to_thread(_next, lines)
+                line = await tenant_thread(self._batch.tenant, _next, lines)
                 if line is None:
                     break
                 admitted = asyncio.Event()
@@ -194,7 +201,7 @@ class BatchRun:
             if answer not in self._unwritten:
                 return
             some, self._unwritten = self._unwritten, []
-            await asyncio.to_thread(self._batches.record, self._batch, self._owner, some)
+            await tenant_thread(self._batch.tenant, self._batches.record, self._batch, self._owner, some)
 
     async def _unless_stopped(self, work: Awaitable[_T]) -> _T | None:
         """Returns the result of `work`; None if the batch is cancelled or expires first."""
@@ -230,7 +237,7 @@ class BatchRun:
     async def _call(self, line: BatchLine, line_id: str) -> LineResponse:
         """Sends a line to its route and returns the response. Raises StoreUnavailable or TenantSuspended."""
         batch = self._batch
-        key = await asyncio.to_thread(self._key_store.find_key, batch.key_id)
+        key = await tenant_thread(self._batch.tenant, self._key_store.find_key, batch.key_id)
         if key is None:
             return LineResponse.of(KeyRevoked())
         if key.status is not TenantStatus.ACTIVE:
@@ -240,9 +247,9 @@ class BatchRun:
     async def _expire_rest(self) -> None:
         """Writes an error for each line without an answer, because the batch has expired."""
         batch = self._batch
-        answered = await asyncio.to_thread(self._batches.answered, batch)
+        answered = await tenant_thread(self._batch.tenant, self._batches.answered, batch)
         lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)
-        while some := await asyncio.to_thread(_next_some, lines):
+        while some := await tenant_thread(self._batch.tenant, _next_some, lines):
             answers = [
                 LineAnswer(
                     line.number,
@@ -251,7 +258,7 @@ class BatchRun:
                 )
                 for line in some
             ]
-            await asyncio.to_thread(self._batches.record, batch, self._owner, answers)
+            await tenant_thread(self._batch.tenant, self._batches.record, batch, self._owner, answers)
             for _ in answers:
                 self._count_line("failed")
 

@@ -21,6 +21,7 @@ from slora_api.fair_slots import FairSlots, reserved_slots
 from slora_api.generation.generation import Generator
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.running_requests import RunningRequests
+from slora_api.threads import HOUSEKEEPING, tenant_thread
 
 __all__ = ["BatchRunner"]
 
@@ -84,7 +85,7 @@ class BatchRunner:
                     busy = set(self._runs.values())
                     is_reserved = len(self._runs) >= _MAX_RUNNING - _NUM_RESERVED
                     claim = partial(self._batches.claim, self._owner, LEASE_S, busy, others_only=is_reserved)
-                    batch = await asyncio.to_thread(claim)
+                    batch = await tenant_thread(HOUSEKEEPING, claim)
             if batch is None:
                 await asyncio.sleep(self._poll_s)
                 continue
@@ -113,8 +114,10 @@ class BatchRunner:
     async def _sweep(self) -> None:
         while True:
             try:
-                self._generator.metrics.batches = await asyncio.to_thread(self._batches.count_by_status)
-                while await asyncio.to_thread(self._batches.files.delete_expired):
+                self._generator.metrics.batches = await tenant_thread(
+                    HOUSEKEEPING, self._batches.count_by_status
+                )
+                while await tenant_thread(HOUSEKEEPING, self._batches.files.delete_expired):
                     pass
             except StoreUnavailable as error:
                 logger.warning("expired files are not deleted now: %s", error)

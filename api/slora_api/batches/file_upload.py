@@ -31,7 +31,7 @@ class ReceivedFile:
 
 @asynccontextmanager
 async def receive_file(
-    quarantine: Quarantine, content_type: str, stream: AsyncIterator[bytes], max_bytes: int
+    tenant: str, quarantine: Quarantine, content_type: str, stream: AsyncIterator[bytes], max_bytes: int
 ) -> AsyncIterator[ReceivedFile]:
     """Receives the file in `stream`. The copy on disk exists for the duration of the context.
 
@@ -39,9 +39,11 @@ async def receive_file(
     """
     remedy = "Send the file as multipart/form-data with the fields file and purpose."
     boundary = read_boundary(content_type, remedy)
-    async with quarantine.folder() as folder:
+    async with quarantine.folder(tenant) as folder:
         path = folder / "file"
-        parts = await read_form(stream, boundary, _MAX_HEADER_BYTES, partial(_open_part, path, max_bytes))
+        parts = await read_form(
+            tenant, stream, boundary, _MAX_HEADER_BYTES, partial(_open_part, path, max_bytes)
+        )
         check_fields(parts, "purpose", _FILE)
         check_purpose(parts["purpose"].text)
         file = parts[_FILE]

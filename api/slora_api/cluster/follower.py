@@ -18,6 +18,7 @@ from slora_adapters.parent_watch import end_with_stdin
 from slora_api.cluster.follower_config import FollowerConfig
 from slora_api.cluster.replica_registry import ReplicaRegistry, Sightings
 from slora_api.server.replica_list import write_replicas
+from slora_api.threads import control_thread
 
 logger = logging.getLogger("slora.follower")
 
@@ -32,10 +33,10 @@ async def _follow(config: FollowerConfig) -> None:
         try:
             if (found := _find_address(config)) != address or registry is None:
                 # Ray's head has been restarted elsewhere.
-                registry = await asyncio.to_thread(ReplicaRegistry, found, config.cluster_name)
+                registry = await control_thread(ReplicaRegistry, found, config.cluster_name)
                 address, sightings = found, Sightings()
-            entries = await asyncio.to_thread(registry.list)
-            await asyncio.to_thread(write_replicas, config.replicas, sightings.select_alive(entries))
+            entries = await control_thread(registry.list)
+            await control_thread(write_replicas, config.replicas, sightings.select_alive(entries))
             if trouble:
                 logger.info("the list of replicas can be read again")
             trouble = ""

@@ -26,6 +26,7 @@ from slora_api.cluster.replica_host import ReplicaHost
 from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
 from slora_api.server.replica_list import ListedReplica
 from slora_api.settings import read_settings
+from slora_api.threads import control_thread
 
 __all__ = ["EngineReplica", "ReplicaSpec"]
 
@@ -70,7 +71,7 @@ class EngineReplica:
                 await asyncio.sleep(_POLL_S)
             await self._refuse_stranger(self._engine.info)
         except BaseException:
-            await asyncio.to_thread(self._host.stop)
+            await control_thread(self._host.stop)
             raise
         self._announcing = asyncio.create_task(self._announce())
 
@@ -80,7 +81,7 @@ class EngineReplica:
         An upgrade then stops, and the old replicas go on.
         """
         own = json.dumps(encode_info(info))
-        agreed = json.loads(await asyncio.to_thread(self._registry.agree_on_facts, own))
+        agreed = json.loads(await control_thread(self._registry.agree_on_facts, own))
         remedy = "end the cluster with `slora cluster stop` before you deploy it with these settings"
         try:
             difference = explain_difference(decode_info(agreed), info)
@@ -99,7 +100,7 @@ class EngineReplica:
                 self._host.is_stalled,
             )
             try:
-                await asyncio.to_thread(self._registry.announce, listed, beat)
+                await control_thread(self._registry.announce, listed, beat)
             except Exception as error:  # Ray's head is away. Its errors have no common class.
                 logger.warning("replica %s cannot announce itself: %s", self._name, error)
             await asyncio.sleep(ANNOUNCE_S)

@@ -27,6 +27,7 @@ from slora_api.server.supervisor import Child, Supervisor
 from slora_api.settings import Settings
 from slora_api.tenants.usage_ledger import UsageLedger
 from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.threads import control_thread
 
 __all__ = ["ReplicaHost"]
 
@@ -133,7 +134,7 @@ class ReplicaHost:
     async def _ship_usage(self, data: DataDir) -> None:
         """Ships what the engine has recorded for API processes that died before they recorded it."""
         with ExitStack() as stack:
-            database = await asyncio.to_thread(Database, self._settings.database)
+            database = await control_thread(Database, self._settings.database)
             stack.callback(database.close)
             journal = UsageJournal(data.usage)
             stack.callback(journal.close)

@@ -22,6 +22,7 @@ from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
 from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import AnswerFields
+from slora_api.threads import tenant_thread
 
 __all__ = ["AnswerResponse", "answer_request"]
 
@@ -60,14 +61,15 @@ async def answer_request(
     `Generator.run`.
     """
     deltas = generator.run(answers, meter)
+    tenant = answers[0].request.tenant
     if not fields.stream:
-        work = _complete(deltas, answers, echoes, usage, generator)
+        work = _complete(tenant, deltas, answers, echoes, usage, generator)
         completions = await unless_disconnected(request.receive, work)
-        write = _write_answer(shape, completions, usage, answers[0].request.tenant, writing)
+        write = _write_answer(shape, completions, usage, tenant, writing)
         body = await unless_disconnected(request.receive, write)
         return PartedResponse(body, headers | timing_headers(answers))
     if echoes:
-        deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
+        deltas = stream_with_echoes(tenant, deltas, echoes, answers, generator.tokenizer)
     events = _events(deltas, shape, usage, answers)
     first = await unless_disconnected(request.receive, _take_first(events))
     return EventStream(first, events, shape.failure, headers)
@@ -84,12 +86,17 @@ async def _write_answer(
         body = shape.whole(completions, usage)
     else:
         async with writing.hold(tenant):
-            body = await asyncio.to_thread(shape.whole, completions, usage)
+            body = await tenant_thread(tenant, shape.whole, completions, usage)
     return await write_json(body, tenant, writing)
 
 
 async def _complete(
-    deltas: _Deltas, answers: Sequence[Answer], echoes: Sequence[str], usage: Usage, generator: Generator
+    tenant: str,
+    deltas: _Deltas,
+    answers: Sequence[Answer],
+    echoes: Sequence[str],
+    usage: Usage,
+    generator: Generator,
 ) -> list[Completion]:
     """Returns the completions in the order of the prompts. All computed tokens are added to `usage`."""
     async with aclosing(deltas):
@@ -98,7 +105,7 @@ async def _complete(
                 usage.add(delta)
     completions = [answer.completion() for answer in answers]
     for index, text in enumerate(echoes):
-        echo = await PromptEcho.read(text, answers[index], generator.tokenizer)
+        echo = await PromptEcho.read(tenant, text, answers[index], generator.tokenizer)
         completions[index] = echo.prepend_to(completions[index])
     return completions
 

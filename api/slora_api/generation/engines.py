@@ -17,6 +17,7 @@ from slora_api.errors import EngineConflict, NotFound
 from slora_api.host_board import HostBoard
 from slora_api.live.frame import EngineObject, describe_engine
 from slora_api.metrics.metrics import Metrics
+from slora_api.threads import control_thread
 
 __all__ = ["EngineGroup", "Engines", "HostEngineObject"]
 
@@ -91,7 +92,7 @@ class Engines:
         """
         async with self._restarting:
             self._check(name, allow_outage=allow_outage)
-            await asyncio.to_thread(self._record, name, allow_outage=allow_outage)
+            await control_thread(self._record, name, allow_outage=allow_outage)
             self._group.stop_engine(name)
         return next(one for one in await self.list() if one["name"] == name)
 

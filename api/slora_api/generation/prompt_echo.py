@@ -12,6 +12,7 @@ from slora.text.answer import Answer, Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer
 from slora_api.generation.completion_stream import TOKENS_AT_ONCE
+from slora_api.threads import tenant_thread
 
 __all__ = ["PromptEcho", "stream_with_echoes"]
 
@@ -24,14 +25,14 @@ class PromptEcho:
     tokens: tuple[AlignedToken, ...] = ()
 
     @staticmethod
-    async def read(text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
+    async def read(tenant: str, text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
         """Returns the echo of the prompt `text`. answer: the answer to the prompt. If log-probabilities were requested,
         the answer must already have the log-probabilities of the prompt.
         """
         if not answer.lists_logprobs:
             return PromptEcho(text)
         # Run on a thread, because a long prompt is processed token by token.
-        return PromptEcho(text, await asyncio.to_thread(_align_prompt, answer, tokenizer))
+        return PromptEcho(text, await tenant_thread(tenant, _align_prompt, answer, tokenizer))
 
     def prepend_to(self, completion: Completion) -> Completion:
         choices = [
@@ -52,6 +53,7 @@ class PromptEcho:
 
 
 async def stream_with_echoes(
+    tenant: str,
     deltas: AsyncGenerator[list[CompletionDelta], None],
     texts: Sequence[str],
     answers: Sequence[Answer],
@@ -69,7 +71,7 @@ async def stream_with_echoes(
                 if (index, choice) not in echoed:
                     echoed.add((index, choice))
                     if index not in echoes:
-                        echoes[index] = await PromptEcho.read(texts[index], answers[index], tokenizer)
+                        echoes[index] = await PromptEcho.read(tenant, texts[index], answers[index], tokenizer)
                     for part in echoes[index].divide(index):
                         yield [replace(part, choice=choice)]
                         await asyncio.sleep(0)

@@ -6,13 +6,13 @@ tokenizer cannot be interrupted. So the tokens of a long text are first counted 
 the context or the request is cancelled. Only a text that may fit is tokenized as a whole.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from slora.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
 from slora_api.fair_slots import FairSlots, slots_of_process
+from slora_api.threads import tenant_thread
 
 __all__ = ["PromptEncoder"]
 
@@ -71,8 +71,8 @@ class PromptEncoder:
             encoded: list[list[int]] = []
             for group in _groups(texts):
                 if len(group[0]) > _SLICE_CHARS:
-                    await self._check_fits(group[0], max_model_len, param)
-                encoded += await asyncio.to_thread(_encode_all, encode, group)
+                    await self._check_fits(tenant, group[0], max_model_len, param)
+                encoded += await tenant_thread(tenant, _encode_all, encode, group)
             return encoded
 
     async def decode(self, tenant: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -81,13 +81,13 @@ class PromptEncoder:
             return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         decode = partial(self.tokenizer.decode_long, skip_special_tokens=skip_special_tokens)
         async with self._slots.hold(tenant):
-            return await asyncio.to_thread(decode, token_ids)
+            return await tenant_thread(tenant, decode, token_ids)
 
-    async def _check_fits(self, text: str, max_model_len: int, param: str) -> None:
+    async def _check_fits(self, tenant: str, text: str, max_model_len: int, param: str) -> None:
         num_tokens = 0
         for start in range(0, len(text), _SLICE_CHARS):
             part = text[start : start + _SLICE_CHARS]
-            num_tokens += await asyncio.to_thread(self.tokenizer.count_tokens, part) - _CUT_TOKENS
+            num_tokens += await tenant_thread(tenant, self.tokenizer.count_tokens, part) - _CUT_TOKENS
             if num_tokens > max_model_len:
                 raise ContextTooLong(
                     f"`{param}` is too long: the first {start + len(part)} of its {len(text)} characters exceed this "

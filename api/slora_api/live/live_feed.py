@@ -18,6 +18,7 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import ServerBusy, TenantBusy
 from slora_api.live.frame import FrameMaker, Names
+from slora_api.threads import HOUSEKEEPING, tenant_thread
 
 __all__ = ["LiveFeed"]
 
@@ -146,10 +147,10 @@ class LiveFeed:
         try:
             if new_versions := versions - self._named:
                 self._named |= new_versions
-                self._names.update(await asyncio.to_thread(self._find_names, new_versions))
+                self._names.update(await tenant_thread(HOUSEKEEPING, self._find_names, new_versions))
             if new_tenants := {tenant for tenant in tenants if tenant} - self._named:
                 self._named |= new_tenants
-                self._tenants.update(await asyncio.to_thread(self._find_tenants, new_tenants))
+                self._tenants.update(await tenant_thread(HOUSEKEEPING, self._find_tenants, new_tenants))
         except StoreUnavailable as error:  # The console shows digests and ids until the names are known.
             logger.warning("names cannot be looked up for the console: %s", error)
 

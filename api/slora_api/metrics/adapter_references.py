@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
+from slora_api.threads import HOUSEKEEPING, tenant_thread
 
 __all__ = ["AdapterReferences"]
 
@@ -38,7 +39,7 @@ class AdapterReferences:
             if not wanted <= self._read or self._clock() > self._read_at + _CACHED_S:
                 self._read, self._read_at = wanted, self._clock()
                 try:
-                    self._references = await asyncio.to_thread(self._find, wanted)
+                    self._references = await tenant_thread(HOUSEKEEPING, self._find, wanted)
                 except StoreUnavailable as error:
                     logger.warning("names of adapters cannot be looked up for a gateway: %s", error)
         return self._references

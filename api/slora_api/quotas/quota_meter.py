@@ -44,6 +44,7 @@ from slora_api.quotas.quota_counters import (
     Use,
 )
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.threads import control_thread
 
 __all__ = ["QuotaMeter", "RequestMeter", "Spending", "UsageHistory"]
 
@@ -105,7 +106,7 @@ class QuotaMeter:
         """
         quotas = self._quota_store.find_cached(key_id)
         if quotas is None:
-            quotas = await asyncio.to_thread(self._quota_store.find, tenant, key_id)
+            quotas = await control_thread(self._quota_store.find, tenant, key_id)
         if is_background:
             halves = tuple(replace(one, quota=_background_quota(one.quota)) for one in quotas.subjects)
             return RequestMeter(self, halves, counts_answers=False)
@@ -157,7 +158,7 @@ class QuotaMeter:
             date.replace(day=1, hour=0, minute=0, second=0, microsecond=0),
         )
         used = [
-            await asyncio.to_thread(
+            await control_thread(
                 self._history.used_tokens, subject.tenant, subject.key_id or None, start.timestamp()
             )
             for start in starts

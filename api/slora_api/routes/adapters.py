@@ -23,13 +23,13 @@ from slora_api.errors import (
 )
 from slora_api.listing import DEFAULT_LIMIT, ListObject, PageObject
 from slora_api.routes.openapi import errors, form_body
-from slora_api.routes.services import Wired
+from slora_api.routes.services import TenantRoute, Wired
 from slora_api.schemas import AliasMove, Limit, UploadForm, VersionNumber
 from slora_api.tenants.authentication import AdapterReader, AdapterWriter, InferenceKey
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["adapters"])
+router = APIRouter(route_class=TenantRoute, tags=["adapters"])
 
 
 class DeletedAdapter(TypedDict):
@@ -61,7 +61,7 @@ async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) 
     """
     with services.generator.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")
-        async with services.uploads.receive(content_type, request.stream()) as upload:
+        async with services.uploads.receive(key.tenant, content_type, request.stream()) as upload:
             if key.models is not None and not key.models.permits_whole(upload.name):
                 raise Forbidden(
                     f"Your key's allow-list does not contain `{upload.name[:128]}`, so the key cannot push it. Use a "

@@ -1,6 +1,5 @@
 """/admin: the operator's routes for tenants and pins."""
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -20,6 +19,7 @@ from slora_api.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChang
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant
+from slora_api.threads import control_thread
 
 __all__ = ["router"]
 
@@ -156,7 +156,7 @@ async def change_tenant(
     if body.name is not None:
         if body.model_fields_set != {"name"}:
             raise BadRequest("`name` was sent with other fields; send a new name alone.", "name")
-        renamed = await asyncio.to_thread(services.tenant_store.rename, tenant.tenant_id, body.name)
+        renamed = await control_thread(services.tenant_store.rename, tenant.tenant_id, body.name)
         return _tenant_json(renamed)
     return _tenant_json(await services.pinning.change_share(tenant.tenant_id, _changes(body)))
 

@@ -1,6 +1,5 @@
 """/v1/batches: files of requests that are computed in the background, with OpenAI's fields."""
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -11,13 +10,14 @@ from slora_api.batches.batches import Batch, BatchProblem
 from slora_api.errors import KeyConflict, NotFound, QuotaExceeded
 from slora_api.listing import PageObject, list_json
 from slora_api.routes.openapi import errors
-from slora_api.routes.services import Wired
+from slora_api.routes.services import TenantRoute, Wired
 from slora_api.schemas import NewBatchRequest
 from slora_api.tenants.authentication import InferenceKey
+from slora_api.threads import tenant_thread
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["batches"])
+router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
 _BatchLimit = Annotated[int, Query(ge=1, le=100)]
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -113,8 +113,14 @@ def _error_json(problem: BatchProblem) -> BatchErrorObject:
 @router.post("/v1/batches", responses=errors(NotFound, QuotaExceeded, DiskFull))
 async def create_batch(body: NewBatchRequest, key: InferenceKey, services: Wired) -> BatchObject:
     """Starts a batch. Its lines are computed with the lowest priority, within 24 hours."""
-    created = await asyncio.to_thread(
-        services.batches.create, key.tenant, key.key_id, body.endpoint, body.input_file_id, body.metadata
+    created = await tenant_thread(
+        key.tenant,
+        services.batches.create,
+        key.tenant,
+        key.key_id,
+        body.endpoint,
+        body.input_file_id,
+        body.metadata,
     )
     return _batch_json(created)
 
@@ -138,4 +144,4 @@ async def cancel_batch(batch_id: str, key: InferenceKey, services: Wired) -> Bat
     """Cancels a batch. Its status is `cancelling` until the lines in progress have ended. Lines that are already
     answered stay in the output file.
     """
-    return _batch_json(await asyncio.to_thread(services.batches.cancel, key.tenant, batch_id))
+    return _batch_json(await tenant_thread(key.tenant, services.batches.cancel, key.tenant, batch_id))

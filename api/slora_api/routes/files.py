@@ -1,11 +1,10 @@
 """/v1/files: the files of batches, with OpenAI's fields."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
@@ -14,13 +13,14 @@ from slora_api.batches.files import PURPOSES, Files, StoredFile, check_purpose
 from slora_api.errors import InUse, NotFound, QuotaExceeded
 from slora_api.listing import PageObject, list_json
 from slora_api.routes.openapi import errors, form_body
-from slora_api.routes.services import Wired
+from slora_api.routes.services import TenantRoute, Wired
 from slora_api.schemas import FileForm
 from slora_api.tenants.authentication import InferenceKey
+from slora_api.threads import tenant_thread
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["batches"])
+router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
 _FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 
@@ -66,8 +66,9 @@ async def upload_file(request: Request, key: InferenceKey, services: Wired) -> F
         content_type = request.headers.get("content-type", "")
         limit = services.settings.max_file_bytes
         stream = request.stream()
-        async with receive_file(services.quarantine, content_type, stream, limit) as received:
-            stored = await asyncio.to_thread(
+        async with receive_file(key.tenant, services.quarantine, content_type, stream, limit) as received:
+            stored = await tenant_thread(
+                key.tenant,
                 services.batches.files.create,
                 key.tenant,
                 received.filename,
@@ -77,7 +78,7 @@ async def upload_file(request: Request, key: InferenceKey, services: Wired) -> F
     return _file_json(stored)
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", response_model=PageObject[FileObject])
 def list_files(
     key: InferenceKey,
     services: Wired,
@@ -85,13 +86,14 @@ def list_files(
     limit: _FileLimit = 10_000,
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
-) -> PageObject[FileObject]:
+) -> JSONResponse:
     """Lists the files of the key's tenant, newest first."""
     if purpose is not None:
         check_purpose(purpose, PURPOSES)
     files = services.batches.files
     found = files.list(key.tenant, purpose, limit + 1, after, newest_first=order == "desc")
-    return list_json([_file_json(one) for one in found], "id", limit)
+    # Serialize the files on this thread: thousands of them take milliseconds.
+    return JSONResponse(list_json([_file_json(one) for one in found], "id", limit))
 
 
 @router.get("/v1/files/{file_id}", responses=errors(NotFound))
@@ -107,18 +109,18 @@ def get_file(file_id: str, key: InferenceKey, services: Wired) -> FileObject:
 )
 async def get_file_content(file_id: str, key: InferenceKey, services: Wired) -> Response:
     files = services.batches.files
-    await asyncio.to_thread(files.find, key.tenant, file_id)
-    return StreamingResponse(_content(files, file_id), media_type="application/octet-stream")
+    await tenant_thread(key.tenant, files.find, key.tenant, file_id)
+    return StreamingResponse(_content(files, key.tenant, file_id), media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", responses=errors(NotFound, InUse))
 async def delete_file(file_id: str, key: InferenceKey, services: Wired) -> DeletedFile:
     """Deletes a file. Answers 409 while a batch reads it."""
-    await asyncio.to_thread(services.batches.files.delete, key.tenant, file_id)
+    await tenant_thread(key.tenant, services.batches.files.delete, key.tenant, file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def _content(files: Files, file_id: str) -> AsyncIterator[bytes]:
+async def _content(files: Files, tenant: str, file_id: str) -> AsyncIterator[bytes]:
     pieces = files.read(file_id)
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while (piece := await tenant_thread(tenant, next, pieces, None)) is not None:
         yield piece

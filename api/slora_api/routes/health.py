@@ -18,6 +18,7 @@ from slora_api.package_version import find_package_version
 from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.tenants.authentication import GATEWAY, MetricsReader, Operator
+from slora_api.threads import control_thread
 
 __all__ = ["router"]
 
@@ -104,11 +105,11 @@ async def metrics(reader: MetricsReader, services: Wired) -> Response:
         return Response(answer, media_type=CONTENT_TYPE_LATEST)
     engine = await _engine_numbers(services)
     if engine is not None:
-        stats = await asyncio.to_thread(_name_tenants, services, engine.stats)
+        stats = await control_thread(_name_tenants, services, engine.stats)
         engine = engine._replace(stats=stats)
     generator.metrics.is_read_only = services.reserve.is_full
     shipper = services.usage_shipper
-    generator.metrics.usage_journal_bytes = await asyncio.to_thread(shipper.measure_journal)
+    generator.metrics.usage_journal_bytes = await control_thread(shipper.measure_journal)
     generator.metrics.usage_ledger_lag_s = shipper.lag_s
     return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
 

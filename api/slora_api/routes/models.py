@@ -13,13 +13,13 @@ from slora_api.errors import ModelNotFound, Starting
 from slora_api.listing import ListObject, PageObject
 from slora_api.request_bounds import RequestBounds
 from slora_api.routes.openapi import errors
-from slora_api.routes.services import Services, Wired
+from slora_api.routes.services import Services, TenantRoute, Wired
 from slora_api.schemas import Limit
 from slora_api.tenants.authentication import AdapterReader, InferenceKey
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["models"])
+router = APIRouter(route_class=TenantRoute, tags=["models"])
 
 
 class DescribedModel(ModelObject):

@@ -1,6 +1,5 @@
 """The quotas of tenants and keys: the operator's routes, and /v1/quotas for the tenant itself."""
 
-import asyncio
 from typing import Literal
 
 from fastapi import APIRouter
@@ -15,6 +14,7 @@ from slora_api.routes.openapi import errors
 from slora_api.routes.services import NamedTenant, Services, Wired
 from slora_api.schemas import QuotaChanges
 from slora_api.tenants.authentication import Operator, UsageReader
+from slora_api.threads import control_thread, tenant_thread
 
 __all__ = ["router"]
 
@@ -64,7 +64,7 @@ async def _describe(services: Services, tenant_name: str, subject: Subject) -> Q
     use = await services.quotas.read(subject)
     num_versions = num_bytes = 0
     if not subject.key_id:
-        stored = await asyncio.to_thread(services.registry.storage_usage, subject.tenant, "")
+        stored = await tenant_thread(subject.tenant, services.registry.storage_usage, subject.tenant, "")
         num_versions, num_bytes = stored.num_versions, stored.num_bytes
     limits = subject.quota
     return {
@@ -94,13 +94,13 @@ async def _describe(services: Services, tenant_name: str, subject: Subject) -> Q
 
 
 async def _describe_tenant(services: Services, tenant: str, tenant_name: str) -> QuotaObject:
-    quota = await asyncio.to_thread(services.quota_store.find_tenant_quota, tenant)
+    quota = await control_thread(services.quota_store.find_tenant_quota, tenant)
     return await _describe(services, tenant_name, Subject(tenant, "", quota))
 
 
 async def _describe_key(services: Services, key_id: str) -> QuotaObject:
-    subject = await asyncio.to_thread(services.quota_store.find_key_subject, key_id)
-    owner = await asyncio.to_thread(services.tenant_store.find_tenant, subject.tenant)
+    subject = await control_thread(services.quota_store.find_key_subject, key_id)
+    owner = await control_thread(services.tenant_store.find_tenant, subject.tenant)
     return await _describe(services, owner.name, subject)
 
 
@@ -125,7 +125,7 @@ async def change_tenant_quota(
     def check() -> None:
         check_stored(changes, tenant.name, services.registry.storage_usage(tenant.tenant_id, ""))
 
-    await asyncio.to_thread(services.quota_store.change_tenant_quota, tenant.tenant_id, changes, check)
+    await control_thread(services.quota_store.change_tenant_quota, tenant.tenant_id, changes, check)
     return await _describe_tenant(services, tenant.tenant_id, tenant.name)
 
 
@@ -139,5 +139,5 @@ async def change_key_quota(
     key_id: str, body: QuotaChanges, _operator: Operator, services: Wired
 ) -> QuotaObject:
     changes = body.model_dump(exclude_unset=True)
-    await asyncio.to_thread(services.quota_store.change_key_quota, key_id, changes)
+    await control_thread(services.quota_store.change_key_quota, key_id, changes)
     return await _describe_key(services, key_id)

@@ -3,10 +3,13 @@ type `Wired`, the tenant that its path names through one of type `NamedTenant`, 
 towards quotas through one of type `Metered`.
 """
 
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Annotated
+from inspect import iscoroutinefunction
+from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
 
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.disk_reserve import DiskReserve
@@ -44,8 +47,9 @@ from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_store import Tenant, TenantStore
 from slora_api.tenants.usage_report import UsageReport
 from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.threads import HOUSEKEEPING, tenant_slot
 
-__all__ = ["Metered", "NamedTenant", "Services", "Wired", "open_meter"]
+__all__ = ["Metered", "NamedTenant", "Services", "TenantRoute", "Wired", "open_meter"]
 
 # The maximum number of long answers that are written concurrently. Each of them delays an iteration of the event loop
 # by at most 1 ms.
@@ -128,6 +132,23 @@ def find_named_tenant(tenant: str, _operator: Operator, services: Wired) -> Tena
 
 # Whatever a route does afterwards, it does with the id of the tenant, because the name may change meanwhile.
 NamedTenant = Annotated[Tenant, Depends(find_named_tenant)]
+
+
+class TenantRoute(APIRoute):
+    """A route of tenants. FastAPI runs an endpoint that is a plain function on one of 40 threads, which it also needs
+    for operators. So a tenant's request holds a slot of the tenants' threads meanwhile.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if iscoroutinefunction(self.endpoint):
+            return handle
+
+        async def handle_in_slot(request: Request) -> Response:
+            async with tenant_slot(getattr(request.state.caller, "tenant", HOUSEKEEPING)):
+                return await handle(request)
+
+        return handle_in_slot
 
 
 async def open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:

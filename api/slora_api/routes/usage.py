@@ -1,6 +1,5 @@
 """/v1/usage for a tenant and /admin/usage for the operator: sums of the usage ledger by minute, hour or day."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from slora_api.routes.openapi import errors
 from slora_api.routes.services import Services, Wired
 from slora_api.tenants.authentication import Operator, UsageReader
 from slora_api.tenants.usage_report import BucketWidth, UsagePageObject, UsageQuery
+from slora_api.threads import control_thread, tenant_thread
 
 __all__ = ["router"]
 
@@ -64,14 +64,14 @@ async def show_usage(
     asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
 ) -> Response:
     """Shows the usage of one tenant, or of all tenants. tenant: a name or an id. The tenant may have been deleted."""
-    tenant_id = None if tenant is None else await asyncio.to_thread(services.tenant_store.find_id, tenant)
+    tenant_id = None if tenant is None else await control_thread(services.tenant_store.find_id, tenant)
     return await _answer(services, asked, asked.query(tenant_id, is_operator=True), _OPERATOR)
 
 
 async def _answer(services: Services, asked: _Parameters, query: UsageQuery, charged: str) -> Response:
     if asked.format == "json":
         async with services.reading.hold(charged):
-            body = await asyncio.to_thread(services.usage.write_json, query)
+            body = await tenant_thread(charged, services.usage.write_json, query)
         return Response(body, media_type="application/json")
     lines = _csv(services, query.for_csv(), charged)
     # Read the first page before the status is sent, so that an error of the ledger can still be answered with its own
@@ -87,8 +87,8 @@ async def _csv(services: Services, query: UsageQuery, charged: str) -> AsyncIter
     with_header = True
     while following is not None:
         async with services.reading.hold(charged):
-            body, following = await asyncio.to_thread(
-                services.usage.write_csv, following, with_header=with_header
+            body, following = await tenant_thread(
+                charged, services.usage.write_csv, following, with_header=with_header
             )
         with_header = False
         yield body

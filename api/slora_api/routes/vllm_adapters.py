@@ -56,7 +56,9 @@ async def load_lora_adapter(
                 "lora_name",
             )
         with services.generator.limiter.admit_upload(tenant.tenant_id):
-            async with services.local_adapters.copy(body.lora_name, body.lora_path) as upload:
+            async with services.local_adapters.copy(
+                tenant.tenant_id, body.lora_name, body.lora_path
+            ) as upload:
                 loaded = await services.publisher.publish(tenant.tenant_id, upload, request.receive)
     name = f"{loaded['name']}@{loaded['version']}"
     return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant.name} was loaded successfully.")

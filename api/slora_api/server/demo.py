@@ -22,6 +22,7 @@ from slora_api.errors import Conflict
 from slora_api.tenants.api_key import make_key
 from slora_api.tenants.key_store import KeyStore
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.threads import control_thread
 
 __all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "find_demo_directory", "set_up_demo"]
 
@@ -106,7 +107,7 @@ async def set_up_demo(
     all uploads do.
     """
     names = [path.name for path in adapters]
-    tenants = await asyncio.to_thread(_make_tenants, tenant_store, key_store, keys_path, names)
+    tenants = await control_thread(_make_tenants, tenant_store, key_store, keys_path, names)
     ids = {tenant.name: tenant.tenant_id for tenant in tenants}
     for path in adapters:
         await _publish(ids[path.name], path, publisher)

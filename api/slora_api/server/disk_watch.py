@@ -9,6 +9,7 @@ import logging
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_api.tenants.key_store import KeyStore
+from slora_api.threads import control_thread
 
 __all__ = ["DiskWatch"]
 
@@ -29,7 +30,7 @@ class DiskWatch:
     async def run(self) -> None:
         """Checks the disk periodically, until cancelled."""
         while True:
-            await asyncio.to_thread(self.check)
+            await control_thread(self.check)
             await asyncio.sleep(_PERIOD_S)
 
     def check(self) -> None:

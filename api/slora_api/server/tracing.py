@@ -2,12 +2,12 @@
 imported only in this case.
 """
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 from slora_adapters.store.store_url import load_optional
 from slora_api.request_context import Tracing
+from slora_api.threads import control_thread
 
 __all__ = ["open_tracing"]
 
@@ -26,6 +26,6 @@ def open_tracing(stack: AsyncExitStack, environment: Mapping[str, str]) -> Traci
         return None
     module = load_optional("slora_api.server.otel_tracing", "otel", endpoint)
     tracing = module.open_otel_tracing(environment)
-    stack.push_async_callback(asyncio.to_thread, tracing.close)
+    stack.push_async_callback(control_thread, tracing.close)
     opened: Tracing = tracing
     return opened

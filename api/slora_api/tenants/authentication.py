@@ -35,6 +35,7 @@ from slora_api.tenants.key_use import KeyUse
 from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.scopes import OPERATOR_SCOPES, Scope
 from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.threads import control_thread
 
 __all__ = [
     "GATEWAY",
@@ -163,7 +164,7 @@ class AuthenticationMiddleware:
         is_first, has_ended = self._pending.setdefault(secret, ended) is ended, True
         try:
             async with self._look_ups.hold(address):
-                return await asyncio.to_thread(self._key_store.authenticate, secret)
+                return await control_thread(self._key_store.authenticate, secret)
         except asyncio.CancelledError:
             has_ended = False
             raise

@@ -16,6 +16,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_api.tenants.key_record import Caller
+from slora_api.threads import control_thread
 
 __all__ = ["KeyUse"]
 
@@ -67,7 +68,7 @@ class KeyUse:
         self._written = {key_id: at for key_id, at in self._written.items() if at > oldest}
         while noted := dict(islice(self._waiting.items(), _KEYS_AT_ONCE)):
             try:
-                await asyncio.to_thread(self._write, noted)
+                await control_thread(self._write, noted)
             except StoreUnavailable:
                 return  # Other tasks that depend on the database log this error.
             self._written |= noted

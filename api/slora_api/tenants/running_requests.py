@@ -18,6 +18,7 @@ from typing import Any
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import ApiError
 from slora_api.tenants.key_store import KeyStore
+from slora_api.threads import control_thread
 
 __all__ = ["ENDED_BY", "RunningRequests"]
 
@@ -91,7 +92,7 @@ class RunningRequests:
     async def _check_missing(self, key_ids: Sequence[str]) -> None:
         for key_id in key_ids:
             try:
-                refusal = await asyncio.to_thread(self._key_store.find_refusal, key_id)
+                refusal = await control_thread(self._key_store.find_refusal, key_id)
             except StoreUnavailable:
                 return
             self._end_if(key_id, refusal)

@@ -17,6 +17,7 @@ from slora.usage_journal.journal import UsageJournal
 from slora.usage_journal.segment import closed_segments, measure_bytes
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_api.tenants.usage_ledger import DAY_S, HOUR_S, UsageLedger
+from slora_api.threads import control_thread
 
 __all__ = ["UsageShipper"]
 
@@ -65,7 +66,7 @@ class UsageShipper:
     async def run(self) -> None:
         """Ships periodically, until cancelled."""
         while True:
-            await asyncio.to_thread(self.ship)
+            await control_thread(self.ship)
             await asyncio.sleep(_RETRY_S if self._trouble else _PERIOD_S)
 
     def ship(self) -> None:
