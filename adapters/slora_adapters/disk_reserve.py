@@ -1,8 +1,9 @@
 """A disk reserve: space for writes that must succeed even on a full disk.
 
 The reserve is a file. When a write finds no free space outside the reserve, the server becomes read-only and only
-urgent changes are allowed. The first urgent change that finds no space deletes the file, so that only urgent changes
-use its space. As soon as the disk has free space again, the file is created again, and then all changes are allowed.
+urgent changes are allowed: those that free space, revoke or suspend. The first urgent change deletes the file, so that
+only urgent changes use its space. As soon as the disk has free space again, the file is created again, and then all
+changes are allowed.
 """
 
 import logging
@@ -105,8 +106,8 @@ class DiskReserve:
         if is_full and not self._is_full:
             logger.error(
                 "the disk of %s is full: the server is read-only until %d bytes are free there. It "
-                "still answers requests, revokes keys and deletes adapters, but refuses other "
-                "changes.",
+                "still answers requests, revokes keys, suspends and purges tenants, cancels batches, and "
+                "deletes adapters and files, but refuses other changes.",
                 *(self.directory, self._num_bytes),
             )
         elif self._is_full and not is_full:

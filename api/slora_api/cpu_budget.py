@@ -52,14 +52,17 @@ class CpuBudget:
         """Raises TenantBusy while the tenant's balance is empty. The error states the seconds until the balance is
         positive.
         """
-        left_s = self._left(tenant)
-        if left_s <= 0:
-            wait_s = math.floor(-left_s / self._refill) + 1
+        if self._left(tenant) <= 0:
+            wait_s = math.floor(self.wait_s(tenant)) + 1
             raise TenantBusy(
                 f"Your tenant's budget of CPU time for {self._work} is used up ({self._burst_s:g} s, "
                 f"refilled by {self._refill:g} s each second); try again in {wait_s} s.",
                 wait_s,
             )
+
+    def wait_s(self, tenant: str) -> float:
+        """Returns the seconds until the tenant's balance is positive; 0 if it is positive now."""
+        return max(0.0, -self._left(tenant) / self._refill)
 
     def charge(self, tenant: str, cpu_s: float) -> None:
         """Subtracts `cpu_s` from the tenant's balance."""

@@ -30,7 +30,14 @@ from slora.sampling_params import (
 from slora_api.errors import BadRequest
 from slora_api.settings import Settings
 
-__all__ = ["MAX_NAME_CHARS", "MAX_SMALL_BODY_BYTES", "JsonBounds", "RequestBounds"]
+__all__ = [
+    "CHAT_VALUES",
+    "COMPLETION_VALUES",
+    "MAX_NAME_CHARS",
+    "MAX_SMALL_BODY_BYTES",
+    "JsonBounds",
+    "RequestBounds",
+]
 
 # Limit of bodies other than uploads and generation. Parsing and validating such a body takes less than 5 ms.
 MAX_SMALL_BODY_BYTES = 1 << 16
@@ -39,11 +46,11 @@ _MAX_FIELDS = 128
 # Maximum length of the name of a model, a user or the author of a message.
 MAX_NAME_CHARS = 512
 # Enough for one prompt of 131,072 token ids. Parsing that many values takes 8 to 15 ms.
-_COMPLETION_VALUES = (1 << 17) + (1 << 12)
+COMPLETION_VALUES = (1 << 17) + (1 << 12)
 _MAX_MESSAGES = 2048
 _MAX_CONTENT_PARTS = 4096
 # `JsonStructure` counts 4 values in a message and 3 in a content part, commas included.
-_CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
+CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
 # Bounds the memory: 1,048,576 token ids take 38 MB.
 _MAX_REQUEST_TOKENS = 1 << 20
 # Fields of a body that have an object as their value.
@@ -146,8 +153,8 @@ class RequestBounds:
             body_bytes=settings.max_body_bytes,
             small_body_bytes=min(MAX_SMALL_BODY_BYTES, settings.max_body_bytes),
             upload_bytes=settings.max_upload_bytes,
-            completion_values=_COMPLETION_VALUES,
-            chat_values=_CHAT_VALUES,
+            completion_values=COMPLETION_VALUES,
+            chat_values=CHAT_VALUES,
             prompts=min(settings.max_concurrent_requests, settings.max_concurrent_per_tenant),
             prompt_chars=min(info.max_model_len * longest_token_chars, settings.max_body_bytes),
             prompt_tokens=request_tokens,

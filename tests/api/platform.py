@@ -259,7 +259,7 @@ def running_platform(
         QuotaMeter(quota_store, counters, ledger, limiter.wait_s, metrics.quota_refused),
         UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
         quarantine,
-        Batches(database, Files(database, file_limits(chosen)), chosen.max_batches_per_tenant),
+        Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant),
         Engines(engine, metrics, HostBoard.create(BoardSize(1, 1)), database, 120.0),
         LiveFeed(engine, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),

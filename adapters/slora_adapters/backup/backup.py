@@ -1,9 +1,9 @@
 """Copies the database, the store and the secrets into a directory while servers keep running.
 
-One transaction reserves every blob that a version refers to, and takes a snapshot of the database at the same moment.
-So the copy of the database is consistent, and no blob that the copy needs is deleted during the backup. Changes after
-that moment are not in the backup. The directory gets its final name only after every file has been read again and
-verified.
+One transaction reserves every blob that a version or a file refers to, and takes a snapshot of the database at the
+same moment. So the copy of the database is consistent, and no blob that the copy needs is deleted during the backup.
+Changes after that moment are not in the backup. The directory gets its final name only after every file has been read
+again and verified.
 """
 
 import hashlib
@@ -163,8 +163,8 @@ class _Backup:
                     copies.copy(digest, blob, count)
             except AdapterNotFound as error:
                 raise StoreUnfit(
-                    f"the store lacks the weights {digest}, which the database refers to: push that adapter again, or "
-                    "delete its version"
+                    f"the store lacks the blob {digest}, which the database refers to: if these are weights, push that "
+                    "adapter again or delete its version; otherwise, delete the file that has this blob"
                 ) from error
             for member, found in hashes.items():
                 self._files[f"{_blob_folder(digest)}/{member}"] = StoredFile(sizes[member], found.hexdigest())

@@ -3,7 +3,7 @@
 manifest.json       written last, so a directory without it is not a complete backup
 slora.db            a SQLite file with all tables, whatever database they came from
 secrets/            the pepper and the hash of the admin key (mode 0600)
-adapters/blobs/...  the weights, as `FileStore` keeps them
+adapters/blobs/...  the weights and the content of files, as `FileStore` keeps them
 """
 
 import hashlib

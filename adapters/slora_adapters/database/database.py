@@ -131,11 +131,13 @@ class Database:
         the block, and rolled back if the block raises.
 
         is_cached: whether caches may hold what the transaction changes.
-        even_if_full: try the transaction even while the disk counts as full. Use it for changes that free space or are
-        urgent. Raises DiskFull.
+        even_if_full: for changes that free space or are urgent. On a full disk, the disk reserve makes room for them.
+        They should write few rows, because the reserve is small. Other transactions raise DiskFull there.
         """
         if self._reserve is not None and not even_if_full:
             self._reserve.check()
+        elif self._reserve is not None and (self._reserve.is_full or not self._reserve.watch()):
+            self._reserve.free()
         with self._waiting_in_line(locks), self._connection() as connection:
             try:
                 if self._path:
@@ -173,10 +175,6 @@ class Database:
                 yield Snapshot(connection)
             finally:
                 connection.rollback()
-
-    def free_reserve(self) -> bool:
-        """Frees the disk reserve for an urgent transaction. Returns whether the reserve existed."""
-        return self._reserve is not None and self._reserve.free()
 
     def close(self) -> None:
         """Closes all idle connections. Later calls open new ones."""
@@ -226,7 +224,9 @@ class Database:
         try:
             return self._engine.connect()
         except exc.DBAPIError as error:
-            if not (is_disk_full(error.orig, path.parent) and self.free_reserve()):
+            if not (
+                is_disk_full(error.orig, path.parent) and self._reserve is not None and self._reserve.free()
+            ):
                 raise
             return self._engine.connect()
 

@@ -11,8 +11,6 @@ __all__ = ["copy_everything"]
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
 # Maximum number of rows of a large table in one statement.
 _ROWS_AT_ONCE = 2000
-# Maximum number of file parts in one statement. File parts are larger than other rows.
-_PARTS_AT_ONCE = 100
 
 
 def copy_everything(source: Connection, target: Connection) -> None:
@@ -22,8 +20,7 @@ def copy_everything(source: Connection, target: Connection) -> None:
         if table in _TRANSIENT:
             continue
         query = table.select().execution_options(stream_results=True)
-        num_rows = _PARTS_AT_ONCE if table is schema.file_parts else _ROWS_AT_ONCE
-        for rows in source.execute(query).mappings().partitions(num_rows):
+        for rows in source.execute(query).mappings().partitions(_ROWS_AT_ONCE):
             target.execute(insert(table), [dict(row) for row in rows])
         number = table.autoincrement_column
         if target.dialect.name == "postgresql" and number is not None:

@@ -36,7 +36,7 @@ __all__ = [
     "batches",
     "changes",
     "erased_keys",
-    "file_parts",
+    "file_pieces",
     "files",
     "former_tenants",
     "metadata",
@@ -300,16 +300,20 @@ files = Table(
     Index("files_expiring", "expires_at"),
 )
 
-# The content of files, in the order of `number`. Part n of an answer file is the answer to line n of the input.
-file_parts = Table(
-    "file_parts",
+# The content of files: in the order of `number`, `num_bytes` bytes from `start` of the blob's member `content`. The
+# store of the adapters has the blobs. Piece n of an answer file is the answer to line n of the input.
+file_pieces = Table(
+    "file_pieces",
     metadata,
     Column("file_id", _KEY),
     Column("number", BigInteger),
     Column("tenant", _KEY, nullable=False),
-    Column("content", LargeBinary, nullable=False),
+    Column("blob", _KEY, nullable=False),
+    Column("start", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
     PrimaryKeyConstraint("file_id", "number"),
-    Index("file_parts_of_tenant", "tenant"),
+    Index("file_pieces_of_tenant", "tenant"),
+    Index("file_pieces_of_blob", "blob"),
 )
 
 # status: as in OpenAI's API. metadata, errors, times: JSON; times maps the names of states to Unix times.

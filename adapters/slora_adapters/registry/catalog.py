@@ -12,13 +12,14 @@ references in another.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.registry import AdapterDetails, Publication, Registry, Removal, StorageCheck
 from slora_adapters.store.store import Store
+from slora_adapters.store.tiered_store import TieredStore
 from slora_adapters.version import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Catalog:
         return removal
 
     def purge_blobs(self, tenant: str) -> PurgedBlobs:
-        """Drops the blobs that only this tenant's versions refer to. The versions are kept, so the purge can be
+        """Drops the blobs that only this tenant's versions and files refer to. These are kept, so the purge can be
         repeated after an interruption.
         """
         blobs = self.registry.blobs_of(tenant)
@@ -125,6 +126,18 @@ class Catalog:
             if not self._other_claims() and self.registry.collect(digest, self._drop, leaving=tenant)
         ]
         return PurgedBlobs(len(deleted), sum(deleted), len(blobs) - len(deleted))
+
+    @property
+    def durable(self) -> Store:
+        """The store without its warm tier, for blobs that no engine reads."""
+        return self.store.durable if isinstance(self.store, TieredStore) else self.store
+
+    def drop_unreferenced(self, digests: Iterable[str]) -> None:
+        """Drops those of the blobs that no version, file or reservation needs. If a blob cannot be dropped now, a later
+        `sweep` drops it.
+        """
+        for digest in digests:
+            self._drop_orphan(digest)
 
     def sweep(self) -> int:
         """Drops unreferenced blobs that crashes left behind, and returns their number. Safe to run during uploads."""

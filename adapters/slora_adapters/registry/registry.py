@@ -319,7 +319,9 @@ class Registry:
 
     def delete_alias(self, tenant: str, name: str, alias: str) -> Rollout:
         """Deletes an alias and returns its last state. Raises AdapterNotFound, and BadAlias for `latest`."""
-        return self._change("alias.delete", (tenant, name), (), lambda named: named.delete_alias(alias))[0]
+        return self._change(
+            "alias.delete", (tenant, name), (), lambda named: named.delete_alias(alias), frees_room=True
+        )[0]
 
     # -- pins -------------------------------------------------------------------------------------------------------
 
@@ -346,7 +348,11 @@ class Registry:
         """Unpins an alias; a no-op if it is not pinned. Raises AdapterNotFound, and BadAlias for a version number."""
         name, alias = _parse_pinnable(reference)
         return self._change(
-            "adapter.unpin", (tenant, name), (), lambda named: named.set_pinned(alias, pinned=False)
+            "adapter.unpin",
+            (tenant, name),
+            (),
+            lambda named: named.set_pinned(alias, pinned=False),
+            frees_room=True,
         )[0]
 
     # -- blobs ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import and_, bindparam, delete, func, insert, select, tuple_, union_all, update
+from sqlalchemy import and_, bindparam, delete, func, insert, select, tuple_, union, union_all, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -52,9 +52,10 @@ ALL_VERSIONS = None
 # upload may be dropped.
 RESERVATION_S = 3600.0
 
-_v, _r = schema.adapter_versions.c, schema.adapter_reservations.c
+_v, _r, _p = schema.adapter_versions.c, schema.adapter_reservations.c, schema.file_pieces.c
 _REFERENCED = union_all(
     select(_v.digest).where(_v.digest == bindparam("digest"), _v.tenant != bindparam("leaving")),
+    select(_p.blob).where(_p.blob == bindparam("digest"), _p.tenant != bindparam("leaving")),
     select(_r.digest).where(_r.digest == bindparam("digest"), _r.expires_at > bindparam("now")),
 ).limit(1)
 _NAMES = (
@@ -177,13 +178,15 @@ class RegistryStorage:
         return found
 
     def blobs_of(self, tenant: str) -> Mapping[str, int]:
-        """Returns the size of each blob that versions of the tenant refer to, by digest."""
+        """Returns the size of each blob that versions and files of the tenant refer to, by digest."""
         size = func.max(func.coalesce(_v.blob_bytes, _v.num_bytes))
-        rows = self._database.read(select(_v.digest, size).where(_v.tenant == tenant).group_by(_v.digest))
+        weights = select(_v.digest, size).where(_v.tenant == tenant).group_by(_v.digest)
+        content = select(_p.blob, func.sum(_p.num_bytes)).where(_p.tenant == tenant).group_by(_p.blob)
+        rows = [*self._database.read(weights), *self._database.read(content)]
         return {digest: int(num_bytes) for digest, num_bytes in rows}
 
     def is_referenced(self, digest: str, now: float) -> bool:
-        """Returns whether a version of any tenant, or a reservation, needs the blob."""
+        """Returns whether a version or a file of any tenant, or a reservation, needs the blob."""
         return bool(self._database.read(_REFERENCED, {"digest": digest, "now": now, "leaving": ""}))
 
     # -- changing ---------------------------------------------------------------------------------------------------
@@ -259,13 +262,16 @@ class RegistryStorage:
             connection.execute(delete(schema.adapter_reservations).where(_r.reservation == reservation))
 
     def hold_blobs(self, holder: str, now: float, begin_snapshot: Callable[[], None]) -> Sequence[str]:
-        """Reserves all blobs that versions refer to, and begins a snapshot that has exactly these versions. Returns the
-        digests. `release_held` ends the reservations.
+        """Reserves all blobs that versions and files refer to, and begins a snapshot that has exactly these versions
+        and files. Returns the digests. `release_held` ends the reservations.
 
         holder: the prefix of the names of the reservations. Blobs of a tenant that is being purged are not reserved.
         """
         purging = select(schema.tenants.c.name).where(schema.tenants.c.status == "purging")
-        query = select(_v.digest).where(_v.tenant.not_in(purging)).distinct().order_by(_v.digest)
+        query = union(
+            select(_v.digest).where(_v.tenant.not_in(purging)),
+            select(_p.blob).where(_p.tenant.not_in(purging)),
+        ).order_by("digest")
         with self._database.transaction(CHANGES) as connection:
             if connection.dialect.name == "postgresql":
                 # The lock waits until running calls of `collect` have ended. Later calls see the reservations.
@@ -293,8 +299,8 @@ class RegistryStorage:
             connection.execute(delete(schema.adapter_reservations).where(own))
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float, leaving: str = "") -> bool:
-        """Calls `drop(digest)` if no version of a tenant other than `leaving` refers to the blob and no upload has
-        reserved it. No new reference can be created while `drop` runs. Returns whether `drop` was called.
+        """Calls `drop(digest)` if no version or file of a tenant other than `leaving` refers to the blob and no upload
+        has reserved it. No new reference can be created while `drop` runs. Returns whether `drop` was called.
         """
         with self._database.transaction(blob_lock(digest), even_if_full=True) as connection:
             expired = delete(schema.adapter_reservations).where(_r.digest == digest, _r.expires_at <= now)

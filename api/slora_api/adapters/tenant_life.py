@@ -2,7 +2,7 @@
 
 | step | afterwards                                                                                               |
 |------|----------------------------------------------------------------------------------------------------------|
-| 1    | the tenant is marked: within a second, no process admits the tenant's requests or uploads                |
+| 1    | the tenant is marked: within a second, no process admits its requests or uploads; its batches have ended   |
 | 2    | the engine of this host has ended the tenant's requests, and has dropped and zeroed the tenant's data    |
 | 3    | the store and the warm tier do not have the blobs that only this tenant used                             |
 | 4    | the tenant's usage is erased, if the operator wants that                                                 |

@@ -7,17 +7,51 @@ A line that is not such an object, or whose body the endpoint refuses, fails wit
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from slora_api.batches.batches import BatchProblem
+from slora_api.errors import BadRequest
+from slora_api.json_structure import JsonStructure
+from slora_api.request_bounds import CHAT_VALUES, COMPLETION_VALUES, JsonBounds
 
-__all__ = ["MAX_LINES", "BatchLine", "count_lines", "read_lines", "write_failure", "write_response"]
+__all__ = [
+    "MAX_LINES",
+    "BatchLine",
+    "TooManyLines",
+    "read_lines",
+    "split_lines",
+    "take_lines",
+    "write_failure",
+    "write_response",
+]
+
+_T = TypeVar("_T")
 
 # The limits of OpenAI's API.
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 1 << 20
+# The largest number of a line. Blank lines count, so that a file of blank lines is refused soon.
+_MAX_NUMBER = 2 * MAX_LINES
+# The number of lines that are read in one step. A step takes milliseconds, apart from the time for parsing long lines.
+_LINES_AT_ONCE = 256
+# The first byte of a line that is not blank, as `bytes.strip` defines it.
+_INK = re.compile(rb"\S")
+# The bound of the values of a line: those of a body, and those around it in the line.
+_VALUES = {
+    path: values + 16
+    for path, values in (
+        ("/v1/chat/completions", CHAT_VALUES),
+        ("/v1/responses", CHAT_VALUES),
+        ("/v1/completions", COMPLETION_VALUES),
+        ("/v1/embeddings", COMPLETION_VALUES),
+    )
+}
+# A line of this length is parsed in less than 2 ms, whatever its structure.
+_SHORT_BYTES = 1 << 14
+_PART_BYTES = 1 << 16
 _MAX_ID_CHARS = 512
 _SHOWN_CHARS = 64
 # Fields that are removed from a body, because the answers of a batch are not streamed.
@@ -46,40 +80,70 @@ class _Invalid(ValueError):
         self.code, self.message, self.param = code, message, param
 
 
-def split_lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Yields the number and the bytes of each line that is not blank. None stands for a line that is too long."""
+def split_lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes | None] | None]:
+    """Yields the number and the bytes of each line that is not blank. The bytes are None if the line is too long.
+
+    Yields None after each piece, so that a caller can stop there: a piece may consist of blank lines. Blank lines take
+    no step of Python each. Raises TooManyLines.
+    """
     rest, number, is_long = b"", 0, False
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
+        text, start = rest + piece, 0
+        while number <= _MAX_NUMBER:
+            if not is_long:
+                # Count the blank lines before the next byte that is not blank.
+                ink = _INK.search(text, start)
+                blank_end = 1 + text.rfind(b"\n", start, ink.start() if ink else len(text))
+                number += text.count(b"\n", start, blank_end)
+                start = max(start, blank_end)
+            end = text.find(b"\n", start)
+            if end < 0:
+                break
             number += 1
-            if is_long or len(line) > MAX_LINE_BYTES:
-                yield number, None
-            elif line.strip():
-                yield number, line
-            is_long = False
+            yield number, None if is_long or end - start > MAX_LINE_BYTES else text[start:end]
+            is_long, start = False, end + 1
+        else:
+            raise TooManyLines(f"{_MAX_NUMBER} lines, blank lines included")
+        rest = b"" if is_long else text[start:]
         if len(rest) > MAX_LINE_BYTES:
             rest, is_long = b"", True
+        yield None
     if is_long or rest.strip():
-        yield number + 1, None if is_long or len(rest) > MAX_LINE_BYTES else rest
+        yield number + 1, None if is_long else rest
 
 
-def count_lines(pieces: Iterable[bytes]) -> tuple[int, list[BatchProblem]]:
-    """Returns the number of lines, and the problems that make the whole batch fail."""
-    count = 0
-    for _ in split_lines(pieces):
-        count += 1
-        if count > MAX_LINES:
-            message = f"The file has more than {MAX_LINES} lines; divide it into several batches."
-            return count, [BatchProblem("too_many_lines", message)]
-    return count, [] if count else [BatchProblem("empty_file", "The file has no lines.")]
+class TooManyLines(ValueError):
+    """The file has more lines than a batch may have."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(f"The file has more than {limit}; divide it into several batches.")
 
 
-def read_lines(pieces: Iterable[bytes], endpoint: str, skipped: Collection[int]) -> Iterator[BatchLine]:
-    """Yields the lines of a file, except those whose number is in `skipped`."""
+def take_lines(lines: Iterator[_T | None]) -> list[_T] | None:
+    """Returns the lines until the next None, and at most `_LINES_AT_ONCE` of them; None at the end."""
+    taken: list[_T] = []
+    for line in lines:
+        if line is None:
+            return taken
+        taken.append(line)
+        if len(taken) == _LINES_AT_ONCE:
+            return taken
+    return taken or None
+
+
+def read_lines(
+    pieces: Iterable[bytes], endpoint: str, skipped: Collection[int]
+) -> Iterator[BatchLine | None]:
+    """Yields the lines of a file, except those whose number is in `skipped`. Yields None between lines; see
+    `split_lines`.
+    """
     # The digest of each custom_id -> the first line that has it.
     seen: dict[bytes, int] = {}
-    for number, raw in split_lines(pieces):
+    for found in split_lines(pieces):
+        if found is None:
+            yield None
+            continue
+        number, raw = found
         line = _read_line(number, raw, endpoint, seen)
         if number not in skipped:
             yield line
@@ -88,7 +152,7 @@ def read_lines(pieces: Iterable[bytes], endpoint: str, skipped: Collection[int])
 def _read_line(number: int, raw: bytes | None, endpoint: str, seen: dict[bytes, int]) -> BatchLine:
     custom_id = None
     try:
-        fields = _read_object(raw)
+        fields = _read_object(raw, endpoint)
         custom_id = _read_custom_id(fields, number, seen)
         body = _read_body(fields, endpoint)
     except _Invalid as error:
@@ -124,12 +188,13 @@ def write_failure(line: BatchLine, answer_id: str, problem: BatchProblem) -> byt
     return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
-def _read_object(raw: bytes | None) -> dict[str, Any]:
+def _read_object(raw: bytes | None, endpoint: str) -> dict[str, Any]:
     if raw is None:
         raise _Invalid(
             "line_too_long",
             f"The line is longer than {MAX_LINE_BYTES} bytes, the limit of a line in a batch.",
         )
+    _check_structure(raw, endpoint)
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -138,6 +203,18 @@ def _read_object(raw: bytes | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _Invalid("invalid_json_line", "The line is not a JSON object.")
     return found
+
+
+def _check_structure(raw: bytes, endpoint: str) -> None:
+    """Applies the bounds of a body of `endpoint` to a line, because parsing holds the interpreter lock."""
+    if len(raw) <= _SHORT_BYTES:
+        return
+    structure = JsonStructure(JsonBounds(_VALUES[endpoint]))
+    try:
+        for start in range(0, len(raw), _PART_BYTES):
+            structure.add(raw[start : start + _PART_BYTES])
+    except BadRequest as error:
+        raise _Invalid("invalid_request", str(error), error.param) from None
 
 
 def _read_custom_id(fields: dict[str, Any], number: int, seen: dict[bytes, int]) -> str:

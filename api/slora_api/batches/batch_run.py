@@ -1,24 +1,37 @@
 """Works on one batch under a lease: sends each line of the input to its route, and writes the answers.
 
-The input is read once from its start, and lines that have an answer already are skipped. Only the lines in flight are
-in memory. A line keeps its slot until its answer is durable.
+The input is read twice from its start: once to count the lines, and once to answer them. Lines that have an answer
+already are skipped. Both are done in short steps on the threads of the tenant, and the tenant has a budget of CPU time
+for them. Some lines are read ahead, so only these and the lines in flight are in memory. A line keeps its slot until
+its answer is durable.
 
 The server may be unable to answer a line now. For example, the server is busy or restarting, or the tenant is suspended
 or has used up its quota. Such a line is sent again later, until the batch expires. While the line waits, it holds no
-slot, so that lines of other tenants proceed. The number of waiting lines is bounded for each API key, because they stay
-in memory.
+slot, so that lines of other tenants proceed. Waiting lines stay in memory, so their number is bounded for each API key,
+and their bytes for each tenant.
 """
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import StoreUnavailable
-from slora_api.batches.batch_line import BatchLine, count_lines, read_lines, write_failure, write_response
+from slora_api.batches.batch_line import (
+    MAX_LINES,
+    BatchLine,
+    TooManyLines,
+    read_lines,
+    split_lines,
+    take_lines,
+    write_failure,
+    write_response,
+)
 from slora_api.batches.batches import (
     Batch,
     Batches,
@@ -28,7 +41,8 @@ from slora_api.batches.batches import (
     LineAnswer,
 )
 from slora_api.batches.line_call import LineResponse, call_route
-from slora_api.errors import KeyRevoked, TenantSuspended
+from slora_api.cpu_budget import CpuBudget
+from slora_api.errors import KeyRevoked, QuotaExceeded, TenantSuspended
 from slora_api.fair_slots import FairSlots
 from slora_api.rate_limited_log import get_rate_limited_logger
 from slora_api.tenants.key_store import KeyStore
@@ -36,7 +50,7 @@ from slora_api.tenants.running_requests import RunningRequests
 from slora_api.tenants.tenant_status import TenantStatus
 from slora_api.threads import tenant_thread
 
-__all__ = ["LEASE_S", "BatchRun"]
+__all__ = ["LEASE_S", "BatchRun", "DelayedLines"]
 
 logger = get_rate_limited_logger(__name__)
 
@@ -48,6 +62,12 @@ _BUSY = (429, 503, 507)
 _EXPIRED = BatchProblem(
     "batch_expired", "This request could not be executed before the completion window expired."
 )
+# Each write of answers adds a blob to the store. After this many writes, the blobs are joined.
+_WRITES_BETWEEN_COMPACTIONS = 256
+# The event loop's time for a line that its route refuses. Such a line costs no tokens, so quotas do not bound it.
+_REFUSAL_CPU_S = 0.001
+_MAX_DELAYED_BYTES = 8 << 20
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -56,8 +76,8 @@ class BatchRun:
 
     owner: the runner's id.
     slots: the slots for lines in flight in this process.
-    delayed: for each API key, the number of lines that this process is retrying.
-    max_delayed: while a key has this many delayed lines, no further line of its batches is read.
+    delayed: the lines that this process is retrying.
+    budget: the CPU time of each tenant for reading lines.
     count_line: called with `completed` or `failed` for each answer.
     """
 
@@ -70,8 +90,8 @@ class BatchRun:
         key_store: KeyStore,
         running: RunningRequests,
         slots: FairSlots,
-        delayed: Counter[str],
-        max_delayed: int,
+        delayed: "DelayedLines",
+        budget: CpuBudget,
         count_line: Callable[[str], None],
     ) -> None:
         self._batch = batch
@@ -82,9 +102,12 @@ class BatchRun:
         self._running = running
         self._slots = slots
         self._delayed = delayed
-        self._max_delayed = max_delayed
+        self._budget = budget
         self._count_line = count_line
         self._status = batch.status
+        # The reason why no further answer can be stored.
+        self._full: BatchProblem | None = None
+        self._num_writes = 0
         self._unwritten: list[LineAnswer] = []
         self._writing = asyncio.Lock()
 
@@ -121,9 +144,7 @@ class BatchRun:
     async def _keep_lease(self) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            self._status = await tenant_thread(
-                self._batch.tenant, self._batches.renew, self._batch.batch_id, self._owner, LEASE_S
-            )
+            self._status = await self._call(self._batches.renew, self._batch.batch_id, self._owner, LEASE_S)
 
     async def _work(self) -> tuple[BatchStatus, list[BatchProblem]]:
         """Answers the lines. Returns the final status of the batch, and the problems that made it fail."""
@@ -131,32 +152,64 @@ class BatchRun:
         if batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, []
         if batch.status is BatchStatus.VALIDATING:
-            count, problems = await tenant_thread(
-                batch.tenant, count_lines, self._batches.files.read(batch.input_file_id)
-            )
-            if problems:
-                return BatchStatus.FAILED, problems
-            self._status = await tenant_thread(
-                self._batch.tenant, self._batches.begin, batch.batch_id, self._owner, count
-            )
-        answered = await tenant_thread(self._batch.tenant, self._batches.answered, batch)
+            count, problem = await self._count_lines()
+            if problem is not None:
+                return BatchStatus.FAILED, [problem]
+            self._status = await self._call(self._batches.begin, batch.batch_id, self._owner, count)
+        answered = await self._call(self._batches.answered, batch)
         lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)
         async with asyncio.TaskGroup() as group:
-            while not self._must_stop():
-                line = await tenant_thread(self._batch.tenant, _next, lines)
-                if line is None:
-                    break
-                admitted = asyncio.Event()
-                group.create_task(self._answer_in_slots(line, admitted))
-                await admitted.wait()
-                while self._delayed[batch.key_id] >= self._max_delayed and not self._must_stop():
-                    await asyncio.sleep(_MIN_RETRY_S)
+            while (
+                not self._must_stop() and (some := await self._step(partial(take_lines, lines))) is not None
+            ):
+                await self._record([self._fail(line, line.problem) for line in some if line.problem])
+                for line in some:
+                    if line.problem is None and not self._must_stop():
+                        admitted = asyncio.Event()
+                        group.create_task(self._answer_in_slots(line, admitted))
+                        await admitted.wait()
+                        while self._delayed.is_full(batch.tenant, batch.key_id) and not self._must_stop():
+                            await asyncio.sleep(_MIN_RETRY_S)
         if self._status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, []
-        if not self._is_expired():
-            return BatchStatus.COMPLETED, []
-        await self._expire_rest()
-        return BatchStatus.EXPIRED, []
+        if self._is_expired():
+            await self._expire_rest()
+            return BatchStatus.EXPIRED, [self._full] if self._full else []
+        return (BatchStatus.FAILED, [self._full]) if self._full else (BatchStatus.COMPLETED, [])
+
+    async def _count_lines(self) -> tuple[int, BatchProblem | None]:
+        """Returns the number of lines, and the problem that makes the whole batch fail. Stops when the batch must."""
+        lines = split_lines(self._batches.files.read(self._batch.input_file_id))
+        count = 0
+        try:
+            while (
+                some := await self._step(partial(take_lines, lines))
+            ) is not None and not self._must_stop():
+                count += len(some)
+                if count > MAX_LINES:
+                    raise TooManyLines(f"{MAX_LINES} lines")
+        except TooManyLines as error:
+            return count, BatchProblem("too_many_lines", str(error))
+        if not count and not self._must_stop():
+            return 0, BatchProblem("empty_file", "The file has no lines.")
+        return count, None
+
+    async def _call(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return await tenant_thread(self._batch.tenant, call, *args, **kwargs)
+
+    async def _step(self, call: Callable[[], _T]) -> _T:
+        """Makes a call as soon as the tenant has CPU time left, and charges the tenant for it."""
+        tenant = self._batch.tenant
+        while (wait_s := self._budget.wait_s(tenant)) > 0 and not self._must_stop():
+            await asyncio.sleep(min(wait_s, _RENEW_S))
+
+        def timed() -> tuple[_T, float]:
+            begun_s = time.thread_time()
+            return call(), time.thread_time() - begun_s
+
+        result, cpu_s = await tenant_thread(tenant, timed)
+        self._budget.charge(tenant, cpu_s)
+        return result
 
     async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
         """Sends a line until it is answered, unless the batch is cancelled or expires first. admitted: set when the
@@ -165,8 +218,9 @@ class BatchRun:
         try:
             wait_s = await self._answer_in_slot(line, admitted)
             if wait_s is not None:
-                with self._counted_as_delayed():
+                with self._delayed.hold(self._batch.tenant, self._batch.key_id, len(line.body)):
                     while wait_s is not None:
+                        wait_s = max(wait_s, self._budget.wait_s(self._batch.tenant))
                         await self._unless_stopped(asyncio.sleep(wait_s))
                         wait_s = await self._answer_in_slot(line, admitted)
         finally:
@@ -181,27 +235,38 @@ class BatchRun:
             admitted.set()
             attempt = await self._unless_stopped(self._answer(line))
             if isinstance(attempt, LineAnswer):
-                await self._record(attempt)
-                self._count_line("failed" if attempt.is_error else "completed")
+                await self._record([attempt])
                 return None
             return attempt
 
-    @contextmanager
-    def _counted_as_delayed(self) -> Iterator[None]:
-        self._delayed[self._batch.key_id] += 1
-        try:
-            yield
-        finally:
-            self._delayed[self._batch.key_id] -= 1
-
-    async def _record(self, answer: LineAnswer) -> None:
-        """Writes an answer. Answers that arrive during a write are written together in the next one."""
-        self._unwritten.append(answer)
+    async def _record(self, answers: Sequence[LineAnswer]) -> None:
+        """Writes answers. Answers that arrive during a write are written together in the next one."""
+        self._unwritten += answers
         async with self._writing:
-            if answer not in self._unwritten:
-                return
             some, self._unwritten = self._unwritten, []
-            await tenant_thread(self._batch.tenant, self._batches.record, self._batch, self._owner, some)
+            if not some or self._full is not None:
+                return
+            try:
+                await self._call(self._batches.record, self._batch, self._owner, some)
+            except QuotaExceeded as error:
+                remedy = "Delete files, and submit the lines without an answer again."
+                self._full = BatchProblem("file_bytes_exceeded", f"{error} {remedy}")
+                return
+            self._num_writes += 1
+            if self._num_writes % _WRITES_BETWEEN_COMPACTIONS == 0:
+                await self._compact()
+        for one in some:
+            self._count_line("failed" if one.is_error else "completed")
+
+    async def _compact(self) -> None:
+        """Joins the blobs of small writes. They may stay, for example if the disk is full."""
+        try:
+            for file_id in (self._batch.output_file_id, self._batch.error_file_id):
+                last: int | None = -1
+                while last is not None:
+                    last = await self._step(partial(self._batches.files.compact, file_id, last))
+        except StoreUnavailable as error:
+            logger.warning("the answers of batch %s stay in small blobs: %s", self._batch.batch_id, error)
 
     async def _unless_stopped(self, work: Awaitable[_T]) -> _T | None:
         """Returns the result of `work`; None if the batch is cancelled or expires first."""
@@ -220,24 +285,24 @@ class BatchRun:
     async def _answer(self, line: BatchLine) -> LineAnswer | float:
         """Returns the answer to a line, or the seconds after which to send the line again."""
         line_id = f"{self._batch.batch_id}-{line.number}"
-        if line.problem is not None:
-            return LineAnswer(line.number, write_failure(line, line_id, line.problem), True)
         try:
-            response = await self._call(line, line_id)
+            response = await self._send(line, line_id)
         except StoreUnavailable:
             return _RENEW_S
         except TenantSuspended:
             return _MAX_RETRY_S
+        if response.status >= 400:
+            self._budget.charge(self._batch.tenant, _REFUSAL_CPU_S)
         wait_s = response.headers.get("retry-after")
         if response.status in _BUSY and wait_s is not None:
             return min(_MAX_RETRY_S, max(_MIN_RETRY_S, float(wait_s)))
         content = write_response(line, line_id, response.status, line_id, bytes(response.body))
         return LineAnswer(line.number, content, response.status >= 400)
 
-    async def _call(self, line: BatchLine, line_id: str) -> LineResponse:
+    async def _send(self, line: BatchLine, line_id: str) -> LineResponse:
         """Sends a line to its route and returns the response. Raises StoreUnavailable or TenantSuspended."""
         batch = self._batch
-        key = await tenant_thread(self._batch.tenant, self._key_store.find_key, batch.key_id)
+        key = await self._call(self._key_store.find_key, batch.key_id)
         if key is None:
             return LineResponse.of(KeyRevoked())
         if key.status is not TenantStatus.ACTIVE:
@@ -247,31 +312,42 @@ class BatchRun:
     async def _expire_rest(self) -> None:
         """Writes an error for each line without an answer, because the batch has expired."""
         batch = self._batch
-        answered = await tenant_thread(self._batch.tenant, self._batches.answered, batch)
+        answered = await self._call(self._batches.answered, batch)
         lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)
-        while some := await tenant_thread(self._batch.tenant, _next_some, lines):
-            answers = [
-                LineAnswer(
-                    line.number,
-                    write_failure(line, f"{batch.batch_id}-{line.number}", _EXPIRED),
-                    True,
-                )
-                for line in some
-            ]
-            await tenant_thread(self._batch.tenant, self._batches.record, batch, self._owner, answers)
-            for _ in answers:
-                self._count_line("failed")
+        while self._full is None and (some := await self._step(partial(take_lines, lines))) is not None:
+            await self._record([self._fail(line, _EXPIRED) for line in some])
+
+    def _fail(self, line: BatchLine, problem: BatchProblem) -> LineAnswer:
+        line_id = f"{self._batch.batch_id}-{line.number}"
+        return LineAnswer(line.number, write_failure(line, line_id, problem), is_error=True)
 
     def _is_expired(self) -> bool:
         return self._batches.clock() >= self._batch.expires_at
 
     def _must_stop(self) -> bool:
-        return self._status is BatchStatus.CANCELLING or self._is_expired()
+        return self._status is BatchStatus.CANCELLING or self._full is not None or self._is_expired()
 
 
-def _next(lines: Iterator[BatchLine]) -> BatchLine | None:
-    return next(lines, None)
+class DelayedLines:
+    """The lines that wait to be sent again. max_lines: while a key has this many of them, no further line of its
+    batches is read.
+    """
 
+    def __init__(self, max_lines: int) -> None:
+        self._max_lines = max_lines
+        self._num_lines: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
 
-def _next_some(lines: Iterator[BatchLine]) -> list[BatchLine]:
-    return [line for line, _ in zip(lines, range(100), strict=False)]
+    def is_full(self, tenant: str, key_id: str) -> bool:
+        return self._num_lines[key_id] >= self._max_lines or self._num_bytes[tenant] >= _MAX_DELAYED_BYTES
+
+    @contextmanager
+    def hold(self, tenant: str, key_id: str, num_bytes: int) -> Iterator[None]:
+        self._num_lines[key_id] += 1
+        self._num_bytes[tenant] += num_bytes
+        try:
+            yield
+        finally:
+            self._num_lines[key_id] -= 1
+            self._num_bytes[tenant] -= num_bytes
+            self._num_lines, self._num_bytes = +self._num_lines, +self._num_bytes

@@ -10,8 +10,10 @@ A runner claims a batch for some seconds and renews its lease. If the runner die
 the lease has ended. A write by a runner that no longer has the lease is refused. The clocks of hosts that share a
 database must agree to within a few seconds.
 
-An answer file has one part for each answered line. The transaction that adds parts also updates the counts of the
-batch. So each line is answered once, even if it was computed several times.
+An answer file has one piece for each answered line. The answers that are written together share a blob. The
+transaction that adds the pieces also updates the counts of the batch. So each line is answered once, even if it was
+computed several times. Answers are charged to the tenant before they are written. A batch whose answers would exceed
+the tenant's limit fails, and keeps the answers so far.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -20,23 +22,23 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Select, Update, and_, func, insert, select, update
+from sqlalchemy import Select, Update, and_, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
-from slora_api.batches.files import UNFINISHED, Files, files_lock, new_id
+from slora_api.batches.files import UNFINISHED, Files, Piece, StoredFile, files_lock, new_blob, new_id
 from slora_api.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
 
 __all__ = ["Batch", "BatchProblem", "BatchStatus", "Batches", "LeaseLost", "LineAnswer"]
 
 WINDOW_S = 86_400.0
-_b, _p = schema.batches.c, schema.file_parts.c
+_b, _f, _p = schema.batches.c, schema.files.c, schema.file_pieces.c
 
 
 class BatchStatus(StrEnum):
@@ -189,7 +191,8 @@ class Batches:
     def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Stops the batch after its lines in progress. Raises NotFound, or KeyConflict if the batch has ended."""
         self.find(tenant, batch_id)
-        with self._database.transaction(_lock(batch_id), CHANGES, is_cached=False) as connection:
+        locks = (_lock(batch_id), CHANGES)
+        with self._database.transaction(*locks, even_if_full=True, is_cached=False) as connection:
             found = _find(connection, batch_id)
             if found.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
                 _change(connection, found, BatchStatus.CANCELLING, self.clock())
@@ -203,28 +206,34 @@ class Batches:
     def claim(
         self, owner: str, lease_s: float, busy_tenants: Collection[str], *, others_only: bool = False
     ) -> Batch | None:
-        """Leases the oldest batch that no runner works on, and returns it; None if there is none. Batches of tenants
-        without a batch in progress in this process go first.
+        """Leases the oldest batch that no runner works on, and returns it; None if there is none. Cancelled batches go
+        first, because they only have to end, also on a full disk. Then come batches of tenants without a batch in
+        progress in this process.
 
         busy_tenants: tenants with a batch in progress in this process. others_only: lease no batch of these tenants.
         """
         now = self.clock()
         is_free = and_(_b.status.in_(UNFINISHED), _b.lease_until < now)
-        query = select(_b.batch_id).where(is_free).order_by(_b.tenant.in_(busy_tenants), _b.batch_id).limit(1)
+        is_running = _b.status != BatchStatus.CANCELLING
+        order = (is_running, _b.tenant.in_(busy_tenants), _b.batch_id)
+        query = select(_b.batch_id, is_running.label("is_running")).where(is_free).order_by(*order).limit(1)
         if others_only:
             query = query.where(_b.tenant.not_in(busy_tenants))
         if not (rows := self._database.read(query)):
             return None
         leased = update(schema.batches).where(_b.batch_id == rows[0].batch_id, is_free)
-        with self._database.transaction() as connection:
+        with self._database.transaction(even_if_full=not rows[0].is_running) as connection:
             values = {"lease_owner": owner, "lease_until": now + lease_s}
             if not connection.execute(leased.values(**values)).rowcount:
                 return None  # Another runner leased the batch first.
-            return _find(connection, rows[0].batch_id)
+            found = _find(connection, rows[0].batch_id)
+            for file_id in (found.output_file_id, found.error_file_id):
+                self.files.recount(connection, file_id)
+            return found
 
     def renew(self, batch_id: str, owner: str, lease_s: float) -> BatchStatus:
         """Extends a lease and returns the status of the batch. Raises LeaseLost."""
-        with self._leased(batch_id, owner) as (connection, found):
+        with self._leased(batch_id, owner, even_if_full=True) as (connection, found):
             leased = update(schema.batches).where(_b.batch_id == batch_id)
             connection.execute(leased.values(lease_until=self.clock() + lease_s))
             return found.status
@@ -253,72 +262,79 @@ class Batches:
         return {row.number for row in self._database.read(query)}
 
     def record(self, batch: Batch, owner: str, answers: Sequence[LineAnswer]) -> None:
-        """Writes the answers of lines that have no answer yet. Raises LeaseLost."""
-        with self._leased(batch.batch_id, owner) as (connection, found):
-            numbers = [one.number for one in answers]
-            both = (batch.output_file_id, batch.error_file_id)
-            query = select(_p.number).where(_p.file_id.in_(both), _p.number.in_(numbers))
-            present = set(connection.execute(query).scalars())
-            new = [one for one in answers if one.number not in present]
-            if not new:
-                return
-            rows = [
-                {
-                    "file_id": batch.error_file_id if one.is_error else batch.output_file_id,
-                    "number": one.number,
-                    "tenant": found.tenant,  # Not `batch.tenant`, because the tenant may have been renamed.
-                    "content": one.content,
-                }
-                for one in new
-            ]
-            connection.execute(insert(schema.file_parts), rows)
-            num_failed = sum(one.is_error for one in new)
-            counts = {
-                "num_completed": _b.num_completed + len(new) - num_failed,
-                "num_failed": _b.num_failed + num_failed,
-            }
-            connection.execute(update(schema.batches).where(_b.batch_id == batch.batch_id).values(**counts))
+        """Writes the answers of lines that have no answer yet. Raises LeaseLost, or QuotaExceeded if the tenant's files
+        would be too large.
+        """
+        for file_id, is_error in ((batch.output_file_id, False), (batch.error_file_id, True)):
+            if some := [one for one in answers if one.is_error is is_error]:
+                self._write(batch, owner, file_id, sorted(some, key=lambda one: one.number))
+
+    def _write(self, batch: Batch, owner: str, file_id: str, answers: Sequence[LineAnswer]) -> None:
+        """Writes answers into one of the two files of a batch."""
+        content, blob = b"".join(one.content for one in answers), new_blob()
+        lock = files_lock(batch.tenant)
+        with self._leased(batch.batch_id, owner, lock) as (connection, found):
+            kind = "error" if file_id == batch.error_file_id else "output"
+            filename = f"{batch.batch_id}_{kind}.jsonl"
+            # The tenant is that of `found`, because it may have been renamed since the batch was claimed.
+            stored = StoredFile(
+                file_id, found.tenant, "batch_output", filename, len(content), self.clock(), None
+            )
+            self.files.charge(connection, stored, blob)
+        try:
+            self.files.put(blob, content)
+            with self._leased(batch.batch_id, owner) as (connection, found):
+                both = (batch.output_file_id, batch.error_file_id)
+                numbers = [one.number for one in answers]
+                query = select(_p.number).where(_p.file_id.in_(both), _p.number.in_(numbers))
+                present = set(connection.execute(query).scalars())
+                pieces, start = [], 0
+                for one in answers:
+                    if one.number not in present:
+                        pieces.append(Piece(one.number, blob, start, len(one.content)))
+                    start += len(one.content)
+                if pieces:
+                    self.files.add_pieces(connection, replace(stored, tenant=found.tenant), pieces)
+                    counted = _b.num_failed if kind == "error" else _b.num_completed
+                    row = update(schema.batches).where(_b.batch_id == batch.batch_id)
+                    connection.execute(row.values({counted: counted + len(pieces)}))
+        except BaseException:
+            self.files.give_back(stored, blob)
+            raise
+        if not pieces:
+            self.files.give_back(stored, blob)
 
     def finish(
         self, batch_id: str, owner: str, status: BatchStatus, errors: Sequence[BatchProblem] = ()
     ) -> None:
         """Ends a batch and makes its answer files visible. Raises LeaseLost."""
         now = self.clock()
-        with self._leased(batch_id, owner) as (connection, found):
+        with self._leased(batch_id, owner, even_if_full=True) as (connection, found):
             if status is BatchStatus.COMPLETED:
                 found = _change(connection, found, BatchStatus.FINALIZING, now)
             _change(connection, found, status, now)
             kept = {
-                "output_file_id": self._publish(connection, found, found.output_file_id, "output", now),
-                "error_file_id": self._publish(connection, found, found.error_file_id, "error", now),
+                "output_file_id": self._publish(connection, found.output_file_id, now),
+                "error_file_id": self._publish(connection, found.error_file_id, now),
                 "errors": json.dumps([{name: getattr(one, name) for name in _PROBLEM} for one in errors]),
                 "lease_owner": "",
                 "lease_until": 0.0,
             }
             connection.execute(update(schema.batches).where(_b.batch_id == batch_id).values(**kept))
 
-    def _publish(self, connection: Connection, batch: Batch, file_id: str, kind: str, now: float) -> str:
+    def _publish(self, connection: Connection, file_id: str, now: float) -> str:
         """Makes an answer file visible. Returns the id of the file; empty if the file has no lines."""
-        size = select(func.count(), func.sum(func.length(_p.content))).where(_p.file_id == file_id)
-        count, num_bytes = connection.execute(size).one()
-        if not count:
-            return ""
-        row = {
-            "file_id": file_id,
-            "tenant": batch.tenant,
-            "purpose": "batch_output",
-            "filename": f"{batch.batch_id}_{kind}.jsonl",
-            "num_bytes": int(num_bytes),
-            "created_at": now,
-            "expires_at": None,
-            "is_complete": True,
-        }
-        connection.execute(insert(schema.files), row)
-        return file_id
+        self.files.recount(connection, file_id)
+        connection.execute(delete(schema.files).where(_f.file_id == file_id, _f.num_bytes == 0))
+        row = update(schema.files).where(_f.file_id == file_id)
+        done = connection.execute(row.values(created_at=now, is_complete=True)).rowcount
+        return file_id if done else ""
 
     @contextmanager
-    def _leased(self, batch_id: str, owner: str) -> Iterator[tuple[Connection, Batch]]:
-        with self._database.transaction(_lock(batch_id)) as connection:
+    def _leased(
+        self, batch_id: str, owner: str, *locks: str, even_if_full: bool = False
+    ) -> Iterator[tuple[Connection, Batch]]:
+        with self._database.transaction(_lock(batch_id), *locks, even_if_full=even_if_full) as connection:
             mine = _select().where(
                 _b.batch_id == batch_id, _b.lease_owner == owner, _b.lease_until > self.clock()
             )

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from slora_api.errors import BadRequest
-from slora_api.http.json_structure import JsonStructure
+from slora_api.json_structure import JsonStructure
 from slora_api.request_bounds import JsonBounds, RequestBounds
 
 __all__ = ["read_json", "read_object", "validate_object"]

@@ -233,7 +233,7 @@ async def open_services(
         quotas,
         shipper,
         quarantine,
-        Batches(database, Files(database, file_limits(settings)), settings.max_batches_per_tenant),
+        Batches(database, Files(database, adapters, file_limits(settings)), settings.max_batches_per_tenant),
         Engines(client, counted, board, database, settings.resume_seconds),
         LiveFeed(client, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),

@@ -31,7 +31,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import Actor, current_actor, record_change
 from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, StoreUnfit, TryAgain
+from slora_adapters.errors import BadAdapterName, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.reference import parse_reference
 from slora_api.errors import ApiError, BadRequest, KeyConflict, KeyRevoked, NotFound, TenantSuspended
 from slora_api.tenants.allow_list import AllowList
@@ -280,12 +280,7 @@ class KeyStore:
             logger.info("%d pending revocations were written to the database", len(pending))
 
     def _write_revocations(self, key_ids: Sequence[str]) -> None:
-        try:
-            self._mark_revoked(key_ids)
-        except DiskFull:
-            if not self._database.free_reserve():
-                raise
-            self._mark_revoked(key_ids)
+        self._mark_revoked(key_ids)
         self._journal.remove(key_ids)
         for key_id in key_ids:
             self._revokers.pop(key_id, None)

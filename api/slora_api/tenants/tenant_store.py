@@ -224,10 +224,13 @@ class TenantStore:
         return replace(before, name=new_name)
 
     def begin_purge(self, tenant: str) -> None:
-        """Marks the tenant as being purged, so that its keys are refused from now on. Repeating the call is a no-op.
-        Raises NotFound.
+        """Marks the tenant as being purged, so that its keys are refused from now on. Ends its batches and the uploads
+        of files in progress, so that no blob is added from now on. Repeating the call is a no-op. Raises NotFound.
         """
         self._set_status("tenant.purge", tenant, TenantStatus.PURGING)
+        with self._database.transaction(even_if_full=True) as connection:
+            for table in (schema.batches, schema.files):
+                connection.execute(delete(table).where(table.c.tenant == tenant))
 
     def finish_purge(self, tenant: str, details: Mapping[str, Any]) -> Mapping[str, int]:
         """Deletes a tenant whose purge has begun, with its keys, names and settings, in one transaction. Its name is
@@ -252,7 +255,8 @@ class TenantStore:
         return counts
 
     def _set_status(self, action: str, tenant: str, status: TenantStatus) -> Tenant:
-        with self._database.transaction(CHANGES) as connection:
+        is_urgent = status is not TenantStatus.ACTIVE
+        with self._database.transaction(CHANGES, even_if_full=is_urgent) as connection:
             before = _read_one(connection, tenant)
             if before.status is status:
                 return before

@@ -182,11 +182,12 @@ def _create_batches() -> None:
         sa.Index("files_expiring", "expires_at"),
     )
     op.create_table(
-        "file_parts",
+        "file_pieces",
         *_key("file_id", "number"),
-        *_required(_KEY, "tenant"),
-        *_required(sa.LargeBinary, "content"),
-        sa.Index("file_parts_of_tenant", "tenant"),
+        *_required(_KEY, "tenant", "blob"),
+        *_required(sa.BigInteger, "start", "num_bytes"),
+        sa.Index("file_pieces_of_tenant", "tenant"),
+        sa.Index("file_pieces_of_blob", "blob"),
     )
     op.create_table(
         "batches",
