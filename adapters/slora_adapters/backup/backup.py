@@ -162,9 +162,13 @@ class _Backup:
                 with closing(self._store.open(digest)) as blob:
                     copies.copy(digest, blob, count)
             except AdapterNotFound as error:
+                if file_id := self._storage.find_file(digest):
+                    raise StoreUnfit(
+                        f"the store lacks the blob {digest} of the file {file_id}: delete that file"
+                    ) from error
                 raise StoreUnfit(
-                    f"the store lacks the blob {digest}, which the database refers to: if these are weights, push that "
-                    "adapter again or delete its version; otherwise, delete the file that has this blob"
+                    f"the store lacks the weights {digest}, which the database refers to: push that adapter again, or "
+                    "delete its version"
                 ) from error
             for member, found in hashes.items():
                 self._files[f"{_blob_folder(digest)}/{member}"] = StoredFile(sizes[member], found.hexdigest())

@@ -185,6 +185,11 @@ class RegistryStorage:
         rows = [*self._database.read(weights), *self._database.read(content)]
         return {digest: int(num_bytes) for digest, num_bytes in rows}
 
+    def find_file(self, blob: str) -> str | None:
+        """Returns the id of a file that refers to the blob."""
+        rows = self._database.read(select(_p.file_id).where(_p.blob == blob).limit(1))
+        return rows[0].file_id if rows else None
+
     def is_referenced(self, digest: str, now: float) -> bool:
         """Returns whether a version or a file of any tenant, or a reservation, needs the blob."""
         return bool(self._database.read(_REFERENCED, {"digest": digest, "now": now, "leaving": ""}))

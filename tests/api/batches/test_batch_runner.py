@@ -9,20 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import LargeBinary, func, insert, select
 
 from slora.request import RequestUsage
 from slora.usage_journal.record import UsageRecord
+from slora_adapters.backup.backup import make_backup
+from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
+from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
-from slora_api.batches.batch_line import read_lines, split_lines
-from slora_api.batches.batches import Batch, Batches, BatchStatus, LeaseLost, LineAnswer
+from slora_api.batches import files as files_module
+from slora_api.batches.batch_line import TooManyLines, read_lines, split_lines, take_lines
+from slora_api.batches.batches import Batch, Batches, BatchProblem, BatchStatus, LeaseLost, LineAnswer
 from slora_api.batches.files import FileLimits, Files, StoredFile
-from slora_api.errors import InUse, NotFound
+from slora_api.errors import InUse, NotFound, QuotaExceeded
 from slora_api.tenants.usage_ledger import BatchUsage, UsageFilter, UsageLedger
 from tests.api.platform import open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -209,12 +214,237 @@ def test_an_expired_file_is_deleted_unless_a_batch_reads_it(desk: Desk) -> None:
     assert len(desk.blobs()) == 1 and batches.files.find("acme", batch.input_file_id)
 
 
+def answer(number: int, content: bytes = b"answer\n", *, is_error: bool = False) -> LineAnswer:
+    return LineAnswer(number, content, is_error)
+
+
+def start(desk: Desk, batches: Batches, num_lines: int) -> Batch:
+    batch = desk.submit(batches, num_lines)
+    batches.claim("runner", 30, ())
+    batches.begin(batch.batch_id, "runner", num_lines)
+    return batch
+
+
+def used_bytes(database: Database) -> int:
+    ((used,),) = database.read(select(func.sum(schema.files.c.num_bytes)))
+    return int(used or 0)
+
+
+def test_answers_beyond_the_limit_of_bytes_are_not_written_and_earlier_ones_stay(desk: Desk) -> None:
+    """Born from a bug: answers were stored beyond the limit, until the disk was full."""
+    desk.max_bytes = 2000
+    batches = desk.open()
+    batch = start(desk, batches, 3)
+    batches.record(batch, "runner", [answer(1, b"x" * 800 + b"\n")])
+    before, blobs = used_bytes(desk.database), desk.blobs()
+    for is_error in (False, True):
+        with pytest.raises(QuotaExceeded, match="max_file_bytes_per_tenant"):
+            batches.record(batch, "runner", [answer(2, b"y" * 1200, is_error=is_error)])
+    assert (used_bytes(desk.database), desk.blobs()) == (before, blobs)
+    problem = BatchProblem("file_bytes_exceeded", "too many bytes")
+    batches.finish(batch.batch_id, "runner", BatchStatus.FAILED, [problem])
+    ended = batches.find("acme", batch.batch_id)
+    assert (ended.num_completed, ended.num_failed, ended.error_file_id) == (1, 0, "")
+    stored = batches.files.find("acme", ended.output_file_id)
+    assert b"".join(batches.files.read(stored.file_id)) == b"x" * 800 + b"\n" and stored.num_bytes == 801
+
+
+def test_a_charge_is_given_back_if_the_store_fails_or_the_runner_dies(desk: Desk) -> None:
+    batches = desk.open()
+    batch = start(desk, batches, 3)
+    before, blobs, tmp = used_bytes(desk.database), desk.blobs(), desk.directory / "adapters" / "tmp"
+    tmp.rename(desk.directory / "elsewhere")
+    with pytest.raises(StoreUnavailable):
+        batches.record(batch, "runner", [answer(1)])
+    with pytest.raises(StoreUnavailable):
+        desk.store(batches, b"{}")
+    (desk.directory / "elsewhere").rename(tmp)
+    assert used_bytes(desk.database) == before and not batches.answered(batch)
+    assert not desk.database.read(select(schema.adapter_reservations))
+    with desk.database.transaction() as connection:
+        stored = StoredFile(batch.output_file_id, "acme", "batch_output", "a", 500, desk.now, None)
+        batches.files.charge(connection, stored, "ab" * 32)
+    assert used_bytes(desk.database) == before + 500
+    desk.now += 31
+    assert batches.claim("second", 30, ()) is not None
+    assert used_bytes(desk.database) == before
+    assert not desk.database.read(select(schema.adapter_reservations))
+    batches.record(batch, "second", [answer(1)])
+    assert used_bytes(desk.database) == before + len(b"answer\n") and len(desk.blobs()) == len(blobs) + 1
+
+
+def test_another_host_finishes_a_batch_and_every_host_reads_and_deletes_its_files(
+    desk: Desk, database_place: str
+) -> None:
+    first = desk.open()
+    batch = start(desk, first, 4)
+    first.record(batch, "runner", [answer(3, b"three\n"), answer(1, b"one\n")])
+    with closing(Database(database_place)) as database:
+        other = replace(desk, database=database, now=desk.now + 31)
+        second = other.open()
+        taken = second.claim("second", 30, ())
+        assert taken is not None and second.answered(taken) == {1, 3}
+        second.record(taken, "second", [answer(4, b"four\n"), answer(2, b"two\n")])
+        second.finish(taken.batch_id, "second", BatchStatus.COMPLETED)
+        ended = second.find("acme", batch.batch_id)
+        assert b"".join(first.files.read(ended.output_file_id)) == b"one\ntwo\nthree\nfour\n"
+        first.files.delete("acme", ended.output_file_id)
+        assert not list(second.files.read(ended.output_file_id))
+        second.files.delete("acme", ended.input_file_id)
+    assert not desk.blobs()
+
+
+def test_the_database_has_no_bytes_of_files(desk: Desk) -> None:
+    columns = [column for table in schema.metadata.sorted_tables for column in table.columns]
+    binary = {str(column) for column in columns if isinstance(column.type, LargeBinary)}
+    assert binary == {"platform.pepper_check", "api_keys.digest"}
+
+
+def test_small_answers_are_joined_and_a_failure_in_between_loses_none(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "_ROWS_WRITTEN", 2)
+    batches = desk.open()
+    batch = start(desk, batches, 9)
+    contents = {number: b"%d " % number * number + b"\n" for number in range(1, 10)}
+    for number in (2, 1, 9, 3, 5, 4, 8, 7, 6):
+        batches.record(batch, "runner", [answer(number, contents[number])])
+    assert len(desk.blobs()) == 10
+    expected = b"".join(contents.values())
+    output, used = batch.output_file_id, used_bytes(desk.database)
+    tmp = desk.directory / "adapters" / "tmp"
+    tmp.rename(desk.directory / "elsewhere")
+    with pytest.raises(StoreUnavailable):
+        batches.files.compact(output, -1)
+    (desk.directory / "elsewhere").rename(tmp)
+    assert b"".join(batches.files.read(output)) == expected and len(desk.blobs()) == 10
+    assert batches.files.compact(output, -1) == 9 and batches.files.compact(output, 9) is None
+    assert len(desk.blobs()) == 2 and batches.answered(batch) == set(contents)
+    assert b"".join(batches.files.read(output)) == expected
+    before = desk.blobs()
+    batches.files.compact(output, -1)
+    assert desk.blobs() == before, "nothing is left to join"
+    batches.finish(batch.batch_id, "runner", BatchStatus.COMPLETED)
+    assert used_bytes(desk.database) == used
+    assert not desk.database.read(select(schema.adapter_reservations))
+
+
+def test_large_answers_are_joined_up_to_a_size(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "_COMPACTED_BYTES", 1000)
+    batches = desk.open()
+    batch = start(desk, batches, 5)
+    sizes = (400, 600, 2000, 300, 300)
+    for number, size in enumerate(sizes, 1):
+        batches.record(batch, "runner", [answer(number, b"%d" % number * size)])
+    last: int | None = -1
+    ends = []
+    while last is not None:
+        last = batches.files.compact(batch.output_file_id, last)
+        ends.append(last)
+    assert ends == [2, 3, 5, None] and len(desk.blobs()) == 4
+    content = b"".join(batches.files.read(batch.output_file_id))
+    assert content == b"".join(b"%d" % number * size for number, size in enumerate(sizes, 1))
+
+
+def test_a_sweep_drops_the_blobs_of_a_killed_process_and_keeps_those_of_files(desk: Desk) -> None:
+    batches = desk.open()
+    batch = start(desk, batches, 2)
+    batches.record(batch, "runner", [answer(1)])
+    kept = desk.blobs()
+    leftover = "cd" * 32
+    batches.files.put(leftover, b"bytes without a row")
+    assert desk.catalog.sweep() == 1
+    assert desk.blobs() == kept
+
+
+def test_a_backup_has_the_bytes_of_files_and_of_running_batches(desk: Desk) -> None:
+    batches = desk.open()
+    batch = start(desk, batches, 2)
+    batches.record(batch, "runner", [answer(1, b"one\n")])
+    make_backup(desk.database, desk.catalog.store, {}, desk.directory / "backup")
+    restore_backup(desk.directory / "backup", desk.directory / "restored")
+    with closing(Database(desk.directory / "restored" / "slora.db")) as database:
+        restored = replace(desk, database=database, directory=desk.directory / "restored").open()
+        assert b"".join(restored.files.read(batch.input_file_id)).count(b"\n") == 2
+        assert b"".join(restored.files.read(batch.output_file_id)) == b"one\n"
+        assert restored.answered(restored.find("acme", batch.batch_id)) == {1}
+
+
+def test_a_cancelled_batch_ends_on_a_full_disk(tmp_path: Path) -> None:
+    """Born from a bug: a full disk refused to cancel the batch that had filled it."""
+    reserve = DiskReserve(tmp_path / "reserve", 1 << 20)
+    with closing(Database(tmp_path / "slora.db", reserve)) as database:
+        desk = Desk(database, tmp_path)
+        batches = desk.open()
+        batch = start(desk, batches, 2)
+        other = desk.submit(batches, 1)
+        batches.record(batch, "runner", [answer(1)])
+        batches.release(batch.batch_id, "runner")
+        reserve.report_full()
+        with pytest.raises(DiskFull):
+            batches.claim("runner", 30, ())
+        batches.cancel("acme", batch.batch_id)
+        assert not (tmp_path / "reserve").exists(), "the reserve makes room"
+        taken = batches.claim("runner", 30, ())
+        assert taken is not None and (taken.batch_id, taken.status) == (batch.batch_id, "cancelling")
+        batches.finish(batch.batch_id, "runner", BatchStatus.CANCELLED)
+        ended = batches.find("acme", batch.batch_id)
+        assert (ended.status, ended.num_completed) == (BatchStatus.CANCELLED, 1)
+        batches.files.delete("acme", ended.output_file_id)
+        batches.files.delete("acme", ended.input_file_id)
+        with pytest.raises(DiskFull):
+            batches.claim("runner", 30, ())
+        assert batches.find("acme", other.batch_id).status is BatchStatus.VALIDATING
+        assert len(desk.blobs()) == 1
+
+
 def test_lines_are_found_wherever_the_pieces_of_a_file_are_cut() -> None:
     content = b'{"a": 1}\n\n  \n{"b": 2}\n{"c": 3}'
     expected = [(1, b'{"a": 1}'), (4, b'{"b": 2}'), (5, b'{"c": 3}')]
     for size in (1, 2, 7, 100):
         pieces = [content[at : at + size] for at in range(0, len(content), size)]
         assert [line for line in split_lines(pieces) if line] == expected
+
+
+def test_blank_lines_cost_no_step_each_and_too_many_of_them_are_refused() -> None:
+    """Born from a bug: files of blank lines kept the threads on which keys are looked up busy for a minute."""
+    num_read = 0
+
+    def pieces(piece: bytes, count: int) -> Iterator[bytes]:
+        nonlocal num_read
+        for _ in range(count):
+            num_read += 1
+            yield piece
+
+    with pytest.raises(TooManyLines, match="100000 lines, blank lines included"):
+        list(split_lines(pieces(b"\n" * (1 << 18), 400)))
+    assert num_read <= 2
+    blank = b" " * ((1 << 18) - 1) + b"\n"
+    assert list(split_lines([blank] * 400)) == [None] * 400
+    assert list(split_lines([*[b"\n" * 1000] * 90, b"{}"]))[-1] == (90_001, b"{}")
+
+
+def test_a_step_reads_a_bounded_number_of_lines() -> None:
+    lines = split_lines([b"x\n" * 1000, b"y" * (3 << 20), b"\nz"])
+    counts = []
+    while (some := take_lines(lines)) is not None:
+        counts.append(len(some))
+    assert counts == [256, 256, 256, 232, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" + "[]," * 300_000 + "[]]", "values"),
+        ("{" + ",".join(f'"{n}":0' for n in range(60_000)) + "}", "fields"),
+        ('{"a": ' + "7" * 100_000 + "}", "number"),
+    ],
+)
+def test_a_line_has_the_bounds_of_a_body(text: str, words: str) -> None:
+    """Born from a bug: one line of brackets held the interpreter lock for 145 ms."""
+    for line in (text, f'{{"custom_id":"a","method":"POST","url":"{PATH}","body":{text}}}'):
+        (found,) = (one for one in read_lines([line.encode()], PATH, ()) if one is not None)
+        assert found.problem is not None and words in found.problem.message and not found.body
 
 
 def test_answered_lines_are_skipped_when_a_batch_goes_on() -> None:

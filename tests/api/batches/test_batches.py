@@ -397,6 +397,81 @@ def test_batches_that_wait_for_their_quota_hold_up_no_other_tenant(
             wait_for(waiting, batch.id, "cancelled")
 
 
+def test_one_tenants_lines_leave_places_for_the_lines_of_another(tmp_path: Path) -> None:
+    """Born from a bug: the slow lines of one tenant held all places, and others waited for half a minute."""
+    engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)], hang=True)
+    with running_platform(tmp_path, engine, runs_batches=True, batch_lines_in_flight=8) as platform:
+        hostile, honest = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
+        engine.answers = [deltas_of(b"hi")[:1]]
+        held = [submit(hostile, [line_of(str(n)) for n in range(20)]) for _ in range(3)]
+        poll(lambda: len(engine.requests) == 6)
+        batch = submit(honest, [line_of("a"), line_of("b")])
+        poll(lambda: len(engine.requests) >= 7)
+        tenants = [request.tenant for request in engine.requests]
+        assert (tenants.count("acme"), tenants.count("rival")) in ((6, 1), (6, 2))
+        for client, one in ((honest, batch), *((hostile, one) for one in held)):
+            client.batches.cancel(one.id)
+            wait_for(client, one.id, "cancelled")
+
+
+def test_a_batch_whose_tenant_has_no_cpu_time_left_waits_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "_BURST_S", 1e-6)
+    monkeypatch.setattr(batch_runner, "_REFILL", 1e-6)
+    engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
+    with running_platform(tmp_path, engine, runs_batches=True) as platform:
+        client = platform.sdk(platform.key("acme"))
+        batch = submit(client, [b"no json"] * 10_000)
+        poll(lambda: bool(platform.services.batches.count_by_status()))
+        client.batches.cancel(batch.id)
+        ended = wait_for(client, batch.id, "cancelled")
+        assert ended.request_counts.completed + ended.request_counts.failed < 1000
+
+
+def test_a_file_of_blank_lines_fails_at_once(platform: Platform) -> None:
+    client = platform.sdk(platform.key("acme"))
+    file = client.files.create(file=("input.jsonl", b"\n" * (4 << 20)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
+    errors = wait_for(client, batch.id, "failed").errors
+    assert errors is not None and [one.code for one in errors.data] == ["too_many_lines"]
+
+
+def test_a_batch_whose_answers_exceed_the_limit_fails_and_keeps_its_answers(tmp_path: Path) -> None:
+    """Born from a bug: 26 KB of input wrote 390 MiB against a limit of 2 MiB."""
+    engine = ScriptedEngine([deltas_of(b"x" * 200, FinishReason.STOP)])
+    limits = {"max_file_bytes_per_tenant": 20_000, "batch_lines_in_flight": 1}
+    with running_platform(tmp_path, engine, runs_batches=True, **limits) as platform:
+        client = platform.sdk(platform.key("acme"))
+        ended = wait_for(client, submit(client, [line_of(f"{n}") for n in range(50)]).id, "failed")
+        (problem,) = ended.errors.data
+        assert (
+            problem.code == "file_bytes_exceeded" and "20000 (max_file_bytes_per_tenant)" in problem.message
+        )
+        answers = read_answers(client, ended.output_file_id)
+        assert 5 < len(answers) == ended.request_counts.completed < 40
+        assert [one["custom_id"] for one in answers] == [f"{n}" for n in range(len(answers))]
+        assert sum(one.bytes for one in client.files.list()) <= 20_000
+        blobs = (tmp_path / "adapters" / "blobs").rglob("content")
+        assert sum(path.stat().st_size for path in blobs) <= 20_000
+        client.files.delete(ended.output_file_id)
+        wait_for(client, submit(client, [line_of("a")]).id, "completed")
+
+
+def test_a_purge_deletes_the_bytes_of_files(platform: Platform) -> None:
+    client, other = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
+    for one in (client, other):
+        wait_for(one, submit(one, [line_of("a"), line_of("b", url="/other")]).id, "completed")
+    blobs = platform.directory / "adapters" / "blobs"
+    before = len(list(blobs.rglob("content")))
+    with platform.client(ADMIN_KEY) as admin:
+        report = admin.post(
+            "/admin/tenants/acme/purge", json={"confirm": "acme", "ledger": "keep"}
+        ).raise_for_status()
+    assert len(list(blobs.rglob("content"))) == before - 3 == 3, report.text
+    assert {one.purpose for one in other.files.list()} == {"batch", "batch_output"}
+
+
 def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,48 @@ def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platf
     assert not list((platform.directory / "adapters" / "blobs").glob("*/*"))
 
 
+def test_what_frees_room_or_stops_a_tenant_works_on_a_full_disk(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a bug: a tenant that had filled the disk could be neither suspended nor purged, and could delete
+    nothing.
+    """
+    key = platform.key("acme")
+    for name in ("a", "b"):
+        assert (
+            platform.upload(key, name, make_members(tensors=make_tensors(seed=len(name)))).status_code == 201
+        )
+    free, lifts = DiskReserve.free, []
+
+    def free_and_record(reserve: DiskReserve) -> bool:
+        lifts[-1]()  # The reserve leaves room for this change alone.
+        return free(reserve)
+
+    monkeypatch.setattr(DiskReserve, "free", free_and_record)
+    with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
+        alias = {"versions": {"1": 100}}
+        tenant.put("/v1/adapters/b/aliases/prod", json=alias).raise_for_status()
+        form, files = {"purpose": "batch"}, {"file": ("a", b"{}\n")}
+        ids = [tenant.post("/v1/files", data=form, files=files).json()["id"] for _ in range(2)]
+        batch = {"input_file_id": ids[0], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = tenant.post("/v1/batches", json=batch).raise_for_status().json()["id"]
+        for client, method, path, body in (
+            (tenant, "POST", f"/v1/batches/{batch_id}/cancel", None),
+            (tenant, "DELETE", f"/v1/files/{ids[1]}", None),
+            (tenant, "DELETE", "/v1/adapters/b/aliases/prod", None),
+            (tenant, "DELETE", "/v1/adapters/b", None),
+            (admin, "DELETE", f"/admin/keys/{platform.key('other').split('_')[1]}", None),
+            (admin, "POST", "/admin/tenants/acme/suspend", None),
+            (admin, "POST", "/admin/tenants/acme/purge", {"confirm": "acme", "ledger": "keep"}),
+        ):
+            platform.services.reserve.watch()
+            with largest_file(LIMIT) as lift:
+                lifts.append(lift)
+                answer = client.request(method, path, json=body)
+            assert answer.status_code == 200, (method, path, answer.text)
+    assert not list((platform.directory / "adapters" / "blobs").glob("*/*"))
+
+
 # `slora` in a process that cannot grow any file. Its children can, because the loader's shared memory counts as a file.
 ON_A_FULL_DISK = f"""
 import asyncio, functools, resource
