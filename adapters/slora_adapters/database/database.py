@@ -17,9 +17,9 @@ memory file beside the database. If the disk has no space even for that file, on
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 from sqlalchemy import exc, select
@@ -101,7 +101,7 @@ class Database:
         self._retry_at = 0.0
         self._retrying = Lock()
         self._exclusive: Engine | None = None
-        self._exclusive_lock = Lock()
+        self._exclusive_lock = RLock()
         try:
             self._prepare()
         except BaseException:
@@ -198,11 +198,13 @@ class Database:
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
-        if self._exclusive is not None:
-            self._close_exclusive()
+        is_full = self._reserve is not None and self._reserve.is_full
         try:
-            with self._connect() as connection:
-                yield connection
+            # On a full disk, a new connection and the exclusive one would wait for each other's locks.
+            with self._exclusive_lock if is_full else nullcontext():
+                self._close_exclusive()
+                with self._connect() as connection:
+                    yield connection
         except exc.IntegrityError:
             raise
         except (exc.DBAPIError, exc.TimeoutError) as error:
@@ -265,6 +267,8 @@ class Database:
             raise StoreUnavailable(f"database {self.label}: {error.orig}") from error
 
     def _close_exclusive(self) -> None:
+        if self._exclusive is None:
+            return
         with self._exclusive_lock:
             exclusive, self._exclusive = self._exclusive, None
             if exclusive is not None:
