@@ -1,9 +1,9 @@
 """Works on one batch under a lease: sends each line of the input to its route, and writes the answers.
 
 The input is read twice from its start: once to count the lines, and once to answer them. Lines that have an answer
-already are skipped. Both are done in short steps on the threads of the tenant, and the tenant has a budget of CPU time
-for them. Some lines are read ahead, so only these and the lines in flight are in memory. A line keeps its slot until
-its answer is durable.
+already are skipped. Reading and writing are done in short steps on the threads of the tenant, and the tenant has a
+budget of CPU time for them. Only the lines of one step and the lines in flight are in memory. A line keeps its slot
+until its answer is durable.
 
 The server may be unable to answer a line now. For example, the server is busy or restarting, or the tenant is suspended
 or has used up its quota. Such a line is sent again later, until the batch expires. While the line waits, it holds no
@@ -65,7 +65,7 @@ _EXPIRED = BatchProblem(
 # Each write of answers adds a blob to the store. After this many writes, the blobs are joined.
 _WRITES_BETWEEN_COMPACTIONS = 256
 # The event loop's time for a line that its route refuses. Such a line costs no tokens, so quotas do not bound it.
-_REFUSAL_CPU_S = 0.001
+_REFUSAL_CPU_S = 0.002
 _MAX_DELAYED_BYTES = 8 << 20
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -247,7 +247,7 @@ class BatchRun:
             if not some or self._full is not None:
                 return
             try:
-                await self._call(self._batches.record, self._batch, self._owner, some)
+                await self._step(partial(self._batches.record, self._batch, self._owner, some))
             except QuotaExceeded as error:
                 remedy = "Delete files, and submit the lines without an answer again."
                 self._full = BatchProblem("file_bytes_exceeded", f"{error} {remedy}")

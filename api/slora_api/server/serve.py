@@ -36,6 +36,7 @@ from slora_api.server.api_process import (
     limit_garbage_collection,
     make_batch_runner,
     open_services,
+    prefer_event_loop,
 )
 from slora_api.server.api_workers import ApiWorkers
 from slora_api.server.app import make_app
@@ -177,6 +178,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
                 settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
             )  # fmt: skip
         limit_garbage_collection()
+        prefer_event_loop()
         await run_until_stopped(
             front,
             generator.limiter,
