@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -273,17 +273,16 @@ class Batches:
         """Writes answers into one of the two files of a batch."""
         content, blob = b"".join(one.content for one in answers), new_blob()
         lock = files_lock(batch.tenant)
-        with self._leased(batch.batch_id, owner, lock) as (connection, found):
+        with self._leased(batch.batch_id, owner, lock) as (connection, _):
             kind = "error" if file_id == batch.error_file_id else "output"
             filename = f"{batch.batch_id}_{kind}.jsonl"
-            # The tenant is that of `found`, because it may have been renamed since the batch was claimed.
             stored = StoredFile(
-                file_id, found.tenant, "batch_output", filename, len(content), self.clock(), None
+                file_id, batch.tenant, "batch_output", filename, len(content), self.clock(), None
             )
             self.files.charge(connection, stored, blob)
         try:
             self.files.put(blob, content)
-            with self._leased(batch.batch_id, owner) as (connection, found):
+            with self._leased(batch.batch_id, owner) as (connection, _):
                 both = (batch.output_file_id, batch.error_file_id)
                 numbers = [one.number for one in answers]
                 query = select(_p.number).where(_p.file_id.in_(both), _p.number.in_(numbers))
@@ -294,7 +293,7 @@ class Batches:
                         pieces.append(Piece(one.number, blob, start, len(one.content)))
                     start += len(one.content)
                 if pieces:
-                    self.files.add_pieces(connection, replace(stored, tenant=found.tenant), pieces)
+                    self.files.add_pieces(connection, stored, pieces)
                     counted = _b.num_failed if kind == "error" else _b.num_completed
                     row = update(schema.batches).where(_b.batch_id == batch.batch_id)
                     connection.execute(row.values({counted: counted + len(pieces)}))

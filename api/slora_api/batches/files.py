@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Delete, Select, delete, func, insert, or_, select, update
+from sqlalchemy import Delete, Select, delete, exists, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -33,6 +33,7 @@ from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import RESERVATION_S
 from slora_adapters.store.store import Blob, Store
 from slora_api.errors import BadRequest, InUse, NotFound, QuotaExceeded
+from slora_api.tenants.tenant_status import TenantStatus
 
 __all__ = ["PURPOSES", "FileLimits", "Files", "Piece", "StoredFile", "files_lock", "new_blob", "new_id"]
 
@@ -56,6 +57,10 @@ UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 _f, _p, _b = schema.files.c, schema.file_pieces.c, schema.batches.c
 _r = schema.adapter_reservations.c
+# Whether the tenant of a file exists, and its purge has not begun.
+_HAS_OWNER = exists().where(
+    schema.tenants.c.tenant_id == _f.tenant, schema.tenants.c.status != TenantStatus.PURGING
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,8 @@ class Files:
         try:
             self.put(blob, source)
             with self._database.transaction(CHANGES, is_cached=False) as connection:
-                done = update(schema.files).where(_f.file_id == stored.file_id).values(is_complete=True)
-                if not connection.execute(done).rowcount:
+                done = update(schema.files).where(_f.file_id == stored.file_id, _HAS_OWNER)
+                if not connection.execute(done.values(is_complete=True)).rowcount:
                     raise NotFound.of_tenant(tenant)  # The tenant was purged meanwhile.
                 self.add_pieces(connection, stored, [Piece(0, blob, 0, num_bytes)])
                 record_change(connection, "file.create", tenant, stored.file_id, {"bytes": num_bytes})

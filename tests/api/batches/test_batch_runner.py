@@ -79,6 +79,9 @@ def open_catalog(database: Database, directory: Path) -> Catalog:
 @pytest.fixture
 def desk(database_place: str, tmp_path: Path) -> Iterator[Desk]:
     with closing(Database(database_place)) as database:
+        with database.transaction() as connection:
+            row = {"tenant_id": "acme", "name": "acme", "created_at": 0, **SHARE}
+            connection.execute(insert(schema.tenants), row)
         yield Desk(database, tmp_path)
 
 
@@ -142,9 +145,6 @@ def test_files_and_batches_are_purged_with_their_tenant(desk: Desk, tmp_path: Pa
     batches = desk.open()
     batch = desk.submit(batches, 2)
     batches.claim("runner", 30, ())
-    with desk.database.transaction() as connection:
-        row = {"tenant_id": "acme", "name": "acme", "created_at": 0, **SHARE}
-        connection.execute(insert(schema.tenants), row)
     batches.record(batch, "runner", [LineAnswer(1, b"one\n", is_error=False)])
     tenants = open_tenant_store(desk.database, tmp_path)
     tenants.begin_purge("acme")
@@ -154,6 +154,11 @@ def test_files_and_batches_are_purged_with_their_tenant(desk: Desk, tmp_path: Pa
     assert (counts["files"], counts["file_pieces"], counts["batches"]) == (0, 2, 0)
     with pytest.raises(LeaseLost):
         batches.record(batch, "runner", [LineAnswer(2, b"two\n", is_error=False)])
+    kept = desk.blobs()  # `purge_blobs` deletes blobs.
+    with pytest.raises(NotFound):
+        desk.store(batches, b"late\n")
+    assert desk.blobs() == kept
+    assert not desk.database.read(select(schema.files.c.file_id))
 
 
 def test_a_file_that_is_deleted_or_expires_while_a_batch_is_created_is_not_its_input(
