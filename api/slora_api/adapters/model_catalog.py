@@ -221,7 +221,7 @@ class ModelCatalog:
                 for rollout in registry.aliases(key.tenant, name)
                 if key.models.permits(rollout.label) and (behind is None or (name, rollout.alias) > behind)
             ][:most]
-        models += [self._adapter_model(one.label, one.main) for one in rollouts]
+        models += [self._adapter_model(key, one.label, one.main) for one in rollouts]
         return list_json(models, "id", limit)
 
     def describe_model(self, key: KeyRecord, name: str) -> ModelObject:
@@ -231,9 +231,9 @@ class ModelCatalog:
             return self._base_model()
         rollout = self._find_rollout(key.tenant, wanted)
         if rollout is not None:
-            return self._adapter_model(rollout.label, rollout.main)
+            return self._adapter_model(key, rollout.label, rollout.main)
         record = self._find_version(key.tenant, wanted)
-        return self._adapter_model(record.label, record)
+        return self._adapter_model(key, record.label, record)
 
     def list_adapters(
         self, key: KeyRecord, limit: int = DEFAULT_LIMIT, after: str | None = None
@@ -349,9 +349,8 @@ class ModelCatalog:
     def _base_model(self) -> ModelObject:
         return self._model(self._base.name, "slora", self._base.created_at, self._base.name, None)
 
-    def _adapter_model(self, name: str, record: AdapterRecord) -> ModelObject:
-        owner, root = record.version.tenant, digest_text(record)
-        return self._model(name, owner, int(record.named_at), root, self._base.name)
+    def _adapter_model(self, key: KeyRecord, name: str, record: AdapterRecord) -> ModelObject:
+        return self._model(name, key.tenant_name, int(record.named_at), digest_text(record), self._base.name)
 
     def _model(self, name: str, owner: str, created_at: int, root: str, parent: str | None) -> ModelObject:
         return {

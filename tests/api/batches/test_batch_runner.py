@@ -76,12 +76,16 @@ def open_catalog(database: Database, directory: Path) -> Catalog:
     return Catalog(Registry(RegistryStorage(database)), FileStore(directory / "adapters"))
 
 
+def add_tenant(database: Database) -> None:
+    row = {"tenant_id": "acme", "name": "acme", "created_at": 0, **SHARE}
+    with database.transaction() as connection:
+        connection.execute(insert(schema.tenants), row)
+
+
 @pytest.fixture
 def desk(database_place: str, tmp_path: Path) -> Iterator[Desk]:
     with closing(Database(database_place)) as database:
-        with database.transaction() as connection:
-            row = {"tenant_id": "acme", "name": "acme", "created_at": 0, **SHARE}
-            connection.execute(insert(schema.tenants), row)
+        add_tenant(database)
         yield Desk(database, tmp_path)
 
 
@@ -195,6 +199,7 @@ def test_files_and_batches_leave_the_caches_of_other_processes_valid(
     """Born from a bug: each upload made the other API processes read keys and names from the database again."""
     changes: list[str] = []
     with closing(Database(database_place, on_change=lambda: changes.append("change"))) as database:
+        add_tenant(database)
         changes.clear()
         desk = Desk(database, tmp_path)
         batches = desk.open()
@@ -379,6 +384,7 @@ def test_a_cancelled_batch_ends_on_a_full_disk(tmp_path: Path) -> None:
     """Born from a bug: a full disk refused to cancel the batch that had filled it."""
     reserve = DiskReserve(tmp_path / "reserve", 1 << 20)
     with closing(Database(tmp_path / "slora.db", reserve)) as database:
+        add_tenant(database)
         desk = Desk(database, tmp_path)
         batches = desk.open()
         batch = start(desk, batches, 2)

@@ -408,7 +408,8 @@ def test_one_tenants_lines_leave_places_for_the_lines_of_another(tmp_path: Path)
         batch = submit(honest, [line_of("a"), line_of("b")])
         poll(lambda: len(engine.requests) >= 7)
         tenants = [request.tenant for request in engine.requests]
-        assert (tenants.count("acme"), tenants.count("rival")) in ((6, 1), (6, 2))
+        acme, rival = platform.tenant_id("acme"), platform.tenant_id("rival")
+        assert (tenants.count(acme), tenants.count(rival)) in ((6, 1), (6, 2))
         for client, one in ((honest, batch), *((hostile, one) for one in held)):
             client.batches.cancel(one.id)
             wait_for(client, one.id, "cancelled")

@@ -166,7 +166,10 @@ class Crashes:
             storage = RegistryStorage(database)
             now, later = Registry(storage), Registry(storage, lambda: time.time() + RESERVATION_S)
             wanted = {
-                record.version.digest for name in now.list("t") for record in now.versions("t", name.label)
+                record.version.digest
+                for (tenant,) in database.read(text("SELECT tenant_id FROM tenants"))
+                for name in now.list(tenant)
+                for record in now.versions(tenant, name.label)
             }
             if not self.database:
                 wait_for(lambda: all(map(now.is_referenced, self.blobs())) or None, served.alive)

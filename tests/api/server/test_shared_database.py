@@ -43,7 +43,7 @@ class ServerPair:
         members = make_members(make_config(r=2), make_tensors(2, seed))
         answer = self.first.upload(self.key, name, members)
         assert answer.status_code == 201, answer.text
-        return AdapterVersion("acme", answer.json()["digest"].removeprefix("sha256:"))
+        return AdapterVersion(self.first.tenant_id("acme"), answer.json()["digest"].removeprefix("sha256:"))
 
     def ask(self, model: str) -> Any:
         """The second server's response."""
@@ -241,9 +241,10 @@ def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one
         body = {"model": "voice", "prompt": "hi"}
         assert post(platform, key, COMPLETIONS, body).headers["x-slora-adapter"] == "voice@1"
         other = Registry(RegistryStorage(database))
-        old = other.get("acme", "voice")
-        other.put("voice", AdapterVersion("acme", "f" * 64), old.details)
-        other.delete("acme", "voice@1")
+        acme = platform.tenant_id("acme")
+        old = other.get(acme, "voice")
+        other.put("voice", AdapterVersion(acme, "f" * 64), old.details)
+        other.delete(acme, "voice@1")
         engine.answers = [deltas_of(b"ok"), [AdapterFetchFailed("gone", "not_found")], deltas_of(b"ok")]
         answer = post(platform, key, COMPLETIONS, body)
         assert answer.headers["x-slora-adapter"] == "voice@2", answer.text
