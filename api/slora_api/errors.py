@@ -512,7 +512,9 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
         return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None
     param = first.get("ctx", {}).get("param") or ".".join(location) or None
     if first["type"] == "extra_forbidden":
-        return f"`{param}` is not a parameter that this server knows.", param, "unknown_parameter"
+        meant = first.get("ctx", {}).get("meant")
+        hint = f"; did you mean `{'.'.join([*location[:-1], meant])}`?" if meant else "."
+        return f"`{param}` is not a parameter that this server knows{hint}", param, "unknown_parameter"
     if first["type"] == "unsupported_parameter":
         return f"`{param}` {first['msg']}", param, first["type"]
     if first["type"] == "invalid_value" and "param" in first.get("ctx", {}):

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from slora.errors import RequestRefused
 from slora.structured_output import StructuredOutput
-from slora_api.field_types import STRICT, check_depth, make_refusal
+from slora_api.field_types import RequestModel, check_depth, make_refusal
 from slora_api.unsupported import Unsupported
 
 __all__ = ["OutputFields"]
@@ -22,23 +22,21 @@ _Schema = Annotated[dict[str, Any] | bool, AfterValidator(check_depth)]
 _SchemaOrText = Annotated[dict[str, Any] | bool | str, AfterValidator(check_depth)]
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(RequestModel):
     """OpenAI's object around a schema. name, description: no effect.
 
     strict: no effect. Every schema is enforced, and a schema that cannot be enforced is refused.
     """
 
-    model_config = STRICT
     name: str
     description: str | None = None
     json_schema: Annotated[_Schema, Field(alias="schema")]
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestModel):
     """OpenAI's response_format. json_schema: only allowed with the type `json_schema`."""
 
-    model_config = STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -55,13 +53,12 @@ class ResponseFormat(BaseModel):
         return StructuredOutput.json_object("response_format") if self.type == "json_object" else None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(RequestModel):
     """vLLM's structured_outputs: exactly one form.
 
     json: a JSON schema, as an object or as text. grammar: a grammar in Lark's syntax or GBNF.
     """
 
-    model_config = STRICT
     json_form: Annotated[_SchemaOrText | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -74,12 +71,11 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: Annotated[Any, Unsupported()] = None
 
 
-class OutputFields(BaseModel):
+class OutputFields(RequestModel):
     """The fields that set the form of the answers. `structured_output` raises RequestRefused if several of them ask for
     a form.
     """
 
-    model_config = STRICT
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: _SchemaOrText | None = None

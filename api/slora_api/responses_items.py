@@ -6,57 +6,84 @@ turn, such as its reasoning, a text and two calls, become one message.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 
 from slora_adapters.abbreviation import abbreviate
-from slora_api.field_types import STRICT, Name, Text, join_text_parts, make_refusal, refuse_surrogates
+from slora_api.field_types import (
+    Name,
+    RequestModel,
+    Text,
+    join_text_parts,
+    make_refusal,
+    note_ignored,
+    refuse_surrogates,
+)
 from slora_api.schemas import ChatMessage
-from slora_api.tool_schemas import SentCall, SentFunction
-from slora_api.unsupported import Unsupported
+from slora_api.tool_schemas import SentCall, SentCustom, SentFunction
 
 __all__ = ["Input", "make_messages"]
 
 _Status = Literal["in_progress", "completed", "incomplete"]
-_DIRECT = {"type": "direct"}
 
 
-class TextPart(BaseModel):
-    """A part of a text. annotations, logprobs, parsed: added by answers and clients; no effect."""
+class TextPart(RequestModel):
+    """A part of a text. annotations, cache_control, citations, logprobs, parsed: added by answers and clients; no
+    effect.
+    """
 
-    model_config = STRICT
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Any = None
+    cache_control: Any = None
+    citations: Any = None
+    logprobs: Any = None
     parsed: Any = None
 
 
-class ReasoningPart(BaseModel):
-    model_config = STRICT
+class RefusalPart(RequestModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ReasoningPart(RequestModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-_read_text = partial(
-    join_text_parts,
-    param="input",
-    kinds={"input_text", "output_text"},
-    ignored={"annotations", "logprobs", "parsed"},
-)
-_JoinedText = Annotated[Text, BeforeValidator(_read_text, json_schema_input_type=str | list[TextPart])]
-_read_reasoning = partial(join_text_parts, param="input", kinds={"reasoning_text", "summary_text"})
+_TEXT_KINDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_REASONING_KINDS = {"reasoning_text": "text", "summary_text": "text"}
+
+
+def _read_text(value: Any, info: ValidationInfo) -> Any:
+    return join_text_parts(value, info, param="input", kinds=_TEXT_KINDS)
+
+
+def _read_reasoning(value: Any, info: ValidationInfo) -> Any:
+    return join_text_parts(value, info, param="input", kinds=_REASONING_KINDS)
+
+
+_JoinedText = Annotated[
+    Text, BeforeValidator(_read_text, json_schema_input_type=str | list[TextPart | RefusalPart])
+]
 _JoinedReasoning = Annotated[
     Text, BeforeValidator(_read_reasoning, json_schema_input_type=list[ReasoningPart])
 ]
 
 
-class MessageItem(BaseModel):
+class MessageItem(RequestModel):
     """One message. The role `developer` is OpenAI's newer name for `system`. id, status, phase: no effect."""
 
-    model_config = STRICT
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _JoinedText
@@ -65,14 +92,13 @@ class MessageItem(BaseModel):
     phase: Name | None = None
 
 
-class FunctionCallItem(BaseModel):
+class FunctionCallItem(RequestModel):
     """A function call from an earlier answer.
 
-    arguments: JSON, as the model wrote it; it may be invalid. id, status: no effect. parsed_arguments: added by the
-    openai SDK; no effect.
+    arguments: JSON, as the model wrote it; it may be invalid. id, status, caller, namespace: no effect.
+    parsed_arguments: added by the openai SDK; no effect.
     """
 
-    model_config = STRICT
     type: Literal["function_call"]
     call_id: Name
     name: Name
@@ -80,56 +106,125 @@ class FunctionCallItem(BaseModel):
     id: Name | None = None
     status: _Status | None = None
     parsed_arguments: Any = None
-    is_async: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
-    namespace: Annotated[Any, Unsupported()] = None
-    caller: Annotated[Any, Unsupported(_DIRECT)] = None
+    is_async: Annotated[Any, Field(alias="async")] = None
+    namespace: Any = None
+    caller: Any = None
 
 
-class FunctionOutputItem(BaseModel):
-    """The result of a call. call_id: the id of the call. id, status, name: no effect."""
+class FunctionOutputItem(RequestModel):
+    """The result of a call. call_id: the id of the call. id, status, name, caller, namespace: no effect."""
 
-    model_config = STRICT
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
     output: _JoinedText
     id: Name | None = None
     status: _Status | None = None
     name: Name | None = None
-    namespace: Annotated[Any, Unsupported()] = None
-    caller: Annotated[Any, Unsupported(_DIRECT)] = None
+    namespace: Any = None
+    caller: Any = None
 
 
-class ReasoningItem(BaseModel):
+class CustomCallItem(RequestModel):
+    """The call of a custom tool from an earlier answer. id, status, caller, namespace: no effect."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: Name
+    input: Text
+    id: Name | None = None
+    status: _Status | None = None
+    namespace: Any = None
+    caller: Any = None
+
+
+class ReasoningItem(RequestModel):
     """The reasoning of an earlier answer. The chat template decides whether the model sees it.
 
-    content: the text. summary: read if there is no content. id, status: no effect.
+    content: the text. summary: read if there is no content. encrypted_content: not readable here, no effect.
+    id, status: no effect.
     """
 
-    model_config = STRICT
     type: Literal["reasoning"]
     id: Name | None = None
     summary: _JoinedReasoning = ""
     content: _JoinedReasoning | None = None
     status: _Status | None = None
-    encrypted_content: Annotated[Any, Unsupported(instead="Send `content`, as this server returned it.")] = (
-        None
-    )
+    encrypted_content: Any = None
+
+    @property
+    def thought(self) -> str:
+        return self.content or self.summary
+
+    @model_validator(mode="after")
+    def _note_what_cannot_be_read(self, info: ValidationInfo) -> Self:
+        if self.encrypted_content and not self.thought:
+            note_ignored(info, "input.encrypted_content")
+        return self
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+class HostedCallItem(BaseModel):
+    """A call of one of OpenAI's own tools from an earlier answer, or its result. The model does not see it. The text
+    of the answer follows in an item of its own.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    type: Name
+
+    @model_validator(mode="after")
+    def _note_it(self, info: ValidationInfo) -> Self:
+        note_ignored(info, f"input.{self.type}")
+        return self
+
+
+_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
+# What the tools of OpenAI's servers leave in an answer.
+_HOSTED_KINDS = frozenset(
+    {
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
 
 
 def _find_kind(value: Any) -> str | None:
     """Returns the type of an item. Only a message may leave the type out."""
     if not isinstance(value, dict):
         return None
-    kind = value.get("type", "message" if "role" in value else None)
+    kind = value.get("type") or ("message" if "role" in value else None)
     return kind if isinstance(kind, str) else None
+
+
+def _find_tag(value: Any) -> str | None:
+    kind = _find_kind(value)
+    return "hosted" if kind in _HOSTED_KINDS else kind
 
 
 def _check_kind(value: Any) -> Any:
     kind = _find_kind(value)
-    if isinstance(value, dict) and kind not in _KINDS:
+    if isinstance(value, dict) and kind not in _KINDS and kind not in _HOSTED_KINDS:
         raise make_refusal(
             "it has the type {kind}, which this server does not read; {remedy} (accepted: {known})",
             remedy="this server stores nothing, so send the item itself"
@@ -141,14 +236,17 @@ def _check_kind(value: Any) -> Any:
     return value
 
 
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | CustomCallItem | ReasoningItem | HostedCallItem
 _Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[FunctionOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[HostedCallItem, Tag("hosted")],
     Discriminator(
-        _find_kind, custom_error_type="invalid_value", custom_error_message="an item must be an object"
+        _find_tag, custom_error_type="invalid_value", custom_error_message="an item must be an object"
     ),
     BeforeValidator(_check_kind, json_schema_input_type=Item),
 ]
@@ -174,7 +272,8 @@ Input = Annotated[
 # Messages and calls are copies of these templates. Copying takes a tenth of the time of model_construct. It also avoids
 # a second check of the texts, which may be long.
 _MESSAGE = ChatMessage(role="user", content="")
-_CALL = SentCall(id="", function=SentFunction(name="", arguments=""))
+_FUNCTION = SentFunction(name="", arguments="")
+_CALL = SentCall(id="", function=_FUNCTION)
 
 
 def _make_message(role: str, content: str, **fields: Any) -> ChatMessage:
@@ -209,13 +308,19 @@ class _Messages:
     def add(self, index: int, item: Item) -> None:
         """Adds the next item. index: the item's position in `input`. Raises a refusal."""
         match item:
-            case ReasoningItem():
+            case ReasoningItem() if item.thought:
                 turn = self._turn
                 if turn is not None and turn.texts and not turn.calls:
                     self._end_turn()
-                self._open_turn().thoughts.append(item.summary if item.content is None else item.content)
+                self._open_turn().thoughts.append(item.thought)
             case FunctionCallItem():
-                self._add_call(index, item)
+                function = _FUNCTION.model_copy(update={"name": item.name, "arguments": item.arguments})
+                self._add_call(index, item.call_id, {"function": function})
+            case CustomCallItem():
+                custom = SentCustom(name=item.name, input=item.input)
+                self._add_call(index, item.call_id, {"type": "custom", "function": None, "custom": custom})
+            case ReasoningItem() | HostedCallItem():
+                pass
             case FunctionOutputItem():
                 self._add_output(index, item)
             case MessageItem(role="assistant"):
@@ -244,18 +349,17 @@ class _Messages:
             self._waiting = dict.fromkeys(self._turn.calls)
             self._turn = None
 
-    def _add_call(self, index: int, item: FunctionCallItem) -> None:
+    def _add_call(self, index: int, call_id: str, fields: dict[str, Any]) -> None:
         calls = self._open_turn().calls
-        if item.call_id in calls:
+        if call_id in calls:
             raise make_refusal(
                 "`input.{index}.call_id` is {value}, which an earlier call of the same turn already uses; give each "
                 "call an id of its own",
                 param="input",
                 index=index,
-                value=abbreviate(item.call_id),
+                value=abbreviate(call_id),
             )
-        function = _CALL.function.model_copy(update={"name": item.name, "arguments": item.arguments})
-        calls[item.call_id] = _CALL.model_copy(update={"id": item.call_id, "function": function})
+        calls[call_id] = _CALL.model_copy(update={"id": call_id, **fields})
 
     def _add_output(self, index: int, item: FunctionOutputItem) -> None:
         self._end_turn()

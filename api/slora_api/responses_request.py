@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -21,7 +20,7 @@ from pydantic import (
 from slora.sampling_params import MAX_LOGPROBS
 from slora.structured_output import StructuredOutput
 from slora_adapters.abbreviation import abbreviate
-from slora_api.field_types import STRICT, Name, Text, check_depth, make_refusal
+from slora_api.field_types import Name, RequestModel, Text, check_depth, make_refusal
 from slora_api.responses_items import Input, make_messages
 from slora_api.schemas import AnswerFields, ChatMessage, ReasoningEffort, TemplateFields
 from slora_api.tool_schemas import (
@@ -111,10 +110,9 @@ def _check_names(tools: list[ResponsesTool]) -> list[ResponsesTool]:
     return tools
 
 
-class FunctionChoice(BaseModel):
+class FunctionChoice(RequestModel):
     """A choice of one function, which the model must call."""
 
-    model_config = STRICT
     type: Literal["function"]
     name: Name
 
@@ -135,13 +133,12 @@ def _read_choice(value: Any) -> Any:
     return NamedChoice(type="function", function=NamedFunction(name=choice.name))
 
 
-class TextFormat(BaseModel):
+class TextFormat(RequestModel):
     """The form of the answer. name, description: no effect. json_schema: only allowed with the type `json_schema`.
 
     strict: no effect. Every schema is enforced, and a schema that cannot be enforced is refused.
     """
 
-    model_config = STRICT
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -157,18 +154,17 @@ class TextFormat(BaseModel):
         return self
 
 
-class TextFields(BaseModel):
-    model_config = STRICT
+class TextFields(RequestModel):
+    hint_path = "text."
+
     format: TextFormat | None = None
-    verbosity: Annotated[Any, Unsupported("medium")] = None
 
 
-class ReasoningFields(BaseModel):
+class ReasoningFields(RequestModel):
     """The options of reasoning. effort: as `reasoning_effort` in /v1/chat/completions. The server returns the reasoning
     as the model wrote it.
     """
 
-    model_config = STRICT
     effort: ReasoningEffort | None = None
     summary: Annotated[
         Any, Unsupported("auto", instead="The answer has the reasoning itself, in `content`.")
@@ -180,12 +176,11 @@ class ReasoningFields(BaseModel):
     mode: Annotated[Any, Unsupported("standard")] = None
 
 
-class ResponsesStreamOptions(BaseModel):
+class ResponsesStreamOptions(RequestModel):
     """The options of a stream. The usage is always sent. include_obfuscation: padding of events against traffic
     analysis, which is not supported.
     """
 
-    model_config = STRICT
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 

@@ -28,11 +28,13 @@ from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import (
     STRICT,
     Name,
+    RequestModel,
     Text,
     check_length,
     check_object,
     join_text_parts,
     make_refusal,
+    note_ignored,
     refuse_surrogates,
 )
 from slora_api.listing import MAX_LIMIT
@@ -40,6 +42,7 @@ from slora_api.output_fields import OutputFields
 from slora_api.tool_schemas import (
     NamedChoice,
     SentCall,
+    SentFunction,
     Tool,
     ToolChoice,
     Tools,
@@ -74,6 +77,7 @@ __all__ = [
     "TemplateFields",
     "TenantChanges",
     "TenantPatch",
+    "ThinkingSwitch",
     "TokenizeRequest",
     "UnloadLoraRequest",
     "UploadForm",
@@ -122,7 +126,7 @@ def _read_content(value: Any, info: ValidationInfo) -> Any:
         if info.data.get("role") == "assistant":
             return ""
         raise make_refusal("is required unless the role is `assistant`")
-    return join_text_parts(value, "messages", {"text"})
+    return join_text_parts(value, info, param="messages", kinds={"text": "text", "refusal": "refusal"})
 
 
 def _check_bias(value: Any) -> Any:
@@ -191,14 +195,21 @@ _Metadata = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
+def _ignore_nested_metadata(value: Any, info: ValidationInfo) -> Any:
+    """Ignores metadata with nested values. Gateways send their own metadata in this field."""
+    if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        note_ignored(info, "metadata")
+        return None
+    return value
+
+
+class StreamOptions(RequestModel):
     """The options of a stream. include_usage: if true, a last chunk has the usage. continuous_usage_stats: as in vLLM,
     if this and `include_usage` are true, every chunk has the usage so far.
     include_timing: if this and `include_usage` are true, the last chunk also has `metrics`: how long each stage took.
     include_obfuscation: padding of chunks against traffic analysis, which is not supported.
     """
 
-    model_config = STRICT
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_timing: bool | None = None
@@ -215,15 +226,14 @@ def _check_weight(weight: float) -> float:
     return weight
 
 
-class AdapterWeight(BaseModel):
+class AdapterWeight(RequestModel):
     """One adapter of a weighted sum. weight: multiplies the adapter; 1 adds it as trained, -1 subtracts it."""
 
-    model_config = STRICT
     name: Name
     weight: Annotated[float, AfterValidator(_check_weight)] = 1.0
 
 
-class AnswerFields(BaseModel):
+class AnswerFields(RequestModel):
     """The fields of every request for an answer. A field that the client did not send is None.
 
     adapters: the model that answers is the base model plus the weighted sum of these adapters, as if they were merged.
@@ -241,7 +251,8 @@ class AnswerFields(BaseModel):
         tokens. The sampled token is always listed.
     """
 
-    model_config = STRICT
+    hint_path = ""
+
     model: Name
     adapters: list[AdapterWeight] | None = None
     temperature: float | None = None
@@ -269,7 +280,7 @@ class AnswerFields(BaseModel):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    metadata: _Metadata | None = None
+    metadata: Annotated[_Metadata | None, BeforeValidator(_ignore_nested_metadata)] = None
     request_id: Name | None = None
     priority: int | None = None
     deadline_ms: int | None = None
@@ -277,7 +288,6 @@ class AnswerFields(BaseModel):
     store: Annotated[Any, Unsupported(False)] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     prompt_cache_options: Annotated[Any, Unsupported({})] = None
-    prompt_cache_retention: Annotated[Any, Unsupported("in_memory", "in-memory")] = None
     # vLLM's fields.
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
     logits_processors: Annotated[Any, Unsupported([])] = None
@@ -442,61 +452,86 @@ class EmbeddingRequest(TruncationFields):
         return self
 
 
-class TextPart(BaseModel):
-    """A part of a message's content."""
+class TextPart(RequestModel):
+    """A part of a message's content. annotations, cache_control, citations: no effect."""
 
-    model_config = STRICT
     type: Literal["text"]
     text: str
+    annotations: Any = None
+    cache_control: Any = None
+    citations: Any = None
 
 
-class ChatMessage(BaseModel):
-    """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`.
+class SentAudio(RequestModel):
+    """The audio of an earlier answer. The model reads its transcript. id, data, expires_at: no effect."""
+
+    transcript: Text = ""
+    id: Any = None
+    data: Any = None
+    expires_at: Any = None
+
+
+class ChatMessage(RequestModel):
+    """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`. A message with the role
+    `function` answers the `function_call` before it, which is OpenAI's older form of a tool call.
 
     content: may be left out only in messages of the assistant.
+    refusal: the text of an earlier answer that refused; shown to the model if there is no content.
     tool_call_id: the id of the call that a message with the role `tool` answers.
     reasoning, reasoning_content: two names for the reasoning of an earlier answer. The chat template decides whether
     the model sees it.
-    provider_specific_fields: added by litellm to answers; no effect.
+    annotations, cache_control, citations, parsed, provider_specific_fields, reasoning_details, thinking_blocks: added
+        by answers and clients; no effect.
 
     Clients send the messages of earlier answers back, with all fields of an answer.
     """
 
-    model_config = STRICT
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         Text, BeforeValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
     ] = Field(None, validate_default=True)
     name: Name | None = None
-    provider_specific_fields: dict[str, Any] | None = None
-    refusal: Annotated[Any, Unsupported("")] = None
-    annotations: Annotated[Any, Unsupported([])] = None
-    audio: Annotated[Any, Unsupported()] = None
+    refusal: Text | None = None
+    audio: SentAudio | None = None
     tool_calls: list[SentCall] | None = None
     tool_call_id: Name | None = None
-    function_call: Annotated[Any, Unsupported()] = None
-    parsed: Annotated[Any, Unsupported()] = None
+    function_call: SentFunction | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
+    annotations: Any = None
+    cache_control: Any = None
+    citations: Any = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> Self:
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise make_refusal("must have `tool_call_id` with the role `tool`, and with no other role")
-        if self.role != "assistant" and (self.tool_calls or self.reasoning or self.reasoning_content):
+        of_assistant = self.tool_calls or self.function_call or self.thoughts or self.refusal or self.audio
+        if self.role != "assistant" and of_assistant:
             raise make_refusal(
-                "has the role `{role}`; only a message of the assistant has calls and reasoning",
+                "has the role `{role}`; only a message of the assistant has calls, reasoning, a refusal and audio",
                 role=self.role,
             )
+        if self.audio is not None and not self.text:
+            raise make_refusal("has audio without a transcript; this model reads text only")
+        if self.role == "function" and self.name is None:
+            raise make_refusal("must have `name` with the role `function`")
         return self
+
+    @property
+    def text(self) -> str:
+        """The text that the model sees."""
+        return self.content or self.refusal or (self.audio.transcript if self.audio is not None else "")
 
     @property
     def num_chars(self) -> int:
         """The number of characters that a chat template may show."""
-        num_chars = len(self.content) + len(self.name or "") + len(self.thoughts)
-        for call in self.tool_calls or ():
-            num_chars += len(call.id) + len(call.function.name) + len(call.function.arguments)
-        return num_chars
+        num_chars = len(self.text) + len(self.name or "") + len(self.thoughts)
+        return num_chars + sum(call.num_chars for call in self.tool_calls or ())
 
     @property
     def thoughts(self) -> str:
@@ -505,7 +540,7 @@ class ChatMessage(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
         role = "system" if self.role == "developer" else self.role
-        made: dict[str, Any] = {"role": role, "content": self.content}
+        made: dict[str, Any] = {"role": role, "content": self.text}
         if self.name is not None:
             made["name"] = self.name
         if self.tool_call_id is not None:
@@ -521,7 +556,26 @@ class ChatMessage(BaseModel):
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class TemplateFields(BaseModel):
+class Thinking(RequestModel):
+    """The switch of the reasoning in the APIs of Anthropic, DeepSeek and Z.ai. budget_tokens, display: no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+    display: Any = None
+
+    @property
+    def effort(self) -> ReasoningEffort:
+        return "none" if self.type == "disabled" else "medium"
+
+
+def _read_thinking(value: Any) -> Any:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
+
+
+ThinkingSwitch = Annotated[Thinking, BeforeValidator(_read_thinking, json_schema_input_type=Thinking | bool)]
+
+
+class TemplateFields(RequestModel):
     """The fields that control how a conversation becomes a prompt, as in vLLM.
 
     chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": false}`.
@@ -530,7 +584,8 @@ class TemplateFields(BaseModel):
     add_special_tokens: whether the tokenizer adds its special tokens to those of the template; by default, it does not.
     """
 
-    model_config = STRICT
+    hint_path = ""
+
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_object)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -568,7 +623,25 @@ class ChatTemplateFields(TemplateFields):
 
 def _check_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
     check_tool_messages(messages)
+    if any(message.function_call is not None or message.role == "function" for message in messages):
+        return _convert_function_calls(messages)
     return messages
+
+
+def _convert_function_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Converts OpenAI's older `function_call` and messages with the role `function` to tool calls and their results."""
+    made, call_id = list[ChatMessage](), ""
+    for index, message in enumerate(messages):
+        if message.function_call is not None:
+            call_id = f"function-{index}"
+            call = SentCall(id=call_id, function=message.function_call)
+            made.append(message.model_copy(update={"function_call": None, "tool_calls": [call]}))
+        elif message.role == "function":
+            call_id = call_id or f"function-{index}"
+            made.append(message.model_copy(update={"role": "tool", "tool_call_id": call_id}))
+        else:
+            made.append(message)
+    return made
 
 
 _Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), AfterValidator(_check_messages)]
@@ -581,7 +654,8 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
         call a tool, with arguments that follow the tool's schema.
     parallel_tool_calls: if false, an answer has at most one call.
     reasoning_effort: sets the variables of the chat template that switch the reasoning. An effort that the template
-        would ignore is refused, unless the model already behaves that way.
+        would ignore is refused, unless the model already behaves that way. A model that never reasons ignores it.
+    thinking: another switch of the reasoning; `reasoning_effort` takes precedence.
     include_reasoning: as in vLLM, false leaves the reasoning out of the answer.
     """
 
@@ -596,13 +670,12 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, Unsupported([], instead="Send `tools`.")] = None
     function_call: Annotated[Any, Unsupported("none", instead="Send `tool_choice`.")] = None
-    modalities: Annotated[Any, Unsupported(["text"])] = None
+    modalities: Annotated[Any, Unsupported(["text"], refuses_empty=True)] = None
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
-    prediction: Annotated[Any, Unsupported()] = None
     reasoning_effort: ReasoningEffort | None = None
-    verbosity: Annotated[Any, Unsupported("medium")] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
+    thinking: ThinkingSwitch | None = None
+    web_search_options: Annotated[Any, Unsupported(refuses_empty=True)] = None
     # vLLM's fields.
     include_reasoning: bool | None = None
     echo: Annotated[Any, Unsupported(False)] = None
@@ -639,6 +712,8 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
 
     @property
     def effort(self) -> tuple[ReasoningEffort | None, str]:
+        if self.thinking is not None and self.reasoning_effort is None:
+            return self.thinking.effort, "thinking"
         return self.reasoning_effort, "reasoning_effort"
 
     @model_validator(mode="after")
@@ -675,10 +750,11 @@ class TokenizeRequest(ChatTemplateFields):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestModel):
     """POST /detokenize, with vLLM's fields."""
 
-    model_config = STRICT
+    hint_path = ""
+
     model: Name = "default"
     tokens: list[int]
 

@@ -118,6 +118,11 @@ class Settings:
     host_cache_bytes: int = setting(
         2**30, "memory for packed adapters on the host", ByteSize(), metavar="SIZE"
     )
+    unknown_fields: str = setting(
+        "refuse", "what happens to fields of a request that the server does not know: refuse answers 400 and names the "
+        "nearest field; ignore is for gateways that add fields of their own. The header x-slora-ignored of an answer "
+        "names the fields that had no effect", Choice(("refuse", "ignore")), metavar="CHOICE",
+    )  # fmt: skip
     max_upload_bytes: int = setting(2**29, "largest adapter upload", ByteSize(), metavar="SIZE")
     max_body_bytes: int = setting(
         2**22, "largest body of a completion or chat request", ByteSize(), metavar="SIZE"

@@ -3,24 +3,26 @@
 The limits are OpenAI's. This module does not depend on the format in which a model writes calls.
 """
 
+import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PlainValidator,
     ValidationError,
+    model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 from slora.structured_output import OPTIONS_KEY
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import (
-    STRICT,
     Name,
+    RequestModel,
     Text,
     check_length,
     check_object,
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 MAX_TOOLS = 128
+# The model sees a custom tool as a function with this parameter.
+CUSTOM_INPUT = "input"
 _MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
@@ -76,25 +80,26 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return check_object(schema)
 
 
-class FunctionTool(BaseModel):
-    """One function. parameters: the JSON schema of the parameters; without it, the function has none.
+class FunctionTool(RequestModel):
+    """One function. parameters: the JSON schema of the parameters; without it, the function has none. cache_control: no
+    effect.
 
     strict: if true for any tool, the arguments of every call follow the schema of its tool.
     """
 
-    model_config = STRICT
     name: Annotated[str, AfterValidator(_check_tool_name)]
     description: Text | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
     strict: bool | None = None
+    cache_control: Any = None
 
 
-class Tool(BaseModel):
-    """A tool that the model may call."""
+class Tool(RequestModel):
+    """A tool that the model may call. cache_control: no effect."""
 
-    model_config = STRICT
     type: Literal["function"]
     function: FunctionTool
+    cache_control: Any = None
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool in the form that chat templates expect."""
@@ -146,22 +151,20 @@ Tools = Annotated[
 ]
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(RequestModel):
     """The function that a tool choice names. Clients may send the whole tool as the choice. description, parameters,
     strict: no effect.
     """
 
-    model_config = STRICT
     name: Name
     description: Any = None
     parameters: Any = None
     strict: Any = None
 
 
-class NamedChoice(BaseModel):
+class NamedChoice(RequestModel):
     """A choice of one function, which the model must call."""
 
-    model_config = STRICT
     type: Literal["function"]
     function: NamedFunction
 
@@ -215,31 +218,61 @@ def find_forced_tools(choice: str | NamedChoice | None, shown: list[Tool]) -> li
     return shown if choice == "required" else []
 
 
-class SentFunction(BaseModel):
+class SentFunction(RequestModel):
     """The function of a call. arguments: JSON, as the model wrote it; it may be invalid. parsed_arguments: added by the
     openai SDK; no effect.
     """
 
-    model_config = STRICT
     name: Name
     arguments: Text
     parsed_arguments: Any = None
 
 
-class SentCall(BaseModel):
-    """A tool call in an earlier message of the assistant. index: added by streams; no effect."""
+class SentCustom(RequestModel):
+    """The call of a custom tool, whose input is free text."""
 
-    model_config = STRICT
+    name: Name
+    input: Text
+
+
+class SentCall(RequestModel):
+    """A tool call in an earlier message of the assistant. cache_control, provider_specific_fields: no effect. index:
+    added by streams; no effect.
+    """
+
     id: Name
-    type: Literal["function"] = "function"
-    function: SentFunction
+    type: Literal["function", "custom"] = "function"
+    function: SentFunction | None = None
+    custom: SentCustom | None = None
     index: int | None = None
-    provider_specific_fields: dict[str, Any] | None = None
+    cache_control: Any = None
+    provider_specific_fields: Any = None
+
+    @property
+    def num_chars(self) -> int:
+        name, arguments = self._read()
+        return len(self.id) + len(name) + len(arguments)
 
     def for_template(self) -> dict[str, Any]:
         """Returns the call in the form that chat templates expect, with the arguments as JSON text."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        name, arguments = self._read()
+        return {"id": self.id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _read(self) -> tuple[str, str]:
+        """Returns the name of the tool, and the arguments as JSON. The model sees a custom tool as a function."""
+        if self.custom is not None:
+            return self.custom.name, json.dumps({CUSTOM_INPUT: self.custom.input}, ensure_ascii=False)
+        assert self.function is not None
+        return self.function.name, self.function.arguments
+
+    @model_validator(mode="after")
+    def _the_object_of_its_type(self) -> Self:
+        if getattr(self, self.type) is None:
+            missing = InitErrorDetails(type="missing", loc=(self.type,), input={})
+            raise ValidationError.from_exception_data("SentCall", [missing])
+        if self.function is not None and self.custom is not None:
+            raise make_refusal("has both `function` and `custom`; send the one that its `type` names")
+        return self
 
 
 class _Message(Protocol):

@@ -4,9 +4,9 @@ refusing it.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator
 
-from slora_api.field_types import STRICT, make_refusal
+from slora_api.field_types import RequestModel, make_refusal
 
 __all__ = ["TruncationFields"]
 
@@ -23,7 +23,7 @@ def _check_num_kept(value: int) -> int:
     return value
 
 
-class TruncationFields(BaseModel):
+class TruncationFields(RequestModel):
     """The fields that control how a prompt is shortened.
 
     truncate_prompt_tokens: as in vLLM, how many tokens of each prompt are kept; -1 keeps as many as fit.
@@ -31,7 +31,7 @@ class TruncationFields(BaseModel):
         embeddings.
     """
 
-    model_config = STRICT
+    hint_path = ""
     default_side: ClassVar[Literal["left", "right"]] = "left"
 
     truncate_prompt_tokens: Annotated[int, AfterValidator(_check_num_kept)] | None = None

@@ -4,7 +4,9 @@ import pytest
 from openai.types import chat, completion_create_params
 from pydantic import BaseModel, ValidationError
 
+from slora_api.field_types import IgnoredFields
 from slora_api.schemas import ChatMessage, ChatRequest, CompletionRequest
+from slora_api.unsupported import IGNORED_HINTS
 
 COMPLETION = {"model": "m", "prompt": "p"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -84,13 +86,16 @@ def test_every_field_of_the_openai_package_is_known() -> None:
         (ChatRequest, chat.completion_create_params.CompletionCreateParamsBase),
         (ChatMessage, chat.ChatCompletionAssistantMessageParam),
     ):
-        assert get_type_hints(params).keys() <= schema.model_fields.keys()
+        assert get_type_hints(params).keys() <= schema.model_fields.keys() | IGNORED_HINTS.keys()
     assert chat.ChatCompletionMessage.model_fields.keys() <= ChatMessage.model_fields.keys()
 
 
 def test_the_document_lists_the_accepted_values_of_an_unsupported_field() -> None:
-    functions = ChatRequest.model_json_schema()["properties"]["functions"]
-    assert functions["enum"] == [[], None] and functions["description"].startswith("Not supported")
+    fields = ChatRequest.model_json_schema()["properties"]
+    assert fields["modalities"]["enum"] == [["text"], None]
+    assert fields["documents"]["enum"] == [[], None, "", {}]
+    assert fields["documents"]["description"].startswith("Not supported")
+    assert fields["verbosity"]["description"].startswith("Ignored")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,6 @@ def test_metadata_has_openais_bounds(metadata: Any) -> None:
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "cache_salt", "mine"),
         (ChatRequest, "truncate_prompt_tokens", 5),
-        (ChatRequest, "verbosity", "low"),
         (ChatRequest, "service_tier", "priority"),
         (ChatRequest, "store", True),
         (ChatRequest, "audio", {"voice": "a"}),
@@ -233,11 +237,79 @@ def test_an_answer_is_accepted_as_a_message_with_all_its_fields(content: str | N
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("refusal", "No."), ("function_call", {"name": "f"}), ("audio", {"id": "1"})],
+    [("refusal", "No."), ("function_call", {"name": "f", "arguments": ""}), ("audio", {"transcript": "Hm."})],
 )
-def test_a_field_of_a_message_with_an_effect_is_refused(field: str, value: Any) -> None:
-    error = refusal(ChatRequest, CHAT | {"messages": [{"role": "assistant", "content": "a", field: value}]})
-    assert error["type"] == "unsupported_parameter" and error["loc"] == ("messages", 0, field)
+def test_what_only_an_answer_has_is_refused_in_other_messages(field: str, value: Any) -> None:
+    error = refusal(ChatRequest, CHAT | {"messages": [{"role": "user", "content": "a", field: value}]})
+    assert error["loc"] == ("messages", 0) and "only a message of the assistant" in error["msg"]
+
+
+# What OpenAI's answers, other servers and packages add to a message. The model sees the text in the second place.
+ODD_ANSWERS: list[tuple[dict[str, Any], str]] = [
+    ({"content": "a", "parsed": {"b": 1}}, "a"),
+    ({"content": "a", "annotations": [{"type": "url_citation", "url_citation": {}}]}, "a"),
+    ({"content": "a", "citations": None, "annotations": [], "logprobs": {}, "id": "", "vendor": []}, "a"),
+    ({"content": "a", "cache_control": {"type": "ephemeral"}, "reasoning_details": [{"text": "b"}]}, "a"),
+    ({"content": None, "refusal": "No."}, "No."),
+    ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+    ({"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, "a"),
+    ({"content": [{"type": "text", "text": "a", "citations": None, "annotations": []}]}, "a"),
+    ({"content": None, "audio": {"id": "1", "data": "x", "expires_at": 1, "transcript": "Hm."}}, "Hm."),
+]
+
+
+@pytest.mark.parametrize(("answer", "text"), ODD_ANSWERS)
+def test_an_answer_of_any_server_is_accepted_as_a_message(answer: dict[str, Any], text: str) -> None:
+    parsed = ChatRequest.model_validate({"model": "m", "messages": [{"role": "assistant", **answer}]})
+    assert parsed.messages[0].for_template() == {"role": "assistant", "content": text}
+
+
+def test_audio_without_a_transcript_is_refused() -> None:
+    audio = {"role": "assistant", "content": None, "audio": {"id": "1"}}
+    assert "without a transcript" in refusal(ChatRequest, CHAT | {"messages": [audio]})["msg"]
+
+
+def test_calls_of_functions_and_custom_tools_are_shown_as_tool_calls() -> None:
+    custom = {"id": "c", "type": "custom", "custom": {"name": "run", "input": 'say "a"'}, "function": None}
+    messages = [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "1"},
+        {"role": "assistant", "content": None, "tool_calls": [custom]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    legacy, result, called, _ = ChatRequest.model_validate({"model": "m", "messages": messages}).messages
+    (call,) = legacy.for_template()["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}
+    assert result.for_template() == {
+        "role": "tool", "content": "1", "name": "f", "tool_call_id": call["id"],
+    }  # fmt: skip
+    (call,) = called.for_template()["tool_calls"]
+    assert call == {
+        "id": "c", "type": "function", "function": {"name": "run", "arguments": '{"input": "say \\"a\\""}'},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+def test_an_unknown_field_that_asks_for_nothing_is_accepted_anywhere(value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "unknown": value}, "unknown": value}
+    part = {"type": "text", "text": "a", "unknown": value}
+    message = {"role": "user", "content": [part], "unknown": value}
+    options = {"include_usage": True, "unknown": value}
+    body = {"stream": True, "stream_options": options, "tools": [tool], "unknown": value}
+    ChatRequest.model_validate({"model": "m", "messages": [message], **body})
+
+
+@pytest.mark.parametrize("value", [0, False, " ", "x", [None], {"a": None}])
+def test_an_unknown_field_that_asks_for_something_is_refused(value: Any) -> None:
+    error = refusal(ChatRequest, CHAT | {"temperture": value})
+    assert error["type"] == "extra_forbidden" and error["loc"] == ("temperture",)
+
+
+def test_ignored_names_are_safe_in_a_header() -> None:
+    ignored = IgnoredFields(ignores_unknown=True)
+    unknown = {"a\r\nx-evil: 1": 1, "\ud800": 2, "é": 3, "x" * 65: 4, "fine.name": 5}
+    ChatRequest.model_validate(CHAT | unknown | {f"n{at}": 1 for at in range(20)}, context=ignored)
+    assert ignored.listed == f"?, fine.name, {', '.join(f'n{at}' for at in range(11))}, ..."
 
 
 def test_a_part_that_is_not_text_is_refused_by_its_type() -> None:

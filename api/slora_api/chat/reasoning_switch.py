@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ReasoningSwitch", "find_reasoning_switch"]
+__all__ = ["LEAST_EFFORTS", "ReasoningSwitch", "find_reasoning_switch"]
 
 # Boolean variables. Qwen 3, GLM and SmolLM 3 use the first variable. DeepSeek V3.1 and Granite use the second one.
 _TOGGLES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _EXPRESSION = re.compile(r"\{[{%].*?(?:[%}]\}|\Z)", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
-_LEAST = ("none", "minimal")
+LEAST_EFFORTS = ("none", "minimal")
 # The default effort of most of OpenAI's models. A request may send this effort even if it changes nothing.
 _DEFAULT = "medium"
 
@@ -31,7 +31,7 @@ class ReasoningSwitch:
 
     def choose_variables(self, effort: str) -> dict[str, str | bool]:
         """Returns the variables of the template that set this effort."""
-        is_off = effort in _LEAST
+        is_off = effort in LEAST_EFFORTS
         chosen: dict[str, str | bool] = dict.fromkeys(self.toggles, not is_off)
         if self.reads_effort and not (self.toggles and is_off):
             chosen[_EFFORT] = effort
@@ -44,7 +44,7 @@ class ReasoningSwitch:
         """
         if self.toggles or self.reads_effort:
             return None
-        return (_DEFAULT,) if thinks else (*_LEAST, _DEFAULT)
+        return (_DEFAULT,) if thinks else (*LEAST_EFFORTS, _DEFAULT)
 
 
 def find_reasoning_switch(template: str) -> ReasoningSwitch:

@@ -13,8 +13,10 @@ from slora.text.resolved_tokenizer import SPECIAL_NAMES
 from slora_api.chat.answer_reader import THINK_START
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.call_ids import shorten_call_ids
+from slora_api.chat.reasoning_switch import LEAST_EFFORTS
 from slora_api.chat.template_traits import TemplateTraits, read_traits
 from slora_api.errors import BadRequest
+from slora_api.field_types import IgnoredFields
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.served_model import ServedModel
 from slora_api.quotas.quota_meter import RequestMeter
@@ -53,6 +55,7 @@ class PromptTokenizer:
     templates: ChatTemplates
     bounds: RequestBounds
     settings: Settings
+    ignored: IgnoredFields
 
     async def encode_texts(
         self, texts: Sequence[str], *, add_special_tokens: bool | None, param: str = "prompt"
@@ -207,11 +210,17 @@ class PromptTokenizer:
         return variables
 
     def _set_effort(self, fields: TemplateFields, traits: TemplateTraits) -> dict[str, Any]:
-        """Returns the variables that set the effort of reasoning. Raises BadRequest if the effort would be ignored."""
+        """Returns the variables that set the effort of reasoning. A model that never reasons ignores the effort. Raises
+        BadRequest if the model reasons, but its template has no switch for it.
+        """
         effort, param = fields.effort
         if effort is None:
             return {}
         accepted = traits.switch.list_accepted(thinks=traits.thinks)
+        if accepted is not None and not traits.thinks:
+            if effort not in LEAST_EFFORTS:
+                self.ignored.add(param)
+            return {}
         if accepted is not None and effort not in accepted:
             listed = " or ".join(map(repr, accepted))
             raise BadRequest(

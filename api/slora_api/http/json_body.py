@@ -14,10 +14,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from slora_api.errors import BadRequest
+from slora_api.field_types import IgnoredFields
 from slora_api.json_structure import JsonStructure
 from slora_api.request_bounds import JsonBounds, RequestBounds
 
-__all__ = ["read_json", "read_object", "validate_object"]
+__all__ = ["read_json", "validate_object"]
 
 _Schema = TypeVar("_Schema", bound=BaseModel)
 
@@ -29,10 +30,11 @@ async def read_json(
     request: Request, schema: type[_Schema], bounds: RequestBounds, json_bounds: JsonBounds
 ) -> _Schema:
     """Reads and validates the body. Raises BadRequest or RequestValidationError."""
-    return await validate_object(schema, await read_object(request, bounds, json_bounds))
+    body = await _read_object(request, bounds, json_bounds)
+    return await validate_object(schema, body, request.state.ignored)
 
 
-async def read_object(request: Request, bounds: RequestBounds, json_bounds: JsonBounds) -> dict[str, Any]:
+async def _read_object(request: Request, bounds: RequestBounds, json_bounds: JsonBounds) -> dict[str, Any]:
     """Reads the body as a JSON object, and checks how many items its lists and objects have. Raises BadRequest or
     RequestValidationError.
     """
@@ -50,13 +52,15 @@ async def read_object(request: Request, bounds: RequestBounds, json_bounds: Json
     return body
 
 
-async def validate_object(schema: type[_Schema], body: dict[str, Any]) -> _Schema:
-    """Returns the body as an instance of `schema`. Raises RequestValidationError."""
+async def validate_object(schema: type[_Schema], body: dict[str, Any], ignored: IgnoredFields) -> _Schema:
+    """Returns the body as an instance of `schema`. Adds the fields that have no effect to `ignored`. Raises
+    RequestValidationError.
+    """
     try:
-        validated = schema.model_validate(body)
+        validated = schema.model_validate(body, context=ignored)
     except ValidationError as error:
         # The answer describes only the first error.
-        raise RequestValidationError([_located(error.errors(include_url=False)[0])]) from None
+        raise RequestValidationError([_located(error.errors(include_url=False)[0], ignored)]) from None
     await asyncio.sleep(0)
     return validated
 
@@ -102,9 +106,11 @@ def _invalid(kind: str, text: str, context: dict[str, Any] | None = None) -> Req
     return RequestValidationError([{"type": kind, "loc": ("body",), "msg": text, "ctx": context or {}}])
 
 
-def _located(error: Any) -> dict[str, Any]:
+def _located(error: Any, ignored: IgnoredFields) -> dict[str, Any]:
     """Shortens the field names in the error's location. A client may send names of any length, and the answer repeats
-    them.
+    them. The error of an unknown field gets the name of the field that was probably meant.
     """
+    if error["type"] == "extra_forbidden":
+        error = {**error, "ctx": {"meant": ignored.find_nearest(error["loc"][-1])}}
     location = [part[:_SHOWN_CHARS] if isinstance(part, str) else part for part in error["loc"]]
     return {**error, "loc": ("body", *location)}

@@ -60,6 +60,8 @@ class _ResponseSender:
             headers["openai-processing-ms"] = str(round(self.seconds * 1000))
             if (meter := self._state.get("meter")) is not None:
                 headers.update(await meter.headers())
+            if (ignored := self._state.get("ignored")) is not None and ignored.names:
+                headers["x-slora-ignored"] = ignored.listed
             message = {**message, "headers": headers.raw}
         await self._send(message)
 

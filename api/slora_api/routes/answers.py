@@ -79,14 +79,14 @@ async def answer_with(
 
 
 def prompt_maker(
-    terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
+    request: Request, terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
 ) -> PromptMaker:
     """Returns the `PromptMaker` of one request. Raises BadRequest if the model combines more adapters than a quota
     permits.
     """
     meter.check_adapters(len(model.adapters))
     generator = services.generator
-    tokenizer = services.prompt_tokenizer(terms.tenant, meter, model)
+    tokenizer = services.prompt_tokenizer(terms.tenant, meter, model, request.state.ignored)
     return PromptMaker(terms, tokenizer, services.grammars, generator.limiter, generator.engine_info())
 
 
@@ -102,7 +102,7 @@ async def answer_prompts(
     terms, generator = ServiceTerms.of(key, body, request), services.generator
 
     async def answer(model: ServedModel) -> AnswerResponse:
-        maker = prompt_maker(terms, meter, services, model)
+        maker = prompt_maker(request, terms, meter, services, model)
         prompts, shape = await unless_disconnected(request.receive, prepare(maker, model))
         syntax = None if prompts[0].sampling.use_beam_search else prompts[0].syntax
         return await answer_request(

@@ -10,6 +10,7 @@ from slora_api.generation.embedding_run import count_lanes
 from slora_api.generation.generation import embedding_requests
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
+from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms, background_id
 from slora_api.generation.sse import unless_disconnected
@@ -54,17 +55,23 @@ async def _embed(
     terms = ServiceTerms(
         key.tenant, key.key_id, key.share, body.priority or 0, background_id=background_id(request)
     )
-    work = _write_embeddings(body, terms, meter, services, model)
+    maker = prompt_maker(request, terms, meter, services, model)
+    work = _write_embeddings(body, terms, meter, services, model, maker)
     return PartedResponse(await unless_disconnected(request.receive, work), model.headers)
 
 
 async def _write_embeddings(
-    body: EmbeddingRequest, terms: ServiceTerms, meter: RequestMeter, services: Services, model: ServedModel
+    body: EmbeddingRequest,
+    terms: ServiceTerms,
+    meter: RequestMeter,
+    services: Services,
+    model: ServedModel,
+    maker: PromptMaker,
 ) -> list[bytes]:
     """Computes the embeddings. Returns the parts of the answer's JSON."""
     kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
     pooling = Pooling(kind, body.dimensions, body.is_normalized)
-    inputs = await prompt_maker(terms, meter, services, model).embedding_inputs(body, pooling)
+    inputs = await maker.embedding_inputs(body, pooling)
     num_tokens = sum(map(len, inputs))
     embedded = await services.generator.embed(
         terms,

@@ -25,6 +25,7 @@ from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.fair_slots import FairSlots
+from slora_api.field_types import IgnoredFields
 from slora_api.generation.engines import Engines
 from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
@@ -109,10 +110,12 @@ class Services:
         longest = self.encoder.tokenizer.longest_token_chars
         return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
 
-    def prompt_tokenizer(self, tenant: str, meter: RequestMeter, model: ServedModel) -> PromptTokenizer:
+    def prompt_tokenizer(
+        self, tenant: str, meter: RequestMeter, model: ServedModel, ignored: IgnoredFields
+    ) -> PromptTokenizer:
         """Returns the tokenizer of one request. Raises Starting while there is no engine."""
         return PromptTokenizer(
-            tenant, meter, model, self.encoder, self.templates, self.bounds(), self.settings
+            tenant, meter, model, self.encoder, self.templates, self.bounds(), self.settings, ignored
         )
 
 
@@ -160,6 +163,7 @@ async def open_meter(request: Request, key: InferenceKey, services: Wired) -> Re
     is_background = background_id(request) is not None
     meter = await services.quotas.open(key.tenant, key.key_id, is_background=is_background)
     request.state.meter = meter
+    request.state.ignored = IgnoredFields(services.settings.unknown_fields == "ignore")
     return meter
 
 

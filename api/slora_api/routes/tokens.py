@@ -64,7 +64,7 @@ async def tokenize(
     """
     await meter.count_request()
     model = await services.catalog.find_model(key, body.model, None)
-    tokenizer = services.prompt_tokenizer(key.tenant, meter, model)
+    tokenizer = services.prompt_tokenizer(key.tenant, meter, model, request.state.ignored)
     token_ids = await unless_disconnected(request.receive, _encode(tokenizer, body))
     token_string = services.encoder.tokenizer.token_string
     answer = {

@@ -218,7 +218,6 @@ def test_an_effort_of_reasoning_switches_the_chat_template(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "base", "reasoning_effort": "high"}, "(accepted: 'none' or 'minimal' or 'medium')"),
         (
             {"model": "r1", "reasoning_effort": "none"},
             "`reasoning_effort` is 'none', but the chat template of the model 'r1' has no variable that sets",
