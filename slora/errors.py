@@ -30,6 +30,7 @@ __all__ = [
     "SloraError",
     "StepFailed",
     "UsageJournalFull",
+    "describe_context",
 ]
 
 
@@ -52,6 +53,16 @@ class ContextTooLong(RequestRefused):
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message, param, "context_length_exceeded")
+
+    @staticmethod
+    def of(num_tokens: int, problem: str, param: str, setting: str = "max_model_len") -> "ContextTooLong":
+        """Returns the error with the limit. problem: what is too long, and the remedy."""
+        return ContextTooLong(f"{describe_context(num_tokens, setting)} {problem}", param)
+
+
+def describe_context(num_tokens: int, setting: str = "max_model_len") -> str:
+    """Returns the limit in OpenAI's words. Clients look for these words, and then ask a model with a longer context."""
+    return f"This model's maximum context length is {num_tokens} tokens ({setting})."
 
 
 class AdapterFetchFailed(SloraError):

@@ -54,6 +54,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
     UsageJournalFull,
+    describe_context,
 )
 from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import (
@@ -218,8 +219,11 @@ class BadRequest(ApiError):
 class BodyTooLarge(ApiError):
     """The body has more bytes than this route accepts."""
 
-    def __init__(self, limit_bytes: int, setting: str) -> None:
-        super().__init__(f"The body is larger than {limit_bytes} bytes, this server's limit ({setting}).")
+    def __init__(self, limit_bytes: int, setting: str, max_model_len: int | None = None) -> None:
+        context = "" if max_model_len is None else f" {describe_context(max_model_len)}"
+        super().__init__(
+            f"The body is larger than {limit_bytes} bytes, this server's limit ({setting}).{context}"
+        )
         self.limit_bytes = limit_bytes
 
 

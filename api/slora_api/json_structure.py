@@ -10,6 +10,7 @@ strings, and one for the whole body.
 
 import re
 
+from slora.errors import describe_context
 from slora_api.errors import BadRequest
 from slora_api.request_bounds import JsonBounds
 
@@ -21,6 +22,8 @@ _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
 # The search for the name of the largest field covers this many bytes from the start of a body. It takes 1 ms.
 _NAMING_BYTES = 1 << 14
 _SHOWN_BYTES = 128
+# The fields that hold a prompt.
+_PROMPTS = ("prompt", "input", "messages")
 
 
 class JsonStructure:
@@ -86,8 +89,10 @@ class JsonStructure:
         return bare
 
     def _refusal(self, reason: str) -> BadRequest:
-        param = self._largest_field()
-        return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.", param)
+        param, context = self._largest_field(), ""
+        if param in _PROMPTS and self._bounds.max_model_len is not None:
+            context = f" {describe_context(self._bounds.max_model_len)}"
+        return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.{context}", param)
 
     def _largest_field(self) -> str | None:
         """Returns the top-level field with the most values in the first `_NAMING_BYTES` of the body."""

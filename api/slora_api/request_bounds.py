@@ -86,12 +86,14 @@ class JsonBounds:
     with names has 6,144 fields.
     bare_bytes: number of bytes outside strings.
     number_chars: length of a number in characters.
+    max_model_len: the context, for the error of a prompt with too many values.
     """
 
     values: int
     members: int = 1 << 14
     bare_bytes: int = 1 << 20
     number_chars: int = 64
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,14 @@ class RequestBounds:
             template_kwargs_chars=_MAX_TEMPLATE_KWARGS_CHARS,
         )
 
+    @property
+    def chat_json(self) -> JsonBounds:
+        return JsonBounds(self.chat_values, max_model_len=self.max_model_len)
+
+    @property
+    def completion_json(self) -> JsonBounds:
+        return JsonBounds(self.completion_values, max_model_len=self.max_model_len)
+
     def check_counts(self, body: Mapping[str, Any]) -> None:
         """Checks the number of items of each list and object in a parsed body. Raises BadRequest or RequestRefused.
 
@@ -209,9 +219,9 @@ class RequestBounds:
     def check_chars(self, num_chars: int, param: str) -> None:
         """Raises ContextTooLong for a text with so many characters that no tokenization of it fits into the context."""
         if num_chars > self.prompt_chars:
-            raise ContextTooLong(
-                f"`{param}` has {num_chars} characters; this server accepts at most {self.prompt_chars}, because this "
-                f"model's context is {self.max_model_len} tokens (max_model_len). Shorten it.",
+            raise ContextTooLong.of(
+                self.max_model_len,
+                f"`{param}` has {num_chars} characters; this server accepts at most {self.prompt_chars}. Shorten it.",
                 param,
             )
 

@@ -209,9 +209,9 @@ def find_answer_room(num_prompt_tokens: int, max_model_len: int, param: str = "p
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextTooLong(
-            f"{param} has {num_prompt_tokens} tokens; this model's context is {max_model_len} tokens (max_model_len), "
-            "prompt and answer together; shorten the prompt",
+        raise ContextTooLong.of(
+            max_model_len,
+            f"{param} has {num_prompt_tokens} tokens, which leave no room for an answer; shorten the prompt",
             param,
         )
     return room
@@ -234,11 +234,7 @@ def check_pooling(pooling: Pooling, info: EngineInfo) -> None:
 def check_embedded_tokens(num_tokens: int, max_model_len: int) -> None:
     """Checks that a prompt to embed fits into the context. It may fill the whole context."""
     if num_tokens > max_model_len:
-        raise ContextTooLong(
-            f"input has {num_tokens} tokens; this model's context is {max_model_len} tokens (max_model_len); shorten "
-            "it",
-            "input",
-        )
+        raise ContextTooLong.of(max_model_len, f"input has {num_tokens} tokens; shorten it", "input")
 
 
 def check_max_tokens(
@@ -247,10 +243,10 @@ def check_max_tokens(
     """Checks that prompt and answer fit into the context. param: the field that sets max_tokens."""
     room = max_model_len - num_prompt_tokens
     if max_tokens > room:
-        raise ContextTooLong(
+        raise ContextTooLong.of(
+            max_model_len,
             f"the prompt has {num_prompt_tokens} tokens and {param} is {max_tokens}, "
-            f"{num_prompt_tokens + max_tokens} in total; this model's context is {max_model_len} "
-            f"tokens (max_model_len); ask for at most {room}",
+            f"{num_prompt_tokens + max_tokens} in total; ask for at most {room}",
             param,
         )
 

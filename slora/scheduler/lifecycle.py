@@ -321,11 +321,13 @@ class Lifecycle:
     def _never_fits(self, sequence: Sequence, width: int, adapter_pages: int, most: int) -> ContextTooLong:
         num_tokens = sequence.max_kv_tokens
         kv_pages = width * self._footprint.pages(num_tokens)
-        bound = (
-            f"the pool has only {most} (pool_bytes)"
-            if most == self._paging.pool.num_pages
-            else f"its tenant may hold only {most} pages of the pool (max_pool_share)"
+        bound, setting = (
+            f"its tenant may hold only {most} pages of the pool (max_pool_share)",
+            "max_pool_share",
         )
+        if most == self._paging.pool.num_pages:
+            bound, setting = f"the pool has only {most} (pool_bytes)", "pool_bytes"
+        most_tokens = max(0, most - adapter_pages) // width * self._footprint.block_tokens
         beams, remedy = (f" for each of {width} beams", " or beams") if width > 1 else ("", "")
         adapters = "adapter"
         if len(sequence.request.adapters) > 1:
@@ -333,10 +335,12 @@ class Lifecycle:
         what, param = f"ask for fewer tokens{remedy}", "max_tokens"
         if sequence.pooled is not None:
             what, param = "shorten the input", "input"
-        return ContextTooLong(
-            f"this request needs {kv_pages} pages for {num_tokens} tokens{beams} and {adapter_pages} for its "
+        return ContextTooLong.of(
+            most_tokens,
+            f"This request needs {kv_pages} pages for {num_tokens} tokens{beams} and {adapter_pages} for its "
             f"{adapters}, but {bound}; {what}",
             param,
+            setting,
         )
 
     def finish(self, sequence: Sequence) -> None:

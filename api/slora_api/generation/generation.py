@@ -50,6 +50,10 @@ class Generator:
             raise Starting(f"The server cannot answer now: {self.readiness.stall}. Try again shortly.")
         return self.client.info
 
+    def find_max_model_len(self) -> int | None:
+        """Returns the context of the model; None while no engine is connected."""
+        return self.client.info.max_model_len if self.client.ready else None
+
     def missing(self) -> str | None:
         """The reason why this server cannot answer now; None if it can."""
         if self.limiter.stopping:

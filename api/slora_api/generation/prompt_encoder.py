@@ -89,10 +89,10 @@ class PromptEncoder:
             part = text[start : start + _SLICE_CHARS]
             num_tokens += await tenant_thread(tenant, self.tokenizer.count_tokens, part) - _CUT_TOKENS
             if num_tokens > max_model_len:
-                raise ContextTooLong(
-                    f"`{param}` is too long: the first {start + len(part)} of its {len(text)} characters exceed this "
-                    f"model's context of {max_model_len} tokens (max_model_len), which prompt and answer share. "
-                    "Shorten it.",
+                raise ContextTooLong.of(
+                    max_model_len,
+                    f"`{param}` is too long: the first {start + len(part)} of its {len(text)} characters exceed the "
+                    "context, which prompt and answer share. Shorten it.",
                     param,
                 )
 

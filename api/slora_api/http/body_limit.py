@@ -18,6 +18,7 @@ on the event loop.
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class BodyLimits:
 
     max_upload_bytes: limit for `upload_path`. max_file_bytes: limit of the file in a form sent to `file_path`; the form
     may have further small fields. max_body_bytes: limit for `generation_paths`. All other paths have the limit
-    MAX_SMALL_BODY_BYTES.
+    MAX_SMALL_BODY_BYTES. find_max_model_len: returns the context of the model for errors; None while it is unknown.
     """
 
     max_body_bytes: int
@@ -59,6 +60,7 @@ class BodyLimits:
     max_file_bytes: int = 0
     upload_path: str = "/v1/adapters"
     file_path: str = "/v1/files"
+    find_max_model_len: Callable[[], int | None] = lambda: None
     generation_paths: frozenset[str] = frozenset(
         {
             "/v1/completions",
@@ -80,7 +82,7 @@ class BodyLimits:
             return BodyTooLarge(
                 MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads, generation and tokenizing"
             )
-        return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
+        return BodyTooLarge(self.max_body_bytes, "max_body_bytes", self.find_max_model_len())
 
     def memory(self, board: HostBoard | None = None) -> PermitPool:
         """Returns the memory for all bodies in all API processes, as a pool with one permit for each byte. The default

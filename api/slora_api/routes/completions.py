@@ -13,7 +13,6 @@ from slora_api.generation.answer_objects import (
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.http.json_body import read_json
-from slora_api.request_bounds import JsonBounds
 from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
 from slora_api.routes.openapi import event_stream, json_body
 from slora_api.routes.services import Services, Wired, open_meter
@@ -43,7 +42,7 @@ def _logprobs_format(services: Services, body: GenerationFields, num_top: int | 
 async def complete(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Continues one or several prompts."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
+    body = await read_json(request, CompletionRequest, bounds, bounds.completion_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompts = await maker.completion_prompts(body)
@@ -68,7 +67,7 @@ async def complete(request: Request, key: InferenceKey, services: Wired) -> Resp
 async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
+    body = await read_json(request, ChatRequest, bounds, bounds.chat_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)

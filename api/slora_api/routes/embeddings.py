@@ -16,7 +16,6 @@ from slora_api.generation.service_terms import ServiceTerms, background_id
 from slora_api.generation.sse import unless_disconnected
 from slora_api.http.json_body import read_json
 from slora_api.quotas.quota_meter import RequestMeter
-from slora_api.request_bounds import JsonBounds
 from slora_api.routes.answers import ANSWER_ERRORS, answer_with, prompt_maker
 from slora_api.routes.openapi import json_body
 from slora_api.routes.services import Services, Wired, open_meter
@@ -38,7 +37,7 @@ router = APIRouter(tags=["embeddings"])
 async def embed(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Computes the embedding of one or several inputs."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, EmbeddingRequest, bounds, JsonBounds(bounds.completion_values))
+    body = await read_json(request, EmbeddingRequest, bounds, bounds.completion_json)
     return await answer_with(
         request, body, key, services, lambda model: _embed(request, body, key, meter, services, model)
     )

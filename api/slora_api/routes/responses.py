@@ -8,7 +8,6 @@ from slora_api.generation.responses_format import ResponsesFormat
 from slora_api.generation.responses_objects import ResponseEvent, ResponseObject
 from slora_api.generation.served_model import ServedModel
 from slora_api.http.json_body import read_json
-from slora_api.request_bounds import JsonBounds
 from slora_api.responses_request import ResponsesRequest
 from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
 from slora_api.routes.openapi import event_stream, json_body
@@ -34,7 +33,7 @@ _EVENTS = (
 async def respond(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation with a list of items. The server does not store the answer."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ResponsesRequest, bounds, JsonBounds(bounds.chat_values))
+    body = await read_json(request, ResponsesRequest, bounds, bounds.chat_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)

@@ -13,7 +13,6 @@ from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_tokenizer import PromptTokenizer
 from slora_api.generation.sse import unless_disconnected
 from slora_api.http.json_body import read_json
-from slora_api.request_bounds import JsonBounds
 from slora_api.routes.openapi import errors, json_body
 from slora_api.routes.services import Metered, Wired
 from slora_api.schemas import DetokenizeRequest, TokenizeRequest
@@ -41,12 +40,12 @@ class DetokenizedText(TypedDict):
 
 async def _tokenize_body(request: Request, _meter: Metered, services: Wired) -> TokenizeRequest:
     bounds = services.bounds()
-    return await read_json(request, TokenizeRequest, bounds, JsonBounds(bounds.chat_values))
+    return await read_json(request, TokenizeRequest, bounds, bounds.chat_json)
 
 
 async def _detokenize_body(request: Request, _meter: Metered, services: Wired) -> DetokenizeRequest:
     bounds = services.bounds()
-    return await read_json(request, DetokenizeRequest, bounds, JsonBounds(bounds.completion_values))
+    return await read_json(request, DetokenizeRequest, bounds, bounds.completion_json)
 
 
 @router.post(

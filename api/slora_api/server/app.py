@@ -139,6 +139,7 @@ def make_app(
         settings.max_upload_bytes,
         settings.min_body_bytes_per_s,
         max_file_bytes=settings.max_file_bytes,
+        find_max_model_len=services.generator.find_max_model_len,
     )
     app = BodyLimitMiddleware(app, body_limits, board)
     return RequestScopeMiddleware(app, services.generator.metrics.answered, tracing)

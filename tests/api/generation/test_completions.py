@@ -466,6 +466,42 @@ def test_a_prompt_over_the_context_is_refused_before_the_engine(
     assert platform.engine.requests == []
 
 
+_TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 400}}
+_LONG: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"model": "base", "prompt": "x" * 64}),
+    (COMPLETIONS, {"model": "base", "prompt": "x" * 400}),
+    (COMPLETIONS, {"model": "base", "prompt": "x " * 100_000}),
+    (COMPLETIONS, {"model": "base", "prompt": [65] * 64}),
+    (COMPLETIONS, {"model": "base", "prompt": [[65] * 64]}),
+    (COMPLETIONS, {"model": "base", "prompt": [65] * 200_000}),
+    (COMPLETIONS, {"model": "base", "prompt": "x" * (5 << 20)}),
+    (COMPLETIONS, PROMPT | {"max_tokens": 60}),
+    (COMPLETIONS, {"model": "base", "prompt": "x" * 64, "stream": True}),
+    (CHAT, {"model": "base", "messages": [{"role": "user", "content": "x" * 64}]}),
+    (CHAT, {"model": "base", "messages": [{"role": "user", "content": "x" * 400}], "stream": True}),
+    (CHAT, {"model": "base", "messages": [{"role": "user", "content": "x"}] * 10_000}),
+    (CHAT, MESSAGES | {"tools": [_TOOL]}),
+    (CHAT, MESSAGES | {"max_completion_tokens": 54}),
+    ("/v1/responses", {"model": "base", "input": "x" * 64}),
+    ("/v1/responses", {"model": "base", "input": "x", "instructions": "x" * 400}),
+    ("/v1/embeddings", {"model": "base", "input": "x" * 65}),
+    ("/v1/embeddings", {"model": "base", "input": [65] * 65}),
+    ("/v1/embeddings", {"model": "base", "input": [[65] * 65]}),
+    ("/tokenize", {"prompt": "x" * 400}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), _LONG, ids=[f"{path}-{at}" for at, (path, _) in enumerate(_LONG)])
+def test_every_refusal_of_a_long_prompt_has_openais_phrase(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    """litellm looks for the phrase, and then asks the next model of a list."""
+    answer = post(platform, key, path, body)
+    assert answer.status_code in (400, 413), answer.text
+    assert "This model's maximum context length is 64 tokens" in answer.json()["error"]["message"]
+    assert platform.engine.requests == []
+
+
 def test_a_prompt_that_just_fits_is_accepted(platform: Platform, key: str) -> None:
     assert post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 63}).status_code == 200
     assert platform.engine.requests[0].sampling.max_tokens == 1

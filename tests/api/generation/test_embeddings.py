@@ -131,7 +131,7 @@ BAD = [
         "input has token id 257, which is out of vocabulary; this model's ids are 0 to 256",
     ),
     ({"input": [[1], [-1]]}, "input", "input has token id -1"),
-    ({"input": "x" * 65}, "input", "input has 65 tokens; this model's context is 64 tokens"),
+    ({"input": "x" * 65}, "input", "context length is 64 tokens (max_model_len). input has 65 tokens"),
     ({"input": [7] * 65}, "input", "input has 65 tokens"),
     ({"input": [[7], [7] * 65]}, "input", "input has 65 tokens"),
     ({"input": "x" * 100_000}, "input", "100000 characters"),

@@ -52,7 +52,7 @@ def ask(prompt: list[int], params: SamplingParams = GREEDY, name: str = "r") -> 
             [1] * MAX_POSITIONS,
             1,
             "prompt",
-            f"prompt has {MAX_POSITIONS} tokens; this model's context is",
+            f"prompt has {MAX_POSITIONS} tokens, which leave no room",
         ),
         ([1] * 10, MAX_POSITIONS, "max_tokens", f"ask for at most {MAX_POSITIONS - 10}"),
     ],
