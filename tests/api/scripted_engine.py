@@ -1,6 +1,7 @@
 """An engine with scripted answers, for cases that a real engine does not produce on demand."""
 
 import asyncio
+import threading
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,6 +88,7 @@ class ScriptedEngine:
     answers: the answer to each request, in order; an exception in the list is raised.
     embeddings: the answer to each request for an embedding.
     canary: answers to the canary of a new adapter and to the base model's run beside it; these are not in `requests`.
+    gate: if set, an answer begins only when this event is set.
     hung: requests that wait for nothing after the last token of their answer.
     aborted: requests whose answer was closed before its end.
     ended: single choices that were closed early, as (request id, index).
@@ -99,6 +101,7 @@ class ScriptedEngine:
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
     hang: bool = False
+    gate: threading.Event | None = None
     ready: bool = True
     on_request: Callable[[EngineRequest], None] = lambda request: None
     max_model_len: int = 64
@@ -152,6 +155,7 @@ class ScriptedEngine:
         """Sets the answers of the next test, and undoes what the tests before it changed."""
         self.answers, self.embeddings = answers, embed
         self.hang, self.ready, self.on_request = False, True, lambda request: None
+        self.gate = None
         self.names = ("engine",)
         self.lost.clear()
         self.requests.clear()
@@ -186,6 +190,8 @@ class ScriptedEngine:
                 self.on_usage(request.request_id, known, None if known is None else self.time(request))
 
         try:
+            while self.gate is not None and not self.gate.is_set():
+                await asyncio.sleep(0.001)
             for item in script:
                 await asyncio.sleep(0)
                 if isinstance(item, Exception):

@@ -24,6 +24,7 @@ from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.errors import ErrorAnswer
 from slora_api.generation.answer_timing import TimingObject
 from slora_api.generation.json_slices import LongList, encode_ascii
+from slora_api.generation.sse import KEEP_ALIVE
 from slora_api.schemas import GenerationFields
 
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
@@ -81,8 +82,12 @@ class AnswerFormat(Protocol):
     """Formats the answers to one request in the JSON of one API. The methods for streams return the parts of
     server-sent events. Parts may be made lazily, when the caller takes them.
 
+    keep_alive: what a stream sends while there is nothing else to send.
     reads_text: whether `whole` searches the texts for tool calls and reasoning. This is slow for a long text.
     """
+
+    @property
+    def keep_alive(self) -> bytes: ...
 
     @property
     def reads_text(self) -> bool: ...
@@ -253,6 +258,8 @@ class CompletionFormat:
     num_choices: number of choices for each prompt of a stream.
     """
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(
         self,
         model: str,
@@ -317,6 +324,8 @@ class ChatFormat:
     model: the name in the request. prompt: the token ids of the prompt. num_choices: number of choices in a stream.
     parts: splits answers that have tool calls or reasoning; None if an answer has only content.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,

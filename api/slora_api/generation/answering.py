@@ -1,8 +1,4 @@
-"""Sends the answers to a request to the client, either as one JSON body or as server-sent events.
-
-The HTTP status is sent when the first delta has arrived. So a failure before the first delta gets an HTTP status of its
-own.
-"""
+"""Sends the answers to a request to the client, either as one JSON body or as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -19,7 +15,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
-from slora_api.generation.sse import EventStream, unless_disconnected
+from slora_api.generation.sse import EventStream, hold_head, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.schemas import AnswerFields
 from slora_api.threads import tenant_thread
@@ -71,8 +67,8 @@ async def answer_request(
     if echoes:
         deltas = stream_with_echoes(tenant, deltas, echoes, answers, generator.tokenizer)
     events = _events(deltas, shape, usage, answers)
-    first = await unless_disconnected(request.receive, _take_first(events))
-    return EventStream(first, events, shape.failure, headers)
+    first = await unless_disconnected(request.receive, hold_head(events))
+    return EventStream(first, events, shape.failure, headers, shape.keep_alive)
 
 
 async def _write_answer(
@@ -108,15 +104,6 @@ async def _complete(
         echo = await PromptEcho.read(tenant, text, answers[index], generator.tokenizer)
         completions[index] = echo.prepend_to(completions[index])
     return completions
-
-
-async def _take_first(events: _Events) -> bytes:
-    """Returns the first events. If computing them fails, closes the stream."""
-    try:
-        return await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
 
 
 async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> _Events:

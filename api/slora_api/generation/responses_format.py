@@ -22,6 +22,7 @@ from slora_api.chat.piece import Piece, PieceKind
 from slora_api.errors import ErrorAnswer
 from slora_api.generation.answer_format import LogprobsFormat, Usage
 from slora_api.generation.json_slices import LongList, Once, Written, encode_ascii, slice_ascii
+from slora_api.generation.sse import KEEP_ALIVE
 from slora_api.responses_request import ResponsesRequest
 
 __all__ = ["ResponsesFormat"]
@@ -81,6 +82,8 @@ class ResponsesFormat:
     model: the name in the request. sampling: the sampling parameters of the answer.
     syntax: how the answer's tool calls and reasoning are written; None if an answer is one text.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,
