@@ -17,6 +17,8 @@ COMPILED := $(VENV)/.compiled-for-tests
 CLIENTS := $(VENV)-clients
 CLIENTS3 := $(VENV)-clients-openai3
 CLIENTS_TORCH := $(VENV)-clients-torch
+CLIENTS_NODE := $(VENV)-clients-node
+NODE_INSTALLED := $(if $(shell command -v npm),$(CLIENTS_NODE)/.installed)
 # Python compiles a module to bytecode when it is first imported. pip would compile all of them, on one core, and a server
 # imports a sixth.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -50,7 +52,7 @@ docs: $(DOCS) ## the documentation as a site in build/docs; fails on a warning
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
 	@echo "Read it at http://127.0.0.1:8080 with: $(BIN)/python -m http.server --directory build/docs --bind 127.0.0.1 8080"
 
-soak: $(COMPILED) $(CLIENTS)/.installed $(CLIENTS3)/.installed $(CLIENTS_TORCH)/.installed ## the same tests with large counts; up to an hour
+soak: $(COMPILED) $(CLIENTS)/.installed $(CLIENTS3)/.installed $(CLIENTS_TORCH)/.installed $(NODE_INSTALLED) ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak -o faulthandler_timeout=7200
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
@@ -64,7 +66,7 @@ demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m demo.train
 
 clean: ## removes what set-up made
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS3) $(CLIENTS_TORCH) .bench-peers *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS3) $(CLIENTS_TORCH) $(CLIENTS_NODE) .bench-peers *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -99,4 +101,10 @@ $(CLIENTS_TORCH)/.installed: PACKAGES := "$(TORCH)" $(if $(TORCH_INDEX),--extra-
 $(CLIENTS)/.installed $(CLIENTS3)/.installed $(CLIENTS_TORCH)/.installed: | $(VENV)/bin/python
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES) -r $<
+	@touch $@
+
+$(CLIENTS_NODE)/.installed: tests/clients/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	cd $(@D) && npm install --silent
 	@touch $@

@@ -37,6 +37,7 @@ The openai client retries 408, 409, 429 and every 5xx, unless `x-should-retry: f
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from types import UnionType
 from typing import Any, NotRequired
 
@@ -44,6 +45,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from slora.errors import (
@@ -102,8 +104,10 @@ __all__ = [
     "TenantSuspended",
     "Unauthorized",
     "describe_error",
+    "describe_for_messages",
     "error_response",
     "find_status",
+    "is_messages_path",
 ]
 
 
@@ -115,7 +119,10 @@ class Unauthorized(ApiError):
     """The API key is missing or invalid."""
 
     def __init__(self) -> None:
-        super().__init__("The API key is missing or invalid; send it as 'Authorization: Bearer <key>'.")
+        super().__init__(
+            "The API key is missing or invalid; send it as 'Authorization: Bearer <key>', or to /v1/messages as "
+            "'x-api-key: <key>'."
+        )
 
 
 class KeyRevoked(ApiError):
@@ -494,11 +501,59 @@ def describe_error(error: BaseException, *, for_operator: bool = False) -> Error
     return ErrorAnswer(rule.status, {"error": body}, _headers(rule, error))
 
 
+class _ErrorResponse(Response):
+    """The HTTP response of an error, in the form of the API that the path belongs to."""
+
+    def __init__(self, answer: ErrorAnswer) -> None:
+        # Pure ASCII, because a message may quote lone surrogates, which UTF-8 cannot encode.
+        super().__init__(json.dumps(answer.body), answer.status, answer.headers, "application/json")
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_messages_path(scope["path"]):
+            request_id = scope.get("state", {}).get("request_id")
+            self.body = json.dumps(describe_for_messages(self._answer, request_id)).encode("ascii")
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: BaseException, *, for_operator: bool = False) -> Response:
     """Makes the HTTP response of an error; see `describe_error`."""
-    answer = describe_error(error, for_operator=for_operator)
-    # Pure ASCII, because a message may quote lone surrogates, which UTF-8 cannot encode.
-    return Response(json.dumps(answer.body), answer.status, answer.headers, "application/json")
+    return _ErrorResponse(describe_error(error, for_operator=for_operator))
+
+
+_MESSAGES_PATH = "/v1/messages"
+# The types of errors in Anthropic's API. Others are an `invalid_request_error` or an `api_error`.
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+
+
+def describe_for_messages(answer: ErrorAnswer, request_id: str | None = None) -> dict[str, Any]:
+    """Returns the body of an error in Anthropic's form. It keeps the fields `param` and `code`."""
+    error = answer.body["error"]
+    usual = "invalid_request_error" if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    kind, message = _MESSAGES_KINDS.get(answer.status, usual), error["message"]
+    if (
+        error["code"] == "context_length_exceeded"
+    ):  # Coding agents look for these words, and then shorten the prompt.
+        message = f"prompt is too long: {message}"
+    return {
+        "type": "error",
+        "error": {**error, "type": kind, "message": message},
+        "request_id": request_id,
+    }
 
 
 def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | None]:

@@ -77,6 +77,7 @@ __all__ = [
     "TemplateFields",
     "TenantChanges",
     "TenantPatch",
+    "Thinking",
     "ThinkingSwitch",
     "TokenizeRequest",
     "UnloadLoraRequest",
@@ -557,7 +558,9 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Thinking(RequestModel):
-    """The switch of the reasoning in the APIs of Anthropic, DeepSeek and Z.ai. budget_tokens, display: no effect."""
+    """The switch of the reasoning in the APIs of Anthropic, DeepSeek and Z.ai. budget_tokens: ignored. display: no
+    effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: int | None = None
@@ -566,6 +569,12 @@ class Thinking(RequestModel):
     @property
     def effort(self) -> ReasoningEffort:
         return "none" if self.type == "disabled" else "medium"
+
+    @model_validator(mode="after")
+    def _note_the_budget(self, info: ValidationInfo) -> Self:
+        if self.budget_tokens is not None:
+            note_ignored(info, "thinking.budget_tokens")
+        return self
 
 
 def _read_thinking(value: Any) -> Any:
@@ -585,6 +594,10 @@ class TemplateFields(RequestModel):
     """
 
     hint_path = ""
+    # Whether the effort of reasoning is ignored where the model has no switch for it.
+    is_effort_hint: ClassVar[bool] = False
+    # Whether an answer that cannot have the requested number of tokens is shorter. Otherwise, the request is refused.
+    caps_answer: ClassVar[bool] = False
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_object)] | None = None
     add_generation_prompt: bool | None = None

@@ -41,9 +41,11 @@ __all__ = [
     "ToolChoice",
     "Tools",
     "check_distinct_names",
+    "check_schema",
     "check_tool_choice",
     "check_tool_count",
     "check_tool_messages",
+    "check_tool_name",
     "find_forced_tools",
 ]
 
@@ -54,8 +56,8 @@ _MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
-def _check_tool_name(name: str) -> str:
-    check_length(name, _MAX_NAME_CHARS)
+def check_tool_name(name: str, limit: int = _MAX_NAME_CHARS) -> str:
+    check_length(name, limit)
     if not _NAME.fullmatch(name):
         raise make_refusal(
             "it is {value}; the name of a function has letters, digits, `_` and `-` only",
@@ -64,7 +66,7 @@ def _check_tool_name(name: str) -> str:
     return name
 
 
-def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     kind = schema.get("type", "object")
     if kind != "object":
         raise make_refusal(
@@ -87,9 +89,9 @@ class FunctionTool(RequestModel):
     strict: if true for any tool, the arguments of every call follow the schema of its tool.
     """
 
-    name: Annotated[str, AfterValidator(_check_tool_name)]
+    name: Annotated[str, AfterValidator(check_tool_name)]
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(check_schema)] | None = None
     strict: bool | None = None
     cache_control: Any = None
 

@@ -24,8 +24,14 @@ EMPTY_VALUES: list[Any] = [None, "", [], {}]
 # the answer is still an answer to the request. Each has the reason why it is ignored. The header `x-slora-ignored` of
 # an answer names those that its request had.
 IGNORED_HINTS: Mapping[str, str] = {
+    "betas": "every feature that this server has is on.",
+    "billing_policy": "usage is billed to the tenant of the key.",
     "cache_control": "prefixes of prompts are always cached.",
+    "compaction": "no message is left out of a conversation.",
     "context_management": "no message is left out of a conversation.",
+    "diagnostics": "answers have their timing.",
+    "fallback_credit_token": "this server forwards no request.",
+    "fallbacks": "this server forwards no request.",
     "inference_geo": "the model runs where this server runs.",
     "keep_alive": "the base model is always loaded.",
     "options": "the options of other servers; send sampling parameters as fields of the body.",
@@ -35,7 +41,9 @@ IGNORED_HINTS: Mapping[str, str] = {
     "speed": "there is one speed.",
     "text.verbosity": "the model has no such switch.",
     "usage": "answers always have their usage.",
+    "user_profile_id": "usage is billed to the tenant of the key.",
     "verbosity": "the model has no such switch.",
+    "workspace_id": "usage is billed to the tenant of the key.",
 }
 
 

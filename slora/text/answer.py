@@ -23,6 +23,7 @@ class Choice:
     """One answer to a prompt. `token_ids` includes the stop token; `text` does not by default.
 
     tokens: the tokens of `text`, each with its part of the text. Empty without a tokenizer or without logprobs.
+    stop: the stop string that ended the answer; None if none did.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Choice:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
     tokens: tuple[AlignedToken, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class CompletionDelta:
 
     text: text that no later token can change; it may lag behind token_ids.
     tokens: the next tokens of the text, each with its part of the text. Empty without a tokenizer or without logprobs.
+    stop: the stop string that ended the answer, in its last delta.
     prompt_logprobs: log-probabilities of the next prompt tokens. They come in separate deltas, before the answer.
     num_cached_tokens: number of cached prompt tokens, sent once, with the first token of answer 0.
     """
@@ -83,6 +86,7 @@ class CompletionDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     num_cached_tokens: int = 0
     tokens: tuple[AlignedToken, ...] = ()
+    stop: str | None = None
 
 
 class Answer:
@@ -161,6 +165,7 @@ class Answer:
             delta.prompt_logprobs,
             delta.num_cached,
             tokens,
+            choice.stop,
         )
 
     def completion(self) -> Completion:
@@ -207,6 +212,10 @@ class _ChoiceState:
         return sum(entry.logprob for entry in self._logprobs)
 
     @property
+    def stop(self) -> str | None:
+        return None if self._detokenizer is None else self._detokenizer.stop
+
+    @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
@@ -244,7 +253,8 @@ class _ChoiceState:
     def finished(self, *, with_logprobs: bool) -> Choice:
         assert self.reason is not None, "a choice that goes on has no final answer yet"
         logprobs = self._logprobs if with_logprobs else None
-        return Choice("".join(self._text), self._token_ids, self.reason, logprobs, tuple(self._tokens))
+        text = "".join(self._text)
+        return Choice(text, self._token_ids, self.reason, logprobs, tuple(self._tokens), self.stop)
 
 
 async def stream_answer(

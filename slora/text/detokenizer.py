@@ -13,7 +13,8 @@ __all__ = ["Detokenizer"]
 
 
 class Detokenizer:
-    """Detokenizes one answer. `stopped` becomes true when a stop string is found; the text ends before it.
+    """Detokenizes one answer. `stopped` becomes true when a stop string is found; the text ends before it. `stop` is
+    this string.
 
     The joined results of `push` and `flush` equal the text of all tokens, up to the first stop string. They do not
     depend on how many tokens each `push` gets.
@@ -35,6 +36,7 @@ class Detokenizer:
         includes_stop: bool = False,
     ) -> None:
         self.stopped = False
+        self.stop: str | None = None
         self._decoder = decoder
         self._includes_stop = includes_stop
         self._stops = StopMatcher(stops)
@@ -90,6 +92,7 @@ class Detokenizer:
         if found is not None:
             self.stopped = True
             end, length = found
+            self.stop = known[: len(self._held) + end][-length:]
             return known[: len(self._held) + end - (0 if self._includes_stop else length)]
         num_certain = len(known) - self._stops.num_pending
         self._held = known[num_certain:]

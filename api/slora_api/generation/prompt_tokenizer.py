@@ -211,14 +211,14 @@ class PromptTokenizer:
 
     def _set_effort(self, fields: TemplateFields, traits: TemplateTraits) -> dict[str, Any]:
         """Returns the variables that set the effort of reasoning. A model that never reasons ignores the effort. Raises
-        BadRequest if the model reasons, but its template has no switch for it.
+        BadRequest if the model reasons, but its template has no switch for it and the effort is not a hint.
         """
         effort, param = fields.effort
         if effort is None:
             return {}
         accepted = traits.switch.list_accepted(thinks=traits.thinks)
-        if accepted is not None and not traits.thinks:
-            if effort not in LEAST_EFFORTS:
+        if accepted is not None and (fields.is_effort_hint or not traits.thinks):
+            if traits.thinks or effort not in LEAST_EFFORTS:
                 self.ignored.add(param)
             return {}
         if accepted is not None and effort not in accepted:

@@ -242,12 +242,14 @@ class PromptMaker:
             param="top_logprobs",
             length_param=param,
         )
-        default = self._answer_room(size, draft, 1, len(token_ids))
-        if self.tokenizer.model.defaults.max_tokens is not None:
-            default = min(default, self.tokenizer.model.defaults.max_tokens)
-        if wanted is not None:
+        most = min(room, self._answer_room(size, draft, 1, len(token_ids)))
+        if wanted is None:
+            max_tokens = min(most, self.tokenizer.model.defaults.max_tokens or most)
+        elif body.caps_answer:
+            max_tokens = min(most, wanted)
+        else:
             check_max_tokens(wanted, len(token_ids), self.info.max_model_len, param)
-        max_tokens = min(default, room) if wanted is None else wanted
+            max_tokens = wanted
         size.check(self.tokenizer.bounds, len(token_ids), max_tokens)
         syntax = _answer_syntax(body, chat)
         form = self._conversation_form(body, syntax)

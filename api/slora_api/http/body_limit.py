@@ -66,6 +66,8 @@ class BodyLimits:
             "/v1/completions",
             "/v1/chat/completions",
             "/v1/responses",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
             "/v1/embeddings",
             "/tokenize",
             "/detokenize",

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_api.errors import ApiError, Stopping, error_response
+from slora_api.errors import ApiError, Stopping, error_response, is_messages_path
 from slora_api.key_masking import mask_keys
 from slora_api.request_context import RequestContext, Tracing, current_request
 
@@ -37,11 +37,12 @@ def _request_id(headers: Headers) -> str:
 class _ResponseSender:
     """Sends an answer. Adds the headers that every answer has, and the headers of the request's meter, if any."""
 
-    __slots__ = ("_context", "_send", "_started_at", "_state", "status")
+    __slots__ = ("_context", "_id_headers", "_send", "_started_at", "_state", "status")
 
-    def __init__(self, send: Send, state: Mapping[str, Any], context: RequestContext) -> None:
+    def __init__(self, send: Send, scope: Scope, context: RequestContext) -> None:
         self._send = send
-        self._state = state
+        self._state: Mapping[str, Any] = scope["state"]
+        self._id_headers = ["x-request-id", *(["request-id"] if is_messages_path(scope["path"]) else [])]
         self._context = context
         self._started_at = time.perf_counter()
         self.status: int | None = None
@@ -54,7 +55,7 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(raw=list(message.get("headers", [])))
-            headers["x-request-id"] = self._context.request_id
+            headers.update(dict.fromkeys(self._id_headers, self._context.request_id))
             if self._context.span is not None:
                 headers["traceresponse"] = self._context.span.traceparent
             headers["openai-processing-ms"] = str(round(self.seconds * 1000))
@@ -88,7 +89,7 @@ class RequestScopeMiddleware:
         # The server runs each request in a task of its own, so the variable need not be reset.
         current_request.set(context)
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        sender = _ResponseSender(send, scope["state"], context)
+        sender = _ResponseSender(send, scope, context)
         try:
             await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:

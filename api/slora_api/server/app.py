@@ -32,6 +32,7 @@ from slora_api.routes import (
     limits,
     live,
     me,
+    messages,
     models,
     openapi,
     quotas,
@@ -53,6 +54,7 @@ _MODULES = (
     *(
         completions,
         responses,
+        messages,
         embeddings,
         tokens,
         models,

@@ -25,7 +25,15 @@ from starlette.types import Scope as AsgiScope
 
 from slora_adapters.database.audit_log import Actor, ActorKind, acting_as
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import Forbidden, ServerBusy, TenantBusy, TenantSuspended, Unauthorized, error_response
+from slora_api.errors import (
+    Forbidden,
+    ServerBusy,
+    TenantBusy,
+    TenantSuspended,
+    Unauthorized,
+    error_response,
+    is_messages_path,
+)
 from slora_api.fair_slots import FairSlots
 from slora_api.request_context import current_request
 from slora_api.tenants.admin_key import BOOTSTRAP_KEY, AdminKey
@@ -105,7 +113,7 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if not is_public(scope["path"]):
             try:
-                header = Headers(scope=scope).get("authorization", "")
+                header = _find_credentials(scope)
                 if not header and self._admits_gateways and scope["path"] == "/metrics":
                     caller: Caller | None = GATEWAY
                 else:
@@ -176,6 +184,15 @@ class AuthenticationMiddleware:
             if is_first:
                 del self._pending[secret]
                 ended.set_result(has_ended)
+
+
+def _find_credentials(scope: AsgiScope) -> str:
+    """Returns the value of `Authorization`. Clients of Anthropic's API send the key in a header of its own."""
+    headers = Headers(scope=scope)
+    found = headers.get("authorization", "")
+    if not found and is_messages_path(scope["path"]) and (key := headers.get("x-api-key")):
+        return f"Bearer {key}"
+    return found
 
 
 def _address(scope: AsgiScope) -> str:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
+from slora_api.messages_request import CountTokensRequest, MessagesRequest
 from slora_api.responses_request import ResponsesRequest
 from slora_api.schemas import (
     AliasMove,
@@ -41,6 +42,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_GENERATION, "prompt": "a"},
     "/v1/chat/completions": {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"model": "default", "max_output_tokens": 3, "input": "a"},
+    "/v1/messages": {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages/count_tokens": {"model": "default", "messages": [{"role": "user", "content": "a"}]},
     "/v1/embeddings": {"model": "default", "input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1, 2]},
@@ -66,6 +69,8 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -107,6 +112,12 @@ _PLAUSIBLE: dict[str, list[Any]] = {
         ],
     ],
     "instructions": ["a"],
+    "system": ["a", [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]],
+    "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, True],
+    "stop_sequences": [["a"]],
+    "output_config": [{"effort": "high"}, {"format": {"type": "json_schema", "schema": {"type": "object"}}}],
+    "verbosity": ["low"],
+    "unknown": [None, [], {}, ""],
     "max_output_tokens": [0, 1, 5, 400],
     "include": [["message.output_text.logprobs"]],
     "text": [{"format": {"type": "json_object"}}, {"verbosity": "low"}],

@@ -85,7 +85,7 @@ def test_any_other_unknown_field_is_refused_with_the_nearest_name(
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "medium"}, "reasoning_effort"),
         ({"reasoning_effort": "none"}, None),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens, thinking"),
         ({"thinking": True}, "thinking"),
         ({"thinking": {"type": "disabled"}}, None),
     ],
