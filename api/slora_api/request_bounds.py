@@ -198,7 +198,8 @@ class RequestBounds:
         _check_fields("The body", None, body)
         truncates = body.get("truncate_prompt_tokens") is not None
         self._check_prompts(body.get("prompt"), truncates=truncates)
-        self._check_inputs(body.get("input"), truncates=truncates)
+        for name in ("input", "documents", "text_1", "text_2"):
+            self._check_inputs(name, body.get(name), truncates=truncates)
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
         self._check_adapters(body)
@@ -284,17 +285,17 @@ class RequestBounds:
         elif not truncates:
             find_answer_room(len(prompt), self.max_model_len)
 
-    def _check_inputs(self, given: Any, *, truncates: bool) -> None:
+    def _check_inputs(self, name: str, given: Any, *, truncates: bool) -> None:
         """Checks texts or token ids to embed, or the items of a conversation."""
         if not isinstance(given, list) or not given:
             return
-        if isinstance(given[0], str | list):
-            _check_count("input", given, "inputs", self.inputs, "Send the others in separate requests.")
+        if isinstance(given[0], str | list) or name == "documents":
+            _check_count(name, given, "inputs", self.inputs, "Send the others in separate requests.")
         elif isinstance(given[0], int):
             if not truncates:
                 check_embedded_tokens(len(given), self.max_model_len)
         else:
-            _check_count("input", given, "items", self.messages, "Leave out the oldest items.")
+            _check_count(name, given, "items", self.messages, "Leave out the oldest items.")
 
     def _check_parts(self, param: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """Checks the parts of each message. messages: the messages of a chat, or the items of `input`."""

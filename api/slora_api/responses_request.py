@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -24,7 +25,11 @@ from slora_api.field_types import Name, RequestModel, Text, check_depth, make_re
 from slora_api.responses_items import Input, make_messages
 from slora_api.schemas import AnswerFields, ChatMessage, ReasoningEffort, TemplateFields
 from slora_api.tool_schemas import (
+    AllowedChoice,
+    AnyChoice,
+    CustomTool,
     FunctionTool,
+    GrammarFormat,
     Mode,
     NamedChoice,
     NamedFunction,
@@ -33,6 +38,8 @@ from slora_api.tool_schemas import (
     check_tool_choice,
     check_tool_count,
     find_forced_tools,
+    find_shown_tools,
+    flatten_choice,
 )
 from slora_api.unsupported import Unsupported
 
@@ -69,6 +76,17 @@ class ResponsesTool(FunctionTool):
     allowed_callers: Annotated[Any, Unsupported([], ["direct"])] = None
     output_schema: Annotated[Any, Unsupported()] = None
 
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The tool in the form in which the answer repeats it."""
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": bool(self.strict),
+        }
+
     def to_tool(self) -> Tool:
         """Returns the tool in the shape of /v1/chat/completions. Its values are not checked again, because a schema may
         be long.
@@ -79,6 +97,25 @@ class ResponsesTool(FunctionTool):
         return Tool.model_construct(type="function", function=function)
 
 
+class ResponsesCustomTool(CustomTool):
+    """A custom tool, in the shape of this route."""
+
+    type: Literal["custom"]
+    defer_loading: Annotated[Any, Unsupported(False)] = None
+    allowed_callers: Annotated[Any, Unsupported([], ["direct"])] = None
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The tool in the form in which the answer repeats it."""
+        form: dict[str, Any] = {"type": "text"}
+        if isinstance(self.format, GrammarFormat):
+            form = {"type": "grammar", **self.format.grammar.model_dump()}
+        return {"type": "custom", "name": self.name, "description": self.description, "format": form}
+
+    def to_tool(self) -> Tool:
+        return Tool.model_construct(type="custom", function=self.to_function(), custom=self)
+
+
 def _check_shapes(value: Any) -> Any:
     """Refuses tools that would run on the server, and tools in the shape of /v1/chat/completions. The error states a
     remedy.
@@ -87,7 +124,7 @@ def _check_shapes(value: Any) -> Any:
         if not isinstance(tool, dict):
             continue
         kind = tool.get("type")
-        if isinstance(kind, str) and kind != "function":
+        if isinstance(kind, str) and kind not in ("function", "custom"):
             raise make_refusal(
                 "`tools.{index}` has the type {kind}, which this server does not have; offer a tool of the type "
                 "'function' and run it in the client",
@@ -105,7 +142,15 @@ def _check_shapes(value: Any) -> Any:
     return value
 
 
-def _check_names(tools: list[ResponsesTool]) -> list[ResponsesTool]:
+_AnyTool = ResponsesTool | ResponsesCustomTool
+
+
+def _read_tool(value: Any, info: ValidationInfo) -> _AnyTool:
+    is_custom = isinstance(value, dict) and value.get("type") == "custom"
+    return (ResponsesCustomTool if is_custom else ResponsesTool).model_validate(value, context=info.context)
+
+
+def _check_names(tools: list[_AnyTool]) -> list[_AnyTool]:
     check_distinct_names([tool.name for tool in tools], "name")
     return tools
 
@@ -118,11 +163,16 @@ class FunctionChoice(RequestModel):
 
 
 def _read_choice(value: Any) -> Any:
-    """Returns the name of a mode, or the choice of one function in the shape of /v1/chat/completions."""
+    """Returns the name of a mode, or a choice of tools in the shape of /v1/chat/completions."""
     if value is None or value in ("auto", "none", "required"):
         return value
     try:
-        choice = FunctionChoice.model_validate(value)
+        chosen = flatten_choice(value)
+        if isinstance(chosen, dict) and "mode" in chosen:
+            return AllowedChoice.model_validate(chosen)
+        if isinstance(chosen, dict) and isinstance(chosen.get("function"), dict):
+            chosen = {"type": "function", **chosen["function"]} if chosen is not value else chosen
+        choice = FunctionChoice.model_validate(chosen)
     except ValidationError:
         raise make_refusal(
             "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",
@@ -131,6 +181,21 @@ def _read_choice(value: Any) -> Any:
             value=abbreviate(value),
         ) from None
     return NamedChoice(type="function", function=NamedFunction(name=choice.name))
+
+
+class CustomChoice(RequestModel):
+    """A choice of one custom tool, which the model must call."""
+
+    type: Literal["custom"]
+    name: Name
+
+
+class ToolsChoice(RequestModel):
+    """A choice among some of the tools. mode: whether the model must call one of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice | CustomChoice]
 
 
 class TextFormat(RequestModel):
@@ -220,16 +285,16 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: (
         Annotated[
-            list[ResponsesTool],
+            list[Annotated[_AnyTool, PlainValidator(_read_tool, json_schema_input_type=_AnyTool)]],
             Field(fail_fast=True),
-            BeforeValidator(_check_shapes, json_schema_input_type=list[ResponsesTool]),
+            BeforeValidator(_check_shapes, json_schema_input_type=list[_AnyTool]),
             AfterValidator(_check_names),
         ]
         | None
     ) = None
     tool_choice: Annotated[
-        Mode | NamedChoice | None,
-        PlainValidator(_read_choice, json_schema_input_type=Mode | FunctionChoice | None),
+        AnyChoice,
+        PlainValidator(_read_choice, json_schema_input_type=Mode | FunctionChoice | ToolsChoice | None),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
@@ -275,7 +340,11 @@ class ResponsesRequest(TemplateFields, AnswerFields):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self._chat_tools
+        return find_shown_tools(self.tool_choice, self._chat_tools)
+
+    @property
+    def has_one_call(self) -> bool:
+        return self.parallel_tool_calls is False
 
     @property
     def forced_tools(self) -> list[Tool]:
@@ -300,23 +369,19 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     @property
     def sent_tools(self) -> list[dict[str, Any]]:
         """The tools in the form in which the answer repeats them."""
-        return [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": bool(tool.strict),
-            }
-            for tool in self.tools or ()
-        ]
+        return [tool.sent for tool in self.tools or ()]
 
     @property
-    def sent_choice(self) -> str | dict[str, str]:
+    def sent_choice(self) -> str | dict[str, Any]:
         """The tool choice in the form in which the answer repeats it."""
-        if isinstance(self.tool_choice, NamedChoice):
-            return {"type": "function", "name": self.tool_choice.function.name}
-        return self.tool_choice or "auto"
+        kinds = {tool.name: tool.type for tool in self.tools or ()}
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            return {"type": kinds[choice.function.name], "name": choice.function.name}
+        if isinstance(choice, AllowedChoice):
+            tools = [{"type": kinds[name], "name": name} for name in choice.names]
+            return {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
+        return choice or "auto"
 
     @property
     def sent_format(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ This module does not depend on adapters, tokens or the engine.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
@@ -40,7 +41,11 @@ from slora_api.field_types import (
 from slora_api.listing import MAX_LIMIT
 from slora_api.output_fields import OutputFields
 from slora_api.tool_schemas import (
+    MAX_TOOLS,
+    AnyChoice,
+    FunctionTool,
     NamedChoice,
+    NamedFunction,
     SentCall,
     SentFunction,
     Tool,
@@ -49,6 +54,7 @@ from slora_api.tool_schemas import (
     check_tool_choice,
     check_tool_messages,
     find_forced_tools,
+    find_shown_tools,
 )
 from slora_api.truncation_fields import TruncationFields
 from slora_api.unsupported import Unsupported
@@ -73,6 +79,9 @@ __all__ = [
     "PurgeRequest",
     "QuotaChanges",
     "ReasoningEffort",
+    "RerankRequest",
+    "ScoreFields",
+    "ScoreRequest",
     "StreamOptions",
     "TemplateFields",
     "TenantChanges",
@@ -453,6 +462,85 @@ class EmbeddingRequest(TruncationFields):
         return self
 
 
+class ScoreFields(TruncationFields):
+    """The fields that score and rerank share. pooling: as for embeddings. priority, user: as for answers."""
+
+    default_side = "right"
+
+    model: Name
+    pooling: Literal["last", "mean"] | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    user: Name | None = None
+
+    def embedding_request(self, texts: list[str]) -> "EmbeddingRequest":
+        """Returns the request for the embeddings that are compared. Its vectors have length 1."""
+        return EmbeddingRequest.model_construct(
+            model=self.model,
+            input=texts,
+            pooling=self.pooling,
+            add_special_tokens=self.add_special_tokens,
+            priority=self.priority,
+            user=self.user,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            encoding_format="base64",
+        )
+
+
+class ScoreRequest(ScoreFields):
+    """POST /v1/score, with vLLM's fields. The score of two texts is the cosine of their embeddings.
+
+    text_1, text_2: two texts; a text and a list of texts, each of which is compared with it; or two lists of the same
+    length, which are compared pair by pair.
+    """
+
+    text_1: Annotated[list[Text], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+    text_2: Annotated[list[Text], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+
+    @model_validator(mode="after")
+    def _texts_that_can_be_paired(self) -> Self:
+        num_first, num_second = len(self.text_1), len(self.text_2)
+        if not num_first or not num_second or num_first not in (1, num_second):
+            raise make_refusal(
+                "`text_1` has {first} texts and `text_2` has {second}; send one text in `text_1`, or as many as in "
+                "`text_2`.",
+                param="text_1",
+                first=num_first,
+                second=num_second,
+            )
+        return self
+
+
+class DocumentText(RequestModel):
+    """A document. text: its text."""
+
+    text: Text
+
+
+def _read_documents(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [{"text": item} if isinstance(item, str) else item for item in value]
+
+
+class RerankRequest(ScoreFields):
+    """POST /v1/rerank, with the fields of vLLM, Cohere and Jina. Documents are ordered by the cosine of their
+    embeddings with that of the query.
+
+    top_n: how many documents to return; by default, all. return_documents: false leaves the texts out of the answer.
+    """
+
+    query: Text
+    documents: Annotated[
+        list[DocumentText],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_read_documents, json_schema_input_type=list[str | DocumentText]),
+    ]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+
+
 class TextPart(RequestModel):
     """A part of a message's content. annotations, cache_control, citations: no effect."""
 
@@ -666,6 +754,7 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, the model must
         call a tool, with arguments that follow the tool's schema.
     parallel_tool_calls: if false, an answer has at most one call.
+    functions, function_call: OpenAI's older form of `tools` and `tool_choice`. The answer then has `function_call`.
     reasoning_effort: sets the variables of the chat template that switch the reasoning. An effort that the template
         would ignore is refused, unless the model already behaves that way. A model that never reasons ignores it.
     thinking: another switch of the reasoning; `reasoning_effort` takes precedence.
@@ -681,8 +770,10 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     # OpenAI's fields.
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, Unsupported([], instead="Send `tools`.")] = None
-    function_call: Annotated[Any, Unsupported("none", instead="Send `tool_choice`.")] = None
+    functions: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    function_call: (
+        Annotated[Literal["none", "auto"] | NamedFunction, Field(union_mode="left_to_right")] | None
+    ) = None
     modalities: Annotated[Any, Unsupported(["text"], refuses_empty=True)] = None
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
@@ -695,17 +786,39 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     return_prompt_text: Annotated[Any, Unsupported(False)] = None
 
     @property
+    def is_legacy(self) -> bool:
+        """Whether the request has OpenAI's older fields for functions, so that the answer has them, too."""
+        return bool(self.functions)
+
+    @property
+    def chosen(self) -> AnyChoice:
+        """The tool choice, whichever field sets it."""
+        if not self.functions:
+            return self.tool_choice
+        if isinstance(self.function_call, NamedFunction):
+            return NamedChoice(type="function", function=self.function_call)
+        return self.function_call
+
+    @cached_property
     def shown_tools(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self.tools or []
+        legacy = [
+            Tool.model_construct(type="function", function=function) for function in self.functions or ()
+        ]
+        return find_shown_tools(self.chosen, legacy or self.tools or [])
 
     @property
     def forced_tools(self) -> list[Tool]:
-        return find_forced_tools(self.tool_choice, self.shown_tools)
+        return find_forced_tools(self.chosen, self.shown_tools)
 
     @property
     def names_tool(self) -> bool:
         """Whether the request names the tool that the model must call."""
-        return isinstance(self.tool_choice, NamedChoice)
+        return isinstance(self.chosen, NamedChoice)
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether an answer has at most one call."""
+        return self.parallel_tool_calls is False or self.is_legacy
 
     @property
     def chat_messages(self) -> Sequence[ChatMessage]:
@@ -732,6 +845,22 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> Self:
         check_tool_choice(self.tool_choice, self.tools)
+        if self.functions and self.tools:
+            raise make_refusal(
+                "`functions` and `tools` contradict each other; send only `tools`.", param="functions"
+            )
+        if isinstance(self.function_call, NamedFunction) or self.function_call == "auto":
+            names = [function.name for function in self.functions or ()]
+            if isinstance(self.function_call, NamedFunction) and self.function_call.name not in names:
+                raise make_refusal(
+                    "`function_call` names a function that is not in `functions`; choose one of them: {known}",
+                    param="function_call",
+                    known=abbreviate(names),
+                )
+            if not names:
+                raise make_refusal(
+                    "`function_call` is only allowed when `functions` are sent.", param="function_call"
+                )
         if self.top_logprobs and not self.logprobs:
             raise make_refusal("`top_logprobs` is only allowed with `logprobs: true`.", param="top_logprobs")
         if (

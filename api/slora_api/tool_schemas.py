@@ -30,12 +30,18 @@ from slora_api.field_types import (
 )
 
 __all__ = [
+    "CUSTOM_INPUT",
     "MAX_TOOLS",
+    "AllowedChoice",
+    "AnyChoice",
+    "CustomTool",
     "FunctionTool",
+    "GrammarFormat",
     "Mode",
     "NamedChoice",
     "NamedFunction",
     "SentCall",
+    "SentCustom",
     "SentFunction",
     "Tool",
     "ToolChoice",
@@ -47,6 +53,9 @@ __all__ = [
     "check_tool_messages",
     "check_tool_name",
     "find_forced_tools",
+    "find_shown_tools",
+    "flatten_choice",
+    "read_custom_input",
 ]
 
 MAX_TOOLS = 128
@@ -96,12 +105,91 @@ class FunctionTool(RequestModel):
     cache_control: Any = None
 
 
-class Tool(RequestModel):
-    """A tool that the model may call. cache_control: no effect."""
+class TextFormat(RequestModel):
+    type: Literal["text"]
 
-    type: Literal["function"]
+
+class Grammar(RequestModel):
+    """A grammar of texts. Only regular expressions can be enforced within a call."""
+
+    syntax: Literal["regex", "lark"]
+    definition: Text
+
+    @model_validator(mode="after")
+    def _a_syntax_that_can_be_enforced(self) -> Self:
+        if self.syntax == "lark":
+            raise make_refusal(
+                "has the syntax 'lark', which cannot be enforced within a call; use the syntax 'regex', or the format "
+                "'text'"
+            )
+        return self
+
+
+class GrammarFormat(RequestModel):
+    """A grammar for the input. syntax, definition: the form of the grammar in /v1/responses."""
+
+    type: Literal["grammar"]
+    grammar: Grammar
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_the_flat_form(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "grammar" not in value:
+            grammar = {name: item for name, item in value.items() if name != "type"}
+            return {"type": value.get("type"), "grammar": grammar}
+        return value
+
+
+class CustomTool(RequestModel):
+    """A tool whose input is a text. The model sees a function with one parameter. format: the form of the text."""
+
+    name: Annotated[str, AfterValidator(check_tool_name)]
+    description: Text | None = None
+    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+
+    def to_function(self) -> FunctionTool:
+        text: dict[str, Any] = {"type": "string"}
+        is_constrained = isinstance(self.format, GrammarFormat)
+        if isinstance(self.format, GrammarFormat):
+            text["pattern"] = f"^(?:{self.format.grammar.definition})$"
+        parameters = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: text},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+        return FunctionTool.model_construct(
+            name=self.name, description=self.description, parameters=parameters, strict=is_constrained
+        )
+
+
+def read_custom_input(arguments: str) -> str:
+    """Returns the input of a custom tool from the arguments of its function, or the arguments if they have none."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+class Tool(RequestModel):
+    """A tool that the model may call. function: for a custom tool, the function that the model sees. cache_control: no
+    effect.
+    """
+
+    type: Literal["function", "custom"]
     function: FunctionTool
+    custom: CustomTool | None = None
     cache_control: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _show_a_custom_tool_as_a_function(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "custom":
+            custom = CustomTool.model_validate(value.get("custom"))
+            return {**value, "custom": custom, "function": custom.to_function()}
+        return value
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool in the form that chat templates expect."""
@@ -171,12 +259,46 @@ class NamedChoice(RequestModel):
     function: NamedFunction
 
 
+class AllowedChoice(RequestModel):
+    """A choice among some of the tools. The model sees only these. mode: whether it must call one of them."""
+
+    mode: Literal["auto", "required"]
+    names: Annotated[list[Name], Field(min_length=1)]
+
+
+def flatten_choice(value: Any) -> Any:
+    """Returns OpenAI's form of a tool choice in the shape of this module: custom tools are named as functions are, and
+    allowed tools by their names. The shape of /v1/responses, which nests less, is accepted, too.
+    """
+    if not isinstance(value, dict):
+        return value
+    match value.get("type"):
+        case "custom":
+            return {"type": "function", "function": value.get("custom", {"name": value.get("name")})}
+        case "allowed_tools":
+            allowed = value.get("allowed_tools", value)
+            tools = allowed.get("tools") if isinstance(allowed, dict) else None
+            if not isinstance(tools, list):
+                return value
+            named = [flatten_choice(tool) for tool in tools]
+            names = [
+                tool.get("function", tool).get("name")
+                for tool in named
+                if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
+            ]
+            return {"mode": allowed.get("mode"), "names": names}
+    return value
+
+
 def _read_choice(value: Any) -> Any:
-    """Returns the name of a mode, or a NamedChoice."""
+    """Returns the name of a mode, a NamedChoice or an AllowedChoice."""
     if value is None or value in _MODES:
         return value
     try:
-        return NamedChoice.model_validate(value)
+        chosen = flatten_choice(value)
+        return (
+            AllowedChoice if isinstance(chosen, dict) and "mode" in chosen else NamedChoice
+        ).model_validate(chosen)
     except ValidationError:
         raise make_refusal(
             "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",
@@ -188,36 +310,72 @@ def _read_choice(value: Any) -> Any:
 
 Mode = Literal["auto", "none", "required"]
 _MODES = ("auto", "none", "required")
+AnyChoice = Mode | NamedChoice | AllowedChoice | None
+
+
+class CustomChoice(RequestModel):
+    """A choice of one custom tool, which the model must call."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+
+class AllowedTools(RequestModel):
+    """Some of the tools. mode: whether the model must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice | CustomChoice]
+
+
+class AllowedToolsChoice(RequestModel):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ToolChoice = Annotated[
-    Mode | NamedChoice | None,
-    PlainValidator(_read_choice, json_schema_input_type=Mode | NamedChoice | None),
+    AnyChoice,
+    PlainValidator(
+        _read_choice, json_schema_input_type=Mode | NamedChoice | CustomChoice | AllowedToolsChoice | None
+    ),
 ]
 
 
-def check_tool_choice(choice: str | NamedChoice | None, tools: Sequence[Tool] | None) -> None:
+def check_tool_choice(choice: AnyChoice, tools: Sequence[Tool] | None) -> None:
     """Raises a refusal for a choice that these tools do not allow."""
     if choice in (None, "none"):
         return
     if not tools:
         raise make_refusal("`tool_choice` is only allowed when `tools` are sent.", param="tool_choice")
-    if isinstance(choice, NamedChoice):
-        names = [tool.function.name for tool in tools]
-        if choice.function.name not in names:
+    chosen = choice.names if isinstance(choice, AllowedChoice) else []
+    chosen = [choice.function.name] if isinstance(choice, NamedChoice) else chosen
+    names = [tool.function.name for tool in tools]
+    for name in chosen:
+        if name not in names:
             raise make_refusal(
                 "`tool_choice` names the function {name}, which is not in `tools`; choose one of them: {known}",
                 param="tool_choice",
                 known=abbreviate(names),
-                name=abbreviate(choice.function.name),
+                name=abbreviate(name),
             )
 
 
-def find_forced_tools(choice: str | NamedChoice | None, shown: list[Tool]) -> list[Tool]:
+def find_shown_tools(choice: AnyChoice, tools: list[Tool]) -> list[Tool]:
+    """Returns the tools that the model sees."""
+    if isinstance(choice, AllowedChoice):
+        return [tool for tool in tools if tool.function.name in choice.names]
+    return [] if choice == "none" else tools
+
+
+def find_forced_tools(choice: AnyChoice, shown: list[Tool]) -> list[Tool]:
     """Returns the tools from which the model must call one; empty if no call is required. shown: the tools that the
     model sees.
     """
     if isinstance(choice, NamedChoice):
         return [tool for tool in shown if tool.function.name == choice.function.name]
-    return shown if choice == "required" else []
+    is_required = choice.mode == "required" if isinstance(choice, AllowedChoice) else choice == "required"
+    return shown if is_required else []
 
 
 class SentFunction(RequestModel):

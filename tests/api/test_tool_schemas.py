@@ -38,6 +38,18 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+def custom(**fields: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "f", **fields}}
+
+
+LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a/"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(levels):
@@ -101,7 +113,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(parameters={"a": "\ud800"})]}, "U+D800", "tools.0.function.parameters"),
     ({"tools": [tool(description="\ud800")]}, "U+D800", "tools.0.function.description"),
     ({"tools": [tool(name=f"f{at}") for at in range(MAX_TOOLS + 1)]}, "has 129 tools; at most 128", "tools"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "'function'", "tools.0.type"),
+    ({"tools": [{"type": "mcp", "server_url": "x"}]}, "'function' or 'custom'", "tools.0.type"),
+    ({"tools": [custom(name="a b")]}, "letters, digits", "tools.0.name"),
+    ({"tools": [custom(format=LARK)]}, "has the syntax 'lark', which cannot", "tools.0.format.grammar.grammar"),
+    ({"tools": [custom(), tool()]}, "an earlier tool already has", "tools"),
     ({"tools": [{"type": "function"}]}, "is missing", "tools.0.function"),
     ({"tools": [tool(colour=1)]}, "not a parameter", "tools.0.function.colour"),
     ({"tools": "f"}, "valid list", "tools"),
@@ -110,8 +125,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER], "tool_choice": NAMED}, "names the function 'f', which is not in `tools`", "tool_choice"),
     ({"tools": [tool()], "tool_choice": "any"}, "`tool_choice` is 'any'; it must be 'auto'", "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "'allowed_tools'", "tool_choice"),
-    ({"functions": [{"name": "f"}]}, "Send `tools`.", "functions"),
-    ({"function_call": "auto"}, "Send `tool_choice`.", "function_call"),
+    ({"tools": [tool()], "tool_choice": allowed("auto")}, "must be 'auto'", "tool_choice"),
+    ({"tools": [tool()], "tool_choice": allowed("any", "f")}, "must be 'auto'", "tool_choice"),
+    ({"tools": [tool()], "tool_choice": allowed("auto", "f", "g")}, "names the function 'g'", "tool_choice"),
+    ({"functions": [{"name": "f"}], "tools": [tool()]}, "send only `tools`", "functions"),
+    ({"functions": [{"name": "a b"}]}, "letters, digits", "functions.0.name"),
+    ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "one of them: ['f']", "function_call"),
+    ({"function_call": "auto"}, "only allowed when `functions` are sent", "function_call"),
     ({"messages": [told("1")]}, "`messages.0.tool_call_id` is '1', which matches no unanswered tool call", "messages"),
     ({"messages": [USER, asked("1"), told("2")]}, "assistant message; these do: ['1']", "messages"),
     ({"messages": [USER, asked("1"), told("1"), told("1")]}, "`messages.3.tool_call_id` is '1'", "messages"),

@@ -27,6 +27,7 @@ class AnswerSyntax:
     tool_names: the tools of the request.
     max_calls: how many calls are kept; None for no limit. Later calls are dropped.
     names_tool: whether the request names the tool to call. As in OpenAI's API, the finish reason is then `stop`.
+    custom_names: the custom tools among `tool_names`, whose input is a text.
     """
 
     thinks: bool = False
@@ -35,6 +36,7 @@ class AnswerSyntax:
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
     names_tool: bool = False
+    custom_names: frozenset[str] = frozenset()
 
     @property
     def markers(self) -> frozenset[str]:

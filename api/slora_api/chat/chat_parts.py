@@ -7,6 +7,7 @@ from slora.request import FinishReason
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_ids import make_call_id
 from slora_api.chat.piece import Piece, PieceKind
+from slora_api.tool_schemas import read_custom_input
 
 __all__ = ["ChatParts"]
 
@@ -14,13 +15,21 @@ Json = dict[str, Any]
 
 
 class ChatParts:
-    """Makes the JSON fields of the answers to one request. shows_reasoning: false leaves the reasoning out."""
+    """Makes the JSON fields of the answers to one request.
 
-    def __init__(self, syntax: AnswerSyntax, *, shows_reasoning: bool) -> None:
+    shows_reasoning: false leaves the reasoning out. is_legacy: whether a call is written as OpenAI's older
+    `function_call`.
+    """
+
+    def __init__(self, syntax: AnswerSyntax, *, shows_reasoning: bool, is_legacy: bool = False) -> None:
         self._shows_reasoning = shows_reasoning
+        self._is_legacy = is_legacy
         self._syntax = syntax
         # Choice -> its reader.
         self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(syntax))
+        # Choice -> the call of a custom tool that is being written. Its input is sent in one piece, because it can be
+        # read only from complete arguments.
+        self._custom: dict[int, Json] = {}
 
     def deltas(self, choice: int, text: str, *, is_last: bool) -> list[Json]:
         """Returns the field `delta` of each chunk that is made from the text."""
@@ -28,18 +37,27 @@ class ChatParts:
         made = []
         num_calls = reader.num_calls
         for piece in reader.push(text, is_last=is_last):
+            if piece.kind is PieceKind.ARGUMENTS and choice in self._custom:
+                self._custom[choice]["function"]["arguments"] += piece.text
+                continue
+            made += self._end_custom(choice)
             if piece.kind is PieceKind.CALL:
                 num_calls += 1
+                if piece.text in self._syntax.custom_names:
+                    self._custom[choice] = {"index": num_calls - 1, **_new_call(piece.text)}
+                    continue
             if (delta := self._delta(piece, num_calls - 1)) is not None:
                 made.append(delta)
-        return made
+        return made + self._end_custom(choice) if is_last else made
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
         """Returns the finish reason to show. For a complete answer with calls, this is `tool_calls`, unless the request
         named the tool.
         """
         has_calls = self._readers[choice].num_calls > 0 and not self._syntax.names_tool
-        return "tool_calls" if has_calls and reason is FinishReason.STOP else reason
+        if not has_calls or reason is not FinishReason.STOP:
+            return reason
+        return "function_call" if self._is_legacy else "tool_calls"
 
     def message(self, choice: int, text: str) -> Json:
         """Returns the field `message` of a complete answer."""
@@ -59,7 +77,23 @@ class ChatParts:
         made: Json = {"role": "assistant", "content": content if has_content else None, "refusal": None}
         if reasoning and self._shows_reasoning:
             made |= _reasoning(reasoning)
-        return made | {"tool_calls": calls} if calls else made
+        if calls and self._is_legacy:
+            return made | {"function_call": calls[0]["function"]}
+        return made | {"tool_calls": [self._finish_call(call) for call in calls]} if calls else made
+
+    def _end_custom(self, choice: int) -> list[Json]:
+        """Returns the delta with the call of a custom tool that is complete, if there is one."""
+        call = self._custom.pop(choice, None)
+        return [] if call is None else [{"tool_calls": [self._finish_call(call)]}]
+
+    def _finish_call(self, call: Json) -> Json:
+        """Returns a complete call in the form of its tool."""
+        function = call["function"]
+        if function["name"] not in self._syntax.custom_names:
+            return call
+        custom = {"name": function["name"], "input": read_custom_input(function["arguments"])}
+        kept = {name: value for name, value in call.items() if name != "function"}
+        return kept | {"type": "custom", "custom": custom}
 
     def _delta(self, piece: Piece, index: int) -> Json | None:
         match piece.kind:
@@ -67,6 +101,10 @@ class ChatParts:
                 return _reasoning(piece.text) if self._shows_reasoning else None
             case PieceKind.CONTENT:
                 return {"content": piece.text}
+            case PieceKind.CALL if self._is_legacy:
+                return {"function_call": _new_call(piece.text)["function"]}
+            case PieceKind.ARGUMENTS if self._is_legacy:
+                return {"function_call": {"arguments": piece.text}}
             case PieceKind.CALL:
                 return {"tool_calls": [{"index": index, **_new_call(piece.text)}]}
             case PieceKind.ARGUMENTS:

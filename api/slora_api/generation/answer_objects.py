@@ -134,14 +134,24 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
+class CalledCustom(TypedDict):
+    """The custom tool of a call. input: a text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(TypedDict):
+    """A call. custom: in place of `function` for a custom tool."""
+
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: NotRequired[CalledFunction]
+    custom: NotRequired[CalledCustom]
 
 
-# A complete answer with tool calls ends for the reason `tool_calls`.
-ChatFinishReason = FinishReason | Literal["tool_calls"]
+# A complete answer with tool calls ends for the reason `tool_calls`, or `function_call` if the request has `functions`.
+ChatFinishReason = FinishReason | Literal["tool_calls", "function_call"]
 
 
 class ChatAnswer(TypedDict):
@@ -153,6 +163,7 @@ class ChatAnswer(TypedDict):
     content: str | None
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[CalledFunction]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
 
@@ -185,18 +196,22 @@ class CalledFunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """A part of a tool call. id, type: only in the first delta of a call."""
+    """A part of a tool call. id, type: only in the first delta of a call. custom: the call of a custom tool, in one
+    piece.
+    """
 
     index: int
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: CalledFunctionDelta
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[CalledFunctionDelta]
+    custom: NotRequired[CalledCustom]
 
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[CalledFunctionDelta]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
 

@@ -20,14 +20,15 @@ _MAX_LANES = 64
 
 @dataclass(slots=True)
 class EmbeddedInput:
-    """One input of a request. embedding: the embedding as its JSON value; None until the engine has returned it.
+    """One input of a request. embedding: what `encode` of `Generator.embed` returned; None until the engine has
+    returned the embedding.
 
     num_cached, num_generated: token counts that `UsageRecorder` reads. Both stay 0, because an embedding arrives all at
     once.
     """
 
     request: EngineRequest
-    embedding: str | LongList | None = None
+    embedding: str | LongList | bytes | None = None
     num_cached: int = 0
     num_generated: int = 0
 

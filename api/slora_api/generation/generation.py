@@ -130,7 +130,7 @@ class Generator:
         num_tokens: int,
         num_lanes: int,
         meter: RequestMeter,
-        encode: Callable[[bytes], str | LongList],
+        encode: Callable[[bytes], str | LongList | bytes],
     ) -> list[EmbeddedInput]:
         """Computes the embeddings of `requests`, `num_lanes` at a time. Returns the inputs, in order, as soon as the
         usage of all requests is durable.

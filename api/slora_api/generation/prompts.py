@@ -34,7 +34,7 @@ from slora_api.responses_request import ResponsesRequest
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.schemas import AnswerFields, ChatRequest, CompletionRequest, EmbeddingRequest
 
-__all__ = ["Prompt", "PromptMaker"]
+__all__ = ["ConversationRequest", "Prompt", "PromptMaker"]
 
 # The default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
@@ -145,8 +145,9 @@ def _answer_syntax(body: ConversationRequest, chat: TokenizedChat) -> AnswerSynt
         chat.ends_in_thought,
         traits.call_format if tools else None,
         frozenset(tool.function.name for tool in tools),
-        1 if body.parallel_tool_calls is False else traits.max_calls,
+        1 if body.has_one_call else traits.max_calls,
         body.names_tool,
+        frozenset(tool.function.name for tool in tools if tool.custom is not None),
     )
 
 

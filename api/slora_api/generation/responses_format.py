@@ -24,6 +24,7 @@ from slora_api.generation.answer_format import LogprobsFormat, Usage
 from slora_api.generation.json_slices import LongList, Once, Written, encode_ascii, slice_ascii
 from slora_api.generation.sse import KEEP_ALIVE
 from slora_api.responses_request import ResponsesRequest
+from slora_api.tool_schemas import read_custom_input
 
 __all__ = ["ResponsesFormat"]
 
@@ -42,7 +43,7 @@ class _Item:
 
     index: the position in the list of items.
     texts, logprobs: the parts that have arrived. For a stream, these parts are already JSON.
-    name, call_id: the tool's name and the id of a function call.
+    name, call_id: the tool's name and the id of a call. is_custom: whether the tool is a custom tool.
     """
 
     kind: PieceKind
@@ -51,11 +52,12 @@ class _Item:
     status: str = "in_progress"
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    is_custom: bool = False
     item_id: str = ""
     call_id: str = ""
 
     def __post_init__(self) -> None:
-        self.item_id = _make_id(_PREFIXES[self.kind])
+        self.item_id = _make_id("ctc" if self.is_custom else _PREFIXES[self.kind])
         self.call_id = make_call_id() if self.kind is PieceKind.CALL else ""
 
     def part(self, text: Any, logprobs: Any) -> Json:
@@ -67,6 +69,9 @@ class _Item:
     def to_json(self, text: Any, logprobs: Any, *, is_empty: bool = False) -> Json:
         """Returns the item as JSON. is_empty: whether the item is new and has no part yet."""
         about = {"id": self.item_id, "status": self.status}
+        if self.is_custom:
+            call = {"call_id": self.call_id, "name": self.name, "input": text}
+            return about | {"type": "custom_tool_call"} | call
         if self.kind is PieceKind.CALL:
             call = {"call_id": self.call_id, "name": self.name, "arguments": text}
             return about | {"type": "function_call"} | call
@@ -95,6 +100,8 @@ class ResponsesFormat:
     ) -> None:
         self._logprobs = logprobs if fields.num_top_logprobs is not None else None
         self._reader = None if syntax is None else AnswerReader(syntax)
+        self._custom_names = frozenset() if syntax is None else syntax.custom_names
+        self._custom_arguments = ""
         self._tokens = ContentTokens()
         self._items: list[_Item] = []
         self._is_cut = False
@@ -115,7 +122,10 @@ class ResponsesFormat:
             if piece.kind is not PieceKind.ARGUMENTS and self._begins_item(piece):
                 yield from self._end_item("completed")
                 yield from self._begin_item(piece)
-            if piece.kind is not PieceKind.CALL:
+            if piece.kind is not PieceKind.CALL and self._items[-1].is_custom:
+                # The input can be read only from complete arguments, so it is sent in one piece.
+                self._custom_arguments += piece.text
+            elif piece.kind is not PieceKind.CALL:
                 yield self._delta(self._items[-1], piece.text, tokens)
         if is_last:
             if not self._items:
@@ -141,7 +151,7 @@ class ResponsesFormat:
         ((choice,),) = (completion.choices for completion in completions)
         for piece, tokens in self._read(choice.text, choice.tokens, is_last=True):
             if piece.kind is not PieceKind.ARGUMENTS and self._begins_item(piece):
-                self._items.append(_Item(piece.kind, len(self._items), piece.text))
+                self._items.append(self._new_item(piece))
             if piece.kind is not PieceKind.CALL:
                 self._items[-1].texts.append(piece.text)
                 self._items[-1].logprobs += tokens
@@ -151,6 +161,9 @@ class ResponsesFormat:
         for item in self._items:
             item.status = "completed"
         self._items[-1].status = "incomplete" if self._is_cut else "completed"
+        for item in self._items:
+            if item.is_custom:
+                item.texts = [read_custom_input("".join(item.texts))]
         output = [item.to_json("".join(item.texts), self._list_logprobs(item)) for item in self._items]
         return self._response(self._final_status, usage) | {"output": output}
 
@@ -180,12 +193,17 @@ class ResponsesFormat:
         logprobs = self._logprobs
         return [] if logprobs is None else LongList(lambda: map(logprobs.content_token, item.logprobs))
 
+    def _new_item(self, piece: Piece) -> _Item:
+        is_custom = piece.kind is PieceKind.CALL and piece.text in self._custom_names
+        return _Item(piece.kind, len(self._items), piece.text, is_custom=is_custom)
+
     def _begin_item(self, piece: Piece) -> Iterator[bytes]:
         """Yields the events that begin a new item. piece: the first piece of the item; for a call, its text is the
         tool's name.
         """
-        item = _Item(piece.kind, len(self._items), piece.text)
+        item = self._new_item(piece)
         self._items.append(item)
+        self._custom_arguments = ""
         made = item.to_json("", [], is_empty=True)
         yield from self._event("response.output_item.added", {"output_index": item.index, "item": made})
         if item.kind is not PieceKind.CALL:
@@ -223,8 +241,14 @@ class ResponsesFormat:
             return
         item = self._items[-1]
         item.status = status
+        if item.is_custom:
+            item.texts.append(encode_ascii(read_custom_input(self._custom_arguments))[1:-1])
         text, logprobs = _written(item)
         match item.kind:
+            case PieceKind.CALL if item.is_custom:
+                place = {"item_id": item.item_id, "output_index": item.index}
+                yield from self._event("response.custom_tool_call_input.delta", place | {"delta": text})
+                yield from self._event("response.custom_tool_call_input.done", place | {"input": text})
             case PieceKind.CALL:
                 done = {
                     "item_id": item.item_id,

@@ -7,7 +7,7 @@ from typing_extensions import TypedDict
 from slora_api.generation.answer_objects import TokenLogprob
 from slora_api.schemas import ReasoningEffort
 
-__all__ = ["ResponseEvent", "ResponseObject"]
+__all__ = ["InputTokens", "ResponseEvent", "ResponseObject"]
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -59,7 +59,18 @@ class OutputCall(TypedDict):
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(TypedDict):
+    """A call of a custom tool. input: a text."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    status: _Status
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(TypedDict):
@@ -133,7 +144,7 @@ class ResponseObject(TypedDict):
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
@@ -226,6 +237,31 @@ class CallArgumentsDone(TypedDict):
     sequence_number: int
 
 
+class CustomInputDelta(TypedDict):
+    """The input of a custom tool, in one piece."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+    sequence_number: int
+
+
+class CustomInputDone(TypedDict):
+    type: Literal["response.custom_tool_call_input.done"]
+    item_id: str
+    output_index: int
+    input: str
+    sequence_number: int
+
+
+class InputTokens(TypedDict):
+    """The tokens of a request that was not computed."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ErrorEvent(TypedDict):
     """The error of a stream that failed. `response.failed` follows."""
 
@@ -246,5 +282,7 @@ ResponseEvent = (
     | ReasoningTextDone
     | CallArgumentsDelta
     | CallArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone
     | ErrorEvent
 )

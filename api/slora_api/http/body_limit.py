@@ -68,7 +68,11 @@ class BodyLimits:
             "/v1/responses",
             "/v1/messages",
             "/v1/messages/count_tokens",
+            "/v1/responses/input_tokens",
             "/v1/embeddings",
+            "/v1/score",
+            "/v1/rerank",
+            "/rerank",
             "/tokenize",
             "/detokenize",
         }

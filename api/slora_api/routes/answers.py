@@ -20,7 +20,7 @@ from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.errors import ModelNotFound
 from slora_api.generation.answer_format import AnswerFormat, Usage
 from slora_api.generation.answering import AnswerResponse, answer_request
-from slora_api.generation.prompts import Prompt, PromptMaker
+from slora_api.generation.prompts import ConversationRequest, Prompt, PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.sse import unless_disconnected
@@ -30,7 +30,14 @@ from slora_api.routes.services import Services
 from slora_api.schemas import AnswerFields, EmbeddingRequest
 from slora_api.tenants.key_record import KeyRecord
 
-__all__ = ["ANSWER_ERRORS", "Prepared", "answer_prompts", "answer_with", "prompt_maker"]
+__all__ = [
+    "ANSWER_ERRORS",
+    "Prepared",
+    "answer_prompts",
+    "answer_with",
+    "count_chat_tokens",
+    "prompt_maker",
+]
 
 # AdapterFetchFailed is not listed: it has the code of ModelNotFound, StoreUnavailable or AdapterCorrupt.
 ANSWER_ERRORS = errors(
@@ -88,6 +95,17 @@ def prompt_maker(
     generator = services.generator
     tokenizer = services.prompt_tokenizer(terms.tenant, meter, model, request.state.ignored)
     return PromptMaker(terms, tokenizer, services.grammars, generator.limiter, generator.engine_info())
+
+
+async def count_chat_tokens(
+    request: Request, body: ConversationRequest, key: KeyRecord, meter: RequestMeter, services: Services
+) -> int:
+    """Returns how many tokens the prompt of a conversation has. Counts a request without tokens."""
+    await meter.count_request()
+    model = await services.catalog.find_model(key, body.model, None)
+    tokenizer = services.prompt_tokenizer(key.tenant, meter, model, request.state.ignored)
+    encoding = tokenizer.encode_chat(body.chat_messages, body.shown_tools, body, body.messages_field)
+    return len((await unless_disconnected(request.receive, encoding)).token_ids)
 
 
 async def answer_prompts(

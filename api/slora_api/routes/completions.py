@@ -79,7 +79,11 @@ async def chat(request: Request, key: InferenceKey, services: Wired) -> Response
             prompt.sampling.num_choices,
             None
             if prompt.syntax is None
-            else ChatParts(prompt.syntax, shows_reasoning=body.include_reasoning is not False),
+            else ChatParts(
+                prompt.syntax,
+                shows_reasoning=body.include_reasoning is not False,
+                is_legacy=body.is_legacy,
+            ),
         )
         return [prompt], shape
 

@@ -6,10 +6,9 @@ from slora_api.generation.messages_format import MessagesFormat
 from slora_api.generation.messages_objects import MessageEvent, MessageObject, TokenCount
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
-from slora_api.generation.sse import unless_disconnected
 from slora_api.http.json_body import read_json, validate_object
 from slora_api.messages_request import CountTokensRequest, MessagesChat, MessagesRequest
-from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
+from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts, count_chat_tokens
 from slora_api.routes.openapi import event_stream, json_body
 from slora_api.routes.services import Wired, open_meter
 from slora_api.tenants.authentication import InferenceKey
@@ -56,9 +55,4 @@ async def count_message_tokens(request: Request, key: InferenceKey, services: Wi
     meter, bounds = await open_meter(request, key, services), services.bounds()
     sent = await read_json(request, CountTokensRequest, bounds, bounds.chat_json)
     body = await validate_object(MessagesChat, sent.chat(), request.state.ignored)
-    await meter.count_request()
-    model = await services.catalog.find_model(key, body.model, None)
-    tokenizer = services.prompt_tokenizer(key.tenant, meter, model, request.state.ignored)
-    encoding = tokenizer.encode_chat(body.chat_messages, body.shown_tools, body)
-    chat = await unless_disconnected(request.receive, encoding)
-    return {"input_tokens": len(chat.token_ids)}
+    return {"input_tokens": await count_chat_tokens(request, body, key, meter, services)}

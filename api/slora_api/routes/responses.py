@@ -5,11 +5,11 @@ from fastapi import APIRouter, Request, Response
 from slora_api.generation.answer_format import LogprobsFormat
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.responses_format import ResponsesFormat
-from slora_api.generation.responses_objects import ResponseEvent, ResponseObject
+from slora_api.generation.responses_objects import InputTokens, ResponseEvent, ResponseObject
 from slora_api.generation.served_model import ServedModel
 from slora_api.http.json_body import read_json
 from slora_api.responses_request import ResponsesRequest
-from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts
+from slora_api.routes.answers import ANSWER_ERRORS, Prepared, answer_prompts, count_chat_tokens
 from slora_api.routes.openapi import event_stream, json_body
 from slora_api.routes.services import Wired, open_meter
 from slora_api.tenants.authentication import InferenceKey
@@ -41,3 +41,19 @@ async def respond(request: Request, key: InferenceKey, services: Wired) -> Respo
         return [prompt], ResponsesFormat(model.asked_for, body, prompt.sampling, logprobs, prompt.syntax)
 
     return await answer_prompts(request, body, key, meter, services, prepare)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    response_model=InputTokens,
+    responses=ANSWER_ERRORS,
+    openapi_extra=json_body(ResponsesRequest),
+)
+async def count_input_tokens(request: Request, key: InferenceKey, services: Wired) -> InputTokens:
+    """Counts the tokens of a request as /v1/responses would send them to the model. For quotas, this counts as a
+    request without tokens.
+    """
+    meter, bounds = await open_meter(request, key, services), services.bounds()
+    body = await read_json(request, ResponsesRequest, bounds, bounds.chat_json)
+    count = await count_chat_tokens(request, body, key, meter, services)
+    return {"object": "response.input_tokens", "input_tokens": count}
