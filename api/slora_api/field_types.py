@@ -37,7 +37,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 MAX_DEPTH = 64
 _SHOWN_CHARS = 64
 # The names that the header `x-slora-ignored` lists.
-_MAX_LISTED = 16
+_MAX_LISTED = 32
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
