@@ -21,3 +21,17 @@ chunks = list(
 )
 text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 assert text == answer.choices[0].message.content, text
+
+# A prompt that is too long makes litellm ask the next model.
+long = [{"role": "user", "content": "x" * 5000}]
+try:
+    litellm.completion(messages=long, **options)
+except litellm.ContextWindowExceededError as error:
+    assert "maximum context length is" in str(error)
+else:
+    raise AssertionError("the prompt is too long")
+
+# litellm also speaks Anthropic's API.
+asked = {"model": "anthropic/default", "api_base": url.removesuffix("/v1"), "api_key": key, "max_tokens": 32}
+anthropic = litellm.completion(messages=messages[:1], **asked)
+assert anthropic.choices[0].message.content == text, anthropic
