@@ -62,7 +62,7 @@ class _ResponseSender:
             if (meter := self._state.get("meter")) is not None:
                 headers.update(await meter.headers())
             if (ignored := self._state.get("ignored")) is not None and ignored.names:
-                headers["x-slora-ignored"] = ignored.listed
+                headers["x-slora-ignored"] = mask_keys(ignored.listed)
             message = {**message, "headers": headers.raw}
         await self._send(message)
 

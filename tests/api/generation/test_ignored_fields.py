@@ -128,5 +128,7 @@ def test_an_operator_may_have_unknown_fields_ignored(lenient: Platform) -> None:
         "verbosity",
         "?",
     }
+    quoted = post(lenient, key, CHAT, body | {key: 1}).headers["x-slora-ignored"]
+    assert key.split("_")[2] not in quoted
     refused = post(lenient, key, CHAT, body | {"web_search_options": {}, "temperature": "hot"})
     assert refused.json()["error"]["param"] == "temperature"

@@ -59,7 +59,16 @@ _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/completions", {"model": "NAME", "prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/chat/completions", {"model": "NAME", "messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/responses", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/responses/input_tokens", {"model": "NAME", "input": "a"}),
+    (
+        "POST",
+        "/v1/messages",
+        {"model": "NAME", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
+    ),
+    ("POST", "/v1/messages/count_tokens", {"model": "NAME", "messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/embeddings", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/score", {"model": "NAME", "text_1": "a", "text_2": "a"}),
+    ("POST", "/v1/rerank", {"model": "NAME", "query": "a", "documents": ["a"]}),
 )
 
 _PREFIXES = "prefix cache"
@@ -240,7 +249,9 @@ def _look_up(
 ) -> tuple[int, str, tuple[str, ...]]:
     """Returns the status, the body with a placeholder for the name, and the header names."""
     sent = None if body is None else json.loads(json.dumps(body).replace("NAME", name))
-    answer = prober.server.send(method, path.replace("NAME", name), prober.key, json=sent)
+    # Some answers repeat the id of their request.
+    headers = {"x-request-id": "audit"}
+    answer = prober.server.send(method, path.replace("NAME", name), prober.key, headers, json=sent)
     return answer.status_code, answer.text.replace(name, "NAME"), tuple(sorted(answer.headers))
 
 
