@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -167,18 +169,18 @@ class ToolResultBlock(RequestModel):
         )
 
 
-class SkippedBlock(RequestModel):
+class SkippedBlock(BaseModel):
     """A block of an earlier answer that the model cannot see: encrypted reasoning, or what one of Anthropic's own tools
     left.
     """
 
+    model_config = ConfigDict(frozen=True)
     type: Name
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_ignored(cls, value: Any, info: ValidationInfo) -> Any:
-        note_ignored(info, f"messages.{value['type']}")
-        return {"type": value["type"]}
+    @model_validator(mode="after")
+    def _note_it(self, info: ValidationInfo) -> Self:
+        note_ignored(info, f"messages.{self.type}")
+        return self
 
 
 # What Anthropic's API leaves in an answer, besides texts, calls and reasoning.

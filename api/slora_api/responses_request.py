@@ -39,7 +39,7 @@ from slora_api.tool_schemas import (
     check_tool_count,
     find_forced_tools,
     find_shown_tools,
-    flatten_choice,
+    read_allowed,
 )
 from slora_api.unsupported import Unsupported
 
@@ -167,12 +167,10 @@ def _read_choice(value: Any) -> Any:
     if value is None or value in ("auto", "none", "required"):
         return value
     try:
-        chosen = flatten_choice(value)
-        if isinstance(chosen, dict) and "mode" in chosen:
-            return AllowedChoice.model_validate(chosen)
-        if isinstance(chosen, dict) and isinstance(chosen.get("function"), dict):
-            chosen = {"type": "function", **chosen["function"]} if chosen is not value else chosen
-        choice = FunctionChoice.model_validate(chosen)
+        if (allowed := read_allowed(value)) is not None:
+            return allowed
+        is_custom = isinstance(value, dict) and value.get("type") == "custom"
+        choice = FunctionChoice.model_validate({**value, "type": "function"} if is_custom else value)
     except ValidationError:
         raise make_refusal(
             "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",

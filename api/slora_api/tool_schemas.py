@@ -54,7 +54,7 @@ __all__ = [
     "check_tool_name",
     "find_forced_tools",
     "find_shown_tools",
-    "flatten_choice",
+    "read_allowed",
     "read_custom_input",
 ]
 
@@ -266,28 +266,24 @@ class AllowedChoice(RequestModel):
     names: Annotated[list[Name], Field(min_length=1)]
 
 
-def flatten_choice(value: Any) -> Any:
-    """Returns OpenAI's form of a tool choice in the shape of this module: custom tools are named as functions are, and
-    allowed tools by their names. The shape of /v1/responses, which nests less, is accepted, too.
+def read_allowed(value: Any) -> AllowedChoice | None:
+    """Returns a choice among some tools, in the shape of /v1/chat/completions or in that of /v1/responses, which nests
+    less; None if `value` is another choice. Raises ValidationError.
     """
-    if not isinstance(value, dict):
-        return value
-    match value.get("type"):
-        case "custom":
-            return {"type": "function", "function": value.get("custom", {"name": value.get("name")})}
-        case "allowed_tools":
-            allowed = value.get("allowed_tools", value)
-            tools = allowed.get("tools") if isinstance(allowed, dict) else None
-            if not isinstance(tools, list):
-                return value
-            named = [flatten_choice(tool) for tool in tools]
-            names = [
-                tool.get("function", tool).get("name")
-                for tool in named
-                if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
-            ]
-            return {"mode": allowed.get("mode"), "names": names}
-    return value
+    if not isinstance(value, dict) or value.get("type") != "allowed_tools":
+        return None
+    allowed = value.get("allowed_tools", value)
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    names = [_find_name(tool) for tool in tools] if isinstance(tools, list) else None
+    return AllowedChoice.model_validate({"mode": allowed.get("mode") if names else None, "names": names})
+
+
+def _find_name(tool: Any) -> Any:
+    """Returns the name in a reference to a function or a custom tool; None if it has none."""
+    if not isinstance(tool, dict):
+        return None
+    named = tool.get("custom" if tool.get("type") == "custom" else "function", tool)
+    return named.get("name") if isinstance(named, dict) else None
 
 
 def _read_choice(value: Any) -> Any:
@@ -295,10 +291,11 @@ def _read_choice(value: Any) -> Any:
     if value is None or value in _MODES:
         return value
     try:
-        chosen = flatten_choice(value)
-        return (
-            AllowedChoice if isinstance(chosen, dict) and "mode" in chosen else NamedChoice
-        ).model_validate(chosen)
+        if (allowed := read_allowed(value)) is not None:
+            return allowed
+        is_custom = isinstance(value, dict) and value.get("type") == "custom"
+        named = {"type": "function", "function": value.get("custom")} if is_custom else value
+        return NamedChoice.model_validate(named)
     except ValidationError:
         raise make_refusal(
             "`tool_choice` is {value}; it must be 'auto', 'none', 'required' or {example}",

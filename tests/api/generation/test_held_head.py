@@ -1,12 +1,14 @@
 """Streams whose first token takes long: the head goes out, comments keep the connection, and errors are events."""
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 
 from slora.errors import EngineUnavailable
 from slora.request import FinishReason
@@ -135,3 +137,39 @@ def test_a_revoked_key_ends_a_stream_that_waits_for_its_first_token(
         events = [line for line in lines if line.startswith("data: ")]
     assert "was revoked" in events[-1]
     wait_until(lambda: len(platform.engine.aborted) == 1)
+
+
+def test_a_comment_never_divides_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long event is sent in several writes, and the second one may come later than a comment is due."""
+    monkeypatch.setattr(sse, "HOLD_S", 0.001)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
+    sent: list[bytes] = []
+
+    async def wait_for_comment() -> None:
+        num_sent = len(sent)
+        while sse.KEEP_ALIVE not in sent[num_sent:]:
+            await asyncio.sleep(0.001)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await wait_for_comment()
+        yield b"data: be"
+        await asyncio.sleep(0.02)
+        yield b"gin\n\n"
+        await wait_for_comment()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stream() -> None:
+        made = events()
+        response = sse.EventStream(await sse.hold_head(made), made, lambda error: (), {})
+        await response({"state": {"request_id": "1"}}, receive, send)
+
+    asyncio.run(stream())
+    before, event, after = b"".join(sent).partition(b"data: begin\n\n")
+    assert event and set(before.split(sse.KEEP_ALIVE)) == set(after.split(sse.KEEP_ALIVE)) == {b""}
