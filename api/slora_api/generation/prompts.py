@@ -145,7 +145,8 @@ def _answer_syntax(body: ConversationRequest, chat: TokenizedChat) -> AnswerSynt
         chat.ends_in_thought,
         traits.call_format if tools else None,
         frozenset(tool.function.name for tool in tools),
-        1 if body.has_one_call else traits.max_calls,
+        # A template that shows no earlier calls does not keep its model from making calls.
+        1 if body.has_one_call else traits.max_calls or None,
         body.names_tool,
         frozenset(tool.function.name for tool in tools if tool.custom is not None),
     )

@@ -15,7 +15,16 @@ from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
 from tests.support.tool_templates import LLAMA3, MISTRAL, QWEN3, R1
 
 CHAT = "/v1/chat/completions"
-TEMPLATES = {"qwen": QWEN3, "llama": LLAMA3, "mistral": MISTRAL, "r1": R1, "odd": "{{ tools }}{{ messages }}"}
+# Shows the tools and the format of calls, but no call of an earlier answer.
+ONE_WAY = "{{ tools }} Write <tool_call>.{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATES = {
+    "qwen": QWEN3,
+    "llama": LLAMA3,
+    "mistral": MISTRAL,
+    "r1": R1,
+    "one-way": ONE_WAY,
+    "odd": "{{ tools }}{{ messages }}",
+}
 WEATHER = {
     "type": "function",
     "function": {
@@ -120,6 +129,21 @@ def test_a_disabled_second_call_is_left_out(platform: Platform, key: str) -> Non
     assert len(ask(platform, key)["choices"][0]["message"]["tool_calls"]) == 2
     chosen = ask(platform, key, parallel_tool_calls=False)["choices"][0]
     assert len(chosen["message"]["tool_calls"]) == 1 and chosen["finish_reason"] == "tool_calls"
+
+
+def test_calls_are_kept_if_the_template_cannot_show_them_again(platform: Platform, key: str) -> None:
+    platform.says(f"So: {CALL}{CALL}")
+    (choice,) = ask(platform, key, model="one-way")["choices"]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [ARGUMENTS] * 2
+    assert choice["message"]["content"] == "So:" and choice["finish_reason"] == "tool_calls"
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(platform, key, model="one-way")]
+    assert len({call["index"] for delta in deltas for call in delta.get("tool_calls", ())}) == 2
+    (choice,) = ask(platform, key, model="one-way", parallel_tool_calls=False)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    result = {"role": "tool", "tool_call_id": choice["message"]["tool_calls"][0]["id"], "content": "rain"}
+    messages = [*BODY["messages"], choice["message"], result]
+    refused = post(platform, key, CHAT, BODY | {"model": "one-way", "messages": messages})
+    assert refused.status_code == 400 and "shows at most 0 of them" in refused.json()["error"]["message"]
 
 
 def test_the_choice_none_hides_the_tools_and_calls_nothing(platform: Platform, key: str) -> None:
