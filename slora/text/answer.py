@@ -119,8 +119,11 @@ class Answer:
         self._prompt_only = prompt_only
         self._num_cached = 0
         stops = [StopString(text) for text in request.sampling.stop]
+        hidden: frozenset[str] = frozenset()
+        if stops and tokenizer is not None and request.sampling.skip_special_tokens:
+            hidden = tokenizer.find_special_parts(request.sampling.stop) - shown
         self._choices = [
-            _ChoiceState(request.sampling, tokenizer, stops, shown)
+            _ChoiceState(request.sampling, tokenizer, stops, shown, hidden)
             for _ in range(request.sampling.num_choices)
         ]
 
@@ -178,7 +181,10 @@ class Answer:
 
 
 class _ChoiceState:
-    """The state of one choice. reason: why the choice ended; None while it is unfinished."""
+    """The state of one choice. reason: why the choice ended; None while it is unfinished.
+
+    hidden: special tokens that occur in stop strings, but that the text leaves out.
+    """
 
     def __init__(
         self,
@@ -186,6 +192,7 @@ class _ChoiceState:
         tokenizer: Tokenizer | None,
         stops: Sequence[StopString],
         shown: frozenset[str],
+        hidden: frozenset[str],
     ) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
@@ -202,6 +209,8 @@ class _ChoiceState:
                 stops,
                 sampling.min_tokens,
                 includes_stop=self._includes_stop,
+                stop_decoder=tokenizer.start_decoding(shown=shown | hidden) if hidden else None,
+                hidden=hidden,
             )
             if sampling.logprobs is not None:
                 self._aligner = TokenAligner(tokenizer.start_measuring(skip_special_tokens=skip, shown=shown))

@@ -4,6 +4,7 @@ Text is held back in two cases: the decoder needs more tokens to complete it, or
 string. The cost of a token depends neither on the length of the answer nor on the length of the stop strings.
 """
 
+import re
 from collections.abc import Sequence
 
 from slora.text.incremental_decoder import IncrementalDecoder
@@ -25,6 +26,9 @@ class Detokenizer:
     (v1/engine/detokenizer.py). A stop string that begins there and ends later ends the answer.
 
     includes_stop: whether the text ends with the stop string, instead of before it.
+
+    stop_decoder: like `decoder`, but also decodes `hidden`: special tokens that occur in stop strings and that the text
+    leaves out. Stop strings are searched in its text. None if no stop string has such tokens.
     """
 
     def __init__(
@@ -34,10 +38,16 @@ class Detokenizer:
         min_tokens: int = 0,
         *,
         includes_stop: bool = False,
+        stop_decoder: IncrementalDecoder | None = None,
+        hidden: frozenset[str] = frozenset(),
     ) -> None:
         self.stopped = False
         self.stop: str | None = None
-        self._decoder = decoder
+        # The text of `_decoder` is searched for stop strings. The text of `_visible` is returned.
+        self._decoder = decoder if stop_decoder is None else stop_decoder
+        self._visible = None if stop_decoder is None else decoder
+        # Without hidden tokens, this pattern finds only empty strings.
+        self._hidden = re.compile("|".join(map(re.escape, sorted(hidden, key=len, reverse=True))))
         self._includes_stop = includes_stop
         self._stops = StopMatcher(stops)
         self._num_exempt_tokens = min_tokens if stops else 0
@@ -48,6 +58,8 @@ class Detokenizer:
         """Adds tokens and returns the text that is now certain. Returns nothing after a stop string."""
         if self._stops.is_empty:
             return self._decoder.push(token_ids)
+        if self._visible is not None and len(token_ids) > 1:
+            return "".join(self.push((token_id,)) for token_id in token_ids)
         if self.stopped:
             return ""
         num_exempt = min(self._num_exempt_tokens, len(token_ids))
@@ -56,10 +68,11 @@ class Detokenizer:
             text = self._decoder.push(token_ids[:num_exempt])
             self._num_exempt_tokens -= num_exempt
             self._exempt_chars = len(text)
-            sent = self._release_text(text)
+            sent = self._release_text(text, token_ids[:num_exempt])
             if self._num_exempt_tokens == 0:
                 self._exempt_chars = self._decoder.count_complete()
-        return sent + self._release_text(self._decoder.push(token_ids[num_exempt:]))
+        rest = token_ids[num_exempt:]
+        return sent + self._release_text(self._decoder.push(rest), rest)
 
     def push_until_stop(self, token_ids: Sequence[int]) -> tuple[str, int]:
         """Like `push`, but also returns how many tokens were added. Tokens after the token that completes a stop
@@ -81,19 +94,28 @@ class Detokenizer:
         text = self._decoder.finish()
         if self._num_exempt_tokens > 0:
             self._exempt_chars = len(text)
-        sent = self._release_text(text)
+        sent = self._release_text(text, is_last=True)
         return sent if self.stopped else sent + self._held
 
-    def _release_text(self, text: str) -> str:
-        """Appends decoded text and returns the unsent text that is now certain."""
+    def _release_text(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> str:
+        """Appends decoded text and returns the unsent text that is now certain.
+
+        token_ids: the tokens that were added to `_decoder`. is_last: whether the text is the rest of `_decoder`.
+        """
         found = self._stops.search(text, self._exempt_chars)
         self._exempt_chars = max(0, self._exempt_chars - len(text))
-        known = self._held + text
+        known = self._held + (text if self._visible is None else self._visible.push(token_ids))
+        if self._visible is not None and (is_last or found is not None):
+            known += self._visible.finish()
         if found is not None:
             self.stopped = True
-            end, length = found
-            self.stop = known[: len(self._held) + end][-length:]
-            return known[: len(self._held) + end - (0 if self._includes_stop else length)]
-        num_certain = len(known) - self._stops.num_pending
+            end, self.stop = found
+            rest = text[end:]
+            if self._visible is not None and not is_last:
+                rest += self._decoder.finish()
+            shown = self._hidden.sub("", self.stop), self._hidden.sub("", rest)
+            kept = known[: max(0, len(known) - sum(map(len, shown)))]
+            return kept + self.stop if self._includes_stop else kept
+        num_certain = max(0, len(known) - self._stops.num_pending)
         self._held = known[num_certain:]
         return known[:num_certain]

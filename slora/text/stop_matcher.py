@@ -53,16 +53,16 @@ class StopMatcher:
         """Number of characters at the end of the text that may be the beginning of a match."""
         return max(self._matched, default=0)
 
-    def search(self, piece: str, exempt: int = 0) -> tuple[int, int] | None:
-        """Searches the next piece of the text. Returns (end of the first match in this piece, length of the match).
+    def search(self, piece: str, exempt: int = 0) -> tuple[int, str] | None:
+        """Searches the next piece of the text. Returns (end of the first match in this piece, the string found).
 
         If several strings end at the same character, the longest one counts. After a match the search is over.
         """
-        first: tuple[int, int] | None = None
+        first: tuple[int, str] | None = None
         for index, string in enumerate(self._strings):
             end = self._find(index, string, piece if first is None else piece[: first[0]], exempt)
-            if end is not None and (first is None or (end, -len(string.text)) < (first[0], -first[1])):
-                first = end, len(string.text)
+            if end is not None and (first is None or (end, -len(string.text)) < (first[0], -len(first[1]))):
+                first = end, string.text
         return first
 
     def _find(self, index: int, string: StopString, piece: str, exempt: int) -> int | None:

@@ -96,6 +96,11 @@ class Tokenizer:
         ids = {text: self._fast.token_to_id(text) for text in texts if text in self._decoder_chain.special}
         return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
+    def find_special_parts(self, texts: Iterable[str]) -> frozenset[str]:
+        """Returns the special tokens that occur in the texts."""
+        joined = "\0".join(texts)
+        return frozenset(token for token in self._decoder_chain.special if token and token in joined)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes a text. Releases the GIL while it tokenizes, which the library's `encode` does not.
 

@@ -1,13 +1,19 @@
 """How an answer is collected from its deltas, without an engine."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer, stream_answer
-from tests.api.scripted_engine import byte_tokenizer, deltas_of
+from tests.api.scripted_engine import EOS, byte_tokenizer, deltas_of
+from tests.slora.text.test_detokenizer import fast_of, tokenizer_of
 
 
 def test_cached_tokens_are_counted_once_for_all_choices() -> None:
@@ -68,6 +74,60 @@ def test_a_stop_token_and_a_stop_string_are_part_of_the_text_if_that_is_asked_fo
                 answer.take(replace(delta, logprobs=(TokenLogprobs(-0.5, ()),)))
         (choice,) = answer.completion().choices
         assert choice.text == text and sum(token.width for token in choice.tokens) == len(text)
+
+
+@pytest.mark.parametrize(
+    "kind", ["byte_level", "byte_fallback", "gemma_like", "word_suffix", "connectionist"]
+)
+@given(data=st.data())
+def test_a_stop_string_may_have_special_tokens_that_the_text_leaves_out(
+    kind: str, data: st.DataObject
+) -> None:
+    """Born from a bug: `stop: ["<|im_end|>"]` never stopped, because the text had no special tokens."""
+    tokenizer = tokenizer_of(kind)
+    specials = ("</s>", "<|user|>", "<|system|>")
+    (end, user, _), others = (
+        [fast_of(kind).token_to_id(text) for text in specials],
+        tokenizer.encode("a b é", add_special_tokens=False),
+    )
+    ids = data.draw(st.lists(st.sampled_from([*others, end, user]), max_size=12))
+    stop = data.draw(st.sampled_from(["</s>", "a</s>", "</s><|user|>", "</s>b", "</s> b", "<|user|>a</s>"]))
+    includes_stop = data.draw(st.booleans())
+    # Whole texts show where the stop string ends. A decoder may treat the first token differently.
+    prefix = others[:1]
+    sampling = SamplingParams(stop=("absent", stop), include_stop_str_in_output=includes_stop)
+    answer = Answer(EngineRequest("r", "t", [1], (), sampling), tokenizer)
+    tokens, told = [*prefix, *ids], ""
+    hidden = [text for text in specials if text in stop]
+    for count in range(1, len(tokens) + 1):
+        reason = FinishReason.LENGTH if count == len(tokens) else None
+        told += answer.take(TokenDelta((tokens[count - 1],), reason)).text
+        if not answer.wants(0):
+            break
+    marked = [token for token in tokens if token != user or "<|user|>" in hidden]
+    whole, shown = tokenizer.decode(marked, skip_special_tokens=False), tokenizer.decode(tokens)
+    assume("".join(re.split("|".join(map(re.escape, hidden)), whole)) == shown)
+    at = whole.find(stop)
+    (choice,) = answer.completion().choices
+    if at < 0:
+        assert choice.text == told == shown and choice.finish_reason is FinishReason.LENGTH
+        return
+    kept = "".join(re.split("|".join(map(re.escape, hidden)), whole[:at]))
+    assert choice.text == told == kept + (stop if includes_stop else "")
+    assert choice.finish_reason is FinishReason.STOP
+
+
+def test_a_delta_that_a_special_stop_string_cuts_ends_at_its_token() -> None:
+    sampling = SamplingParams(logprobs=0, stop=("<eos>",), ignore_eos=True)
+    for size in (1, 5):
+        answer = Answer(EngineRequest("r", "t", [1], (), sampling), byte_tokenizer())
+        tokens, entry = [97, 98, EOS, 99, 100], TokenLogprobs(-0.5, ())
+        for at in range(0, 5, size):
+            if answer.wants(0):
+                answer.take(TokenDelta(tuple(tokens[at : at + size]), None, (entry,) * size))
+        (choice,) = answer.completion().choices
+        assert (choice.text, choice.token_ids) == ("ab", [97, 98, EOS])
+        assert [token.token_id for token in choice.tokens] == [97, 98]
 
 
 def test_deltas_of_an_ended_choice_in_the_same_list_are_left_out() -> None:

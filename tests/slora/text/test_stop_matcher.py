@@ -10,11 +10,11 @@ from slora.text.stop_matcher import StopMatcher, StopString
 SOME = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def naive_match(text: str, strings: list[str], exempt: int) -> tuple[int, int] | None:
+def naive_match(text: str, strings: list[str], exempt: int) -> tuple[int, str] | None:
     for end in range(exempt + 1, len(text) + 1):
-        found = [len(string) for string in strings if text[:end].endswith(string)]
+        found = [string for string in strings if text[:end].endswith(string)]
         if found:
-            return end, max(found)
+            return end, max(found, key=len)
     return None
 
 
