@@ -202,6 +202,19 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...]
 
+    @staticmethod
+    def list_best(token_id: int, logprob: float, best: Iterable[tuple[int, float]]) -> "TokenLogprobs":
+        """Lists the most probable tokens, best first. Among tokens of equal probability, the chosen one comes first.
+
+        best: the (token id, log-probability) of the most probable tokens, in an order that is arbitrary among equals.
+        """
+        pairs = list(best)
+        at = next((place for place, (_, value) in enumerate(pairs) if value == logprob), None)
+        if at is None or pairs[at][0] == token_id:
+            return TokenLogprobs(logprob, tuple(pairs))
+        others = [pair for pair in pairs if pair[0] != token_id]
+        return TokenLogprobs(logprob, (*others[:at], (token_id, logprob), *others[at:])[: len(pairs)])
+
 
 # TokenDelta and StepOutput are not frozen: a step creates hundreds of them, and frozen ones take three times as long.
 @dataclass(slots=True)

@@ -151,12 +151,12 @@ class LogprobRows:
         )
 
     def read(self) -> list[TokenLogprobs]:
-        pairs = zip(
-            self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist(), self.counts, strict=True
-        )
+        columns = self.tokens, self.chosen, self.top_ids, self.top_values
         found = [
-            TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-            for logprob, ids, values, count in pairs
+            TokenLogprobs.list_best(token, logprob, zip(ids[:count], values[:count], strict=True))
+            for token, logprob, ids, values, count in zip(
+                *(column.tolist() for column in columns), self.counts, strict=True
+            )
         ]
         if self.labelled is None:
             return found

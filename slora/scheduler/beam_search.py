@@ -221,7 +221,9 @@ class BeamSearch:
         proposal = self._proposals[one.beam]
         logprobs = None
         if proposal.top is not None:
-            logprobs = TokenLogprobs(proposal.logprobs[one.place], proposal.top)
+            logprobs = TokenLogprobs.list_best(
+                proposal.token_ids[one.place], proposal.logprobs[one.place], proposal.top
+            )
         return _Beam(one.total, proposal.token_ids[one.place], logprobs, self._beams[one.beam])
 
 

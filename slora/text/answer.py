@@ -98,6 +98,8 @@ class Answer:
     answer token arrives.
     timing: when the request passed the stages of the engine, if the caller has set it.
     shown: special tokens that are kept in the text, such as the markers of tool calls.
+    lists_every_token: whether `tokens` also has tokens without a part of the text: the stop token, and tokens that a
+    stop string cuts off.
     prompt_only: the answer is empty and ends when its first token arrives. The engine has to compute that token: it
     computes log-probabilities of a prompt only for a request that generates a token.
     """
@@ -110,6 +112,7 @@ class Answer:
         *,
         prompt_only: bool = False,
         shown: frozenset[str] = frozenset(),
+        lists_every_token: bool = False,
     ) -> None:
         self.index = index
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
@@ -123,7 +126,9 @@ class Answer:
         if stops and tokenizer is not None and request.sampling.skip_special_tokens:
             hidden = tokenizer.find_special_parts(request.sampling.stop) - shown
         self._choices = [
-            _ChoiceState(request.sampling, tokenizer, stops, shown, hidden)
+            _ChoiceState(
+                request.sampling, tokenizer, stops, shown, hidden, lists_every_token=lists_every_token
+            )
             for _ in range(request.sampling.num_choices)
         ]
 
@@ -193,12 +198,15 @@ class _ChoiceState:
         stops: Sequence[StopString],
         shown: frozenset[str],
         hidden: frozenset[str],
+        *,
+        lists_every_token: bool,
     ) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._tokens: list[AlignedToken] = []
+        self._lists_every_token = lists_every_token
         self._includes_stop = sampling.include_stop_str_in_output
         self._detokenizer: Detokenizer | None = None
         self._aligner: TokenAligner | None = None
@@ -254,8 +262,14 @@ class _ChoiceState:
         tokens: tuple[AlignedToken, ...] = ()
         if self._aligner is not None and delta.logprobs is not None:
             tokens = self._aligner.push(delta.token_ids[:num_shown], delta.logprobs[:num_shown], text)
-        if self._aligner is not None and self.reason is not None and not self._detokenizer.stopped:
-            tokens += self._aligner.flush()
+        if self._aligner is not None and self.reason is not None:
+            if not self._detokenizer.stopped:
+                tokens += self._aligner.flush()
+            elif self._lists_every_token:
+                tokens += self._aligner.cut()
+            if self._lists_every_token and delta.logprobs is not None:
+                rest = zip(delta.token_ids[num_shown:], delta.logprobs[num_shown:], strict=True)
+                tokens += tuple(AlignedToken(*token, 0) for token in rest)
         self._tokens.extend(tokens)
         return delta, text, tokens
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slora.request import TokenLogprobs
 from slora.text.incremental_decoder import TokenWidths
@@ -16,11 +16,13 @@ class AlignedToken:
 
     logprobs: None for the first token of a prompt.
     width: number of characters of the text that belong to the token.
+    is_first: whether no earlier token has a part of the text. Some tokenizers drop a space there.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None
     width: int
+    is_first: bool = False
 
 
 class TokenAligner:
@@ -55,7 +57,13 @@ class TokenAligner:
         self._measure(self._widths.finish())
         return tuple(token for _, token in self._held)
 
+    def cut(self) -> tuple[AlignedToken, ...]:
+        """Returns the remaining tokens of an answer that ended at a stop string. They have no part of the text."""
+        held = [replace(token, width=0) for _, token in self._held]
+        return (*held, *(AlignedToken(*token, 0) for token in self._unmeasured))
+
     def _measure(self, widths: Sequence[int]) -> None:
         for width in widths:
-            self._held.append((self._measured_chars, AlignedToken(*self._unmeasured.popleft(), width)))
+            token = AlignedToken(*self._unmeasured.popleft(), width, is_first=self._measured_chars == 0)
+            self._held.append((self._measured_chars, token))
             self._measured_chars += width

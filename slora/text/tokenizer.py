@@ -51,6 +51,8 @@ class Tokenizer:
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars: int = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
         self._decoder_chain = DecoderChain(fast)
+        added = fast.get_added_tokens_decoder().items()
+        self._special_ids = frozenset(token_id for token_id, token in added if token.special)
 
     @staticmethod
     def from_directory(directory: Path) -> "Tokenizer":
@@ -172,6 +174,13 @@ class Tokenizer:
         """The text of one token, special tokens included, as logprobs show it."""
         text: str = self._fast.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """The bytes of one token in a text, special tokens included. A part of a character has its own bytes."""
+        if token_id in self._special_ids:
+            return self.token_text(token_id).encode()
+        spelled = self.spell(token_id, is_first=is_first)
+        return self.token_text(token_id).encode() if spelled is None else spelled
 
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary has it, such as `Ġthe`. Empty for an id that the tokenizer does not know."""

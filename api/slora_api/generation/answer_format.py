@@ -184,6 +184,7 @@ class LogprobsFormat:
     ) -> None:
         # Cached, because looking up a text takes 3 microseconds, and the same tokens are listed again and again.
         self._text = cache("token_id:{}".format if shows_ids else tokenizer.token_text)
+        self._bytes = cache(lambda token_id, is_first: [*tokenizer.token_bytes(token_id, is_first=is_first)])
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
 
@@ -222,20 +223,25 @@ class LogprobsFormat:
 
     def _top(self, token: AlignedToken) -> dict[str, float] | None:
         """Returns the log-probabilities of the token and of the most probable tokens. As in vLLM, the token itself
-        comes first.
+        comes first. A token with the text of an earlier one is named by its id.
         """
         if token.logprobs is None:
             return None
-        chosen = {self._text(token.token_id): token.logprobs.logprob}
-        top = {self._text(other): logprob for other, logprob in token.logprobs.top[: self._num_top]}
-        return {**chosen, **top, **chosen}
+        listed = {token.token_id: token.logprobs.logprob, **dict(token.logprobs.top[: self._num_top])}
+        named: dict[str, float] = {}
+        for token_id, logprob in listed.items():
+            text = self._text(token_id)
+            named[f"token_id:{token_id}" if text in named else text] = logprob
+        return named
 
     def content_token(self, token: AlignedToken) -> Json:
         assert token.logprobs is not None, "a chat has no echo, so every token has log-probabilities"
-        top = [
-            _token_json(self._text(other), logprob) for other, logprob in token.logprobs.top[: self._num_top]
-        ]
-        return _token_json(self._text(token.token_id), token.logprobs.logprob) | {"top_logprobs": top}
+        top = token.logprobs.top[: self._num_top]
+        own = self._token_json(token.token_id, token.logprobs.logprob, token.is_first)
+        return own | {"top_logprobs": [self._token_json(*other, token.is_first) for other in top]}
+
+    def _token_json(self, token_id: int, logprob: float, is_first: bool) -> Json:
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": self._bytes(token_id, is_first)}
 
     def _prompt_token(self, token_id: int, logprobs: TokenLogprobs | None) -> Json | None:
         """Returns the entry of one token of the prompt. A rank is null if the token is not among the most probable
@@ -448,7 +454,3 @@ def _list_now(items: Callable[[], Iterable[Any]]) -> list[Any]:
 
 def _long_list(token_ids: Sequence[int]) -> LongList:
     return LongList(lambda: token_ids)
-
-
-def _token_json(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "surrogatepass"))}

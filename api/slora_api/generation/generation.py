@@ -71,6 +71,7 @@ class Generator:
                 index,
                 prompt_only=prompt.is_alone,
                 shown=frozenset() if prompt.syntax is None else prompt.syntax.markers,
+                lists_every_token=prompt.lists_every_token,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -80,6 +80,7 @@ class Prompt:
 
     echo: the text to repeat before each answer; None if the prompt is not repeated.
     is_alone: whether the prompt is only scored and repeated (max_tokens 0).
+    lists_every_token: whether log-probabilities are listed for all token ids of the answer, also for its stop token.
     syntax: how the answer's tool calls and reasoning are written; None if the answer has neither.
     """
 
@@ -88,6 +89,7 @@ class Prompt:
     echo: str | None = None
     is_alone: bool = False
     syntax: AnswerSyntax | None = None
+    lists_every_token: bool = False
 
 
 def _sampling(
@@ -258,7 +260,8 @@ class PromptMaker:
         await self.grammars.check(self.terms.tenant, form)
         bad_words = await self.tokenizer.encode_bad_words(body.bad_words or ())
         sampling = self._sampling(body, max_tokens, logprobs, body.prompt_logprobs, form, bad_words)
-        return Prompt(token_ids, sampling, syntax=syntax)
+        lists_every_token = isinstance(body, ChatRequest) and bool(body.return_token_ids)
+        return Prompt(token_ids, sampling, syntax=syntax, lists_every_token=lists_every_token)
 
     def _conversation_form(
         self, body: ConversationRequest, syntax: AnswerSyntax | None
@@ -380,7 +383,7 @@ class PromptMaker:
                 body.structured_output,
                 bad_words,
             )
-            return Prompt(token_ids, sampling)
+            return Prompt(token_ids, sampling, lists_every_token=bool(body.return_token_ids))
         text = (
             given
             if isinstance(given, str)
@@ -397,4 +400,4 @@ class PromptMaker:
             body.structured_output,
             bad_words,
         )
-        return Prompt(token_ids, sampling, text, is_alone)
+        return Prompt(token_ids, sampling, text, is_alone, lists_every_token=bool(body.return_token_ids))

@@ -345,6 +345,59 @@ def test_log_probabilities_of_a_chat_have_the_new_shape(platform: Platform, key:
     assert [part["content"][0] for part in parts if part] == content
 
 
+def test_parts_of_characters_are_told_apart_by_their_bytes_and_ids(platform: Platform, key: str) -> None:
+    """Born from a bug: each half of a character had the bytes of U+FFFD, and equal texts shared one entry."""
+    halves = tuple((byte, -float(byte)) for byte in "é".encode() + b"\xff\x80a")
+    platform.engine.answers = [
+        [
+            TokenDelta((0xC3,), None, (TokenLogprobs(-195.0, halves),)),
+            TokenDelta((0xA9,), FinishReason.LENGTH, (TokenLogprobs(-169.0, halves),)),
+        ]
+    ]
+    body = post(platform, key, CHAT, MESSAGES | {"logprobs": True, "top_logprobs": 5}).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == "é"
+    assert [one["bytes"] for one in content[0]["top_logprobs"]] == [[byte] for byte, _ in halves]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"logprobs": 5}).json()
+    first, second = body["choices"][0]["logprobs"]["top_logprobs"]
+    assert first == {
+        "�": -195.0,
+        "token_id:169": -169.0,
+        "token_id:255": -255.0,
+        "token_id:128": -128.0,
+        "a": -97.0,
+    }
+    assert next(iter(second.items())) == ("�", -169.0) and second["token_id:195"] == -195.0
+    assert len(second) == 5
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["b"]}, {"stop": ["<eos>"]}, {"stop": ["zz"]}])
+def test_each_returned_token_id_has_its_log_probability(
+    platform: Platform, key: str, fields: dict[str, Any]
+) -> None:
+    """Born from a bug: the token that ends an answer had an id, but no entry."""
+    entry = (TokenLogprobs(-0.5, ((97, -0.5),)),)
+    platform.engine.answers = [
+        [replace(delta, logprobs=entry) for delta in deltas_of(b"xab", FinishReason.STOP)]
+    ]
+    wanted = fields | {"return_token_ids": True}
+    for body, path in ((PROMPT | {"logprobs": 1}, COMPLETIONS), (MESSAGES | {"logprobs": True}, CHAT)):
+        (choice,) = post(platform, key, path, body | wanted).json()["choices"]
+        listed = choice["logprobs"].get("content") or choice["logprobs"]["token_logprobs"]
+        assert choice["token_ids"][:3] == [*b"xab"] and len(listed) == len(choice["token_ids"])
+        chunks = [
+            chunk["choices"][0]
+            for chunk in events(post(platform, key, path, body | wanted | {"stream": True}))
+            if chunk["choices"]
+        ]
+        ids = [token for chunk in chunks for token in chunk.get("token_ids") or ()]
+        parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+        streamed = [item for part in parts for item in part.get("content") or part["token_logprobs"]]
+        assert (ids, streamed) == (choice["token_ids"], listed)
+        (plain,) = post(platform, key, path, body | fields).json()["choices"]
+        assert len(plain["logprobs"].get("content") or plain["logprobs"]["tokens"]) < len(listed)
+
+
 def test_a_stop_string_ends_the_text_and_is_not_in_it(platform: Platform, key: str) -> None:
     platform.engine.answers = [deltas_of(b"one. two. three")]
     body = post(platform, key, COMPLETIONS, PROMPT | {"stop": ["two", "zzz"]}).json()

@@ -15,7 +15,7 @@ from transformers import (
 
 from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
-from slora.sampling.sampler import sample
+from slora.sampling.sampler import sample, token_logprobs
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
@@ -195,6 +195,27 @@ def test_logprobs_are_those_of_the_unmodified_distribution(temperature: float) -
         assert [token for token, _ in sampled.logprobs.top] == tokens.tolist()
         assert [value for _, value in sampled.logprobs.top] == pytest.approx(values.tolist())
     assert rows[2].logprobs is None
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_chosen_token_is_the_first_of_equally_probable_ones(count: int) -> None:
+    """Born from a bug: at an exact tie, the first of the listed tokens was another one than the chosen token."""
+    logits = torch.zeros(3, 64)
+    logits[1, 40:44] = 1
+    logits[2, 7] = 1
+    tokens = torch.tensor([63, 42, 30])
+    for row, token, one in zip(
+        logits, tokens.tolist(), token_logprobs(logits, tokens, [count] * 3), strict=True
+    ):
+        listed = [other for other, _ in one.top]
+        assert (
+            len(set(listed)) == count
+            and [value for _, value in one.top] == sorted(row.log_softmax(0).tolist(), reverse=True)[:count]
+        )
+        if row[token] == row.max():
+            assert one.top[0] == (token, one.logprob)
+        elif count > 1:
+            assert listed[:2] == [7, token]
 
 
 def test_logprobs_of_chosen_tokens_take_the_place_of_the_most_probable_ones() -> None:

@@ -342,3 +342,14 @@ def test_a_character_belongs_to_the_last_of_its_tokens(kind: str) -> None:
     expected = [*[0] * (len(token_ids) - 2), 1, 1]
     assert tokenizer.measure(token_ids) == expected
     assert tokenizer.measure([*token_ids[:-1], end_id, token_ids[-1]]) == [*expected[:-1], 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma_like"])
+def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: str) -> None:
+    """Born from a bug: each half of a character had the bytes of U+FFFD."""
+    fast = TOKENIZERS[kind]()
+    tokenizer = Tokenizer(fast, {}, None)
+    token_ids = tokenizer.encode(" 日本</s> a é", add_special_tokens=False)
+    parts = [tokenizer.token_bytes(token_id, is_first=not at) for at, token_id in enumerate(token_ids)]
+    assert b"".join(parts).decode() == tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert b"</s>" in parts
