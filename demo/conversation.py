@@ -32,6 +32,7 @@ _PAD, _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT = (
 _SPECIAL_TOKENS = (_PAD, _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT, "<|spare_0|>", "<|spare_1|>")
 
 _CHAT_TEMPLATE = """\
+{%- set shows_last_turn_only = true -%}
 {%- set state = namespace(system='', last_user=-1) -%}
 {%- for message in messages -%}
 {%- if message.role == 'system' -%}{%- set state.system = message.content -%}

@@ -2,12 +2,18 @@
 
 Templates come from checkpoints and from uploads, so they are untrusted programs. The sandbox blocks access to Python's
 objects. It limits neither time nor memory, so a server renders tenants' templates in a separate process.
+
+A template reads the content of a message either as a string or as a list of parts. Conversations with marks in place of
+the texts show which form a template reads, and whether it leaves a message out.
 """
 
+import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -18,7 +24,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["RESERVED_NAMES", "compile_chat_template", "cut_at_mark", "mark_end", "render_chat"]
+__all__ = ["RESERVED_NAMES", "Messages", "compile_chat_template", "cut_at_mark", "mark_end", "render_chat"]
 
 # The variables and functions of every template. A request cannot replace them.
 RESERVED_NAMES = frozenset(
@@ -31,6 +37,14 @@ _MARK = "\ue0cf\ue0ce\ue0cf "
 _MAX_KEPT_CHARS = 1 << 19
 # A template counts as at least this many characters, because even a short one needs some memory.
 _MIN_CHARS = 1_000
+# A template that leaves out the turns before the last message of the user on purpose has this statement.
+_LAST_TURN_ONLY = re.compile(r"\{%[-+]?\s*set\s+shows_last_turn_only\s*=\s*true\s*[-+]?%\}")
+# A text of this length in the prompt is the text of its message. A shorter text may occur elsewhere by accident.
+_CERTAIN_CHARS = 16
+# Limit of the kept results of `_find_forms`.
+_NUM_KEPT_FORMS = 1_024
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class _GenerationMark(Extension):
@@ -116,7 +130,41 @@ def _to_json(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """How a template reads the messages of one kind of conversation.
+
+    in_parts: the messages whose content has to be a list of parts.
+    dropped: a message of which the template shows nothing; None if it shows all messages.
+    """
+
+    in_parts: frozenset[int] = frozenset()
+    dropped: int | None = None
+
+
+class _KeptForms:
+    """The most recently used forms, by digest of the template, its variables and the kind of the conversation."""
+
+    def __init__(self) -> None:
+        self._forms: OrderedDict[bytes, _Forms] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: bytes, find: Callable[[], _Forms]) -> _Forms:
+        with self._lock:
+            forms = self._forms.get(key)
+            if forms is not None:
+                self._forms.move_to_end(key)
+                return forms
+        forms = find()
+        with self._lock:
+            self._forms[key] = forms
+            while len(self._forms) > _NUM_KEPT_FORMS:
+                self._forms.popitem(last=False)
+        return forms
+
+
 _compiled = _CompiledTemplates()
+_kept_forms = _KeptForms()
 
 
 def compile_chat_template(source: str) -> jinja2.Template:
@@ -129,17 +177,158 @@ def compile_chat_template(source: str) -> jinja2.Template:
 
 def render_chat(
     source: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     special_tokens: Mapping[str, str],
     variables: Mapping[str, Any],
 ) -> str:
-    """Renders a conversation. May raise any exception, because a template is a program.
+    """Renders a conversation. May raise any exception, because a template is a program. Raises jinja2.TemplateError if
+    the template shows nothing of a message.
 
     variables: further variables of the template. `add_generation_prompt` is true by default.
     """
     messages = [_with_parsed_arguments(message) for message in messages]
     names = {"add_generation_prompt": True, "tools": None, "documents": None, **special_tokens, **variables}
-    return compile_chat_template(source).render(names | {"messages": messages})
+    template = compile_chat_template(source)
+
+    def render(messages: Messages) -> str:
+        return template.render(names | {"messages": messages})
+
+    text, failure = "", None
+    try:
+        text = render(messages)
+    except Exception as error:  # A template may raise any exception.
+        failure = error
+    if failure is None and _shows_all(text, messages):
+        return text
+    key = _digest(source, _kinds(messages), json.dumps(names, sort_keys=True, default=str))
+    first = _find_last_turn(messages) if _LAST_TURN_ONLY.search(source) else 0
+    forms = _kept_forms.find(key, lambda: _find_forms(messages, render, first))
+    if forms.in_parts:
+        return render(_split_into_parts(messages, forms.in_parts))
+    if failure is not None:
+        raise failure
+    if forms.dropped is not None:
+        role = messages[forms.dropped].get("role")
+        raise jinja2.TemplateError(
+            f"it shows nothing of message {forms.dropped} (role {role!r}); leave this message out, or use a model "
+            "with a chat template that shows it"
+        )
+    return text
+
+
+def _shows_all(text: str, messages: Messages) -> bool:
+    """Returns whether the text certainly shows all messages. False means that this is not known."""
+    start = 0
+    for message in messages:
+        content = message.get("content")
+        shown = content.strip() if isinstance(content, str) else ""
+        if message.get("tool_calls") or 0 < len(shown) < _CERTAIN_CHARS:
+            return False
+        at = text.find(shown, start)
+        if at < 0:
+            return False
+        start = at + len(shown)
+    return True
+
+
+def _kinds(messages: Messages) -> str:
+    """Describes the messages without their texts."""
+    return json.dumps(
+        [
+            (
+                str(message.get("role")),
+                sorted(message),
+                _has_text(message),
+                len(message.get("tool_calls") or ()),
+            )
+            for message in messages
+        ]
+    )
+
+
+def _digest(*texts: str) -> bytes:
+    hashed = hashlib.sha256()
+    for text in texts:
+        raw = text.encode(errors="surrogatepass")
+        hashed.update(b"%d:%b" % (len(raw), raw))
+    return hashed.digest()
+
+
+def _find_last_turn(messages: Messages) -> int:
+    """Returns the position of the last message of the user; 0 if there is none."""
+    return max((at for at, message in enumerate(messages) if message.get("role") == "user"), default=0)
+
+
+def _find_forms(messages: Messages, render: Callable[[Messages], str], first: int) -> _Forms:
+    """first: the template may leave out messages of users, assistants and tools before this one."""
+    marked = [_with_marks(message, index) for index, message in enumerate(messages)]
+    wanted = {
+        index: marks
+        for index, message in enumerate(messages)
+        if (index >= first or message.get("role") not in ("user", "assistant", "tool"))
+        and (marks := _list_marks(message, index))
+    }
+
+    def list_hidden(in_parts: frozenset[int]) -> frozenset[int] | None:
+        """Returns the messages that the template does not show; None if it refuses them."""
+        try:
+            text = render(_split_into_parts(marked, in_parts)).lower()
+        except Exception:  # A template may raise any exception.
+            return None
+        return frozenset(index for index, marks in wanted.items() if not all(mark in text for mark in marks))
+
+    hidden = list_hidden(frozenset())
+    if hidden is not None and not hidden:
+        return _Forms()
+    texts = frozenset(index for index, message in enumerate(messages) if _has_text(message))
+    roles = dict.fromkeys(str(message.get("role")) for message in messages)
+    of_role = [frozenset(at for at in texts if str(messages[at].get("role")) == role) for role in roles]
+    for in_parts in dict.fromkeys(((hidden or frozenset()) & texts, texts, *of_role)):
+        hidden_parts = list_hidden(in_parts) if in_parts else None
+        if hidden_parts is not None:
+            if not hidden_parts:
+                return _Forms(in_parts)
+            hidden = hidden_parts if hidden is None else hidden
+    return _Forms(dropped=min(hidden, default=None) if hidden is not None else None)
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _list_marks(message: Mapping[str, Any], index: int) -> list[str]:
+    """Returns the marks that a template has to show. Many templates leave out the text of a message with calls."""
+    calls = message.get("tool_calls") or ()
+    if calls:
+        return [_mark_of(index, number) for number in range(len(calls))]
+    return [_mark_of(index)] if _has_text(message) else []
+
+
+def _with_marks(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Replaces the text and the names of the called functions by marks."""
+    marked = dict(message)
+    if _has_text(message):
+        marked["content"] = f"{_mark_of(index)} and more text"
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": _mark_of(index, number)}}
+            for number, call in enumerate(message["tool_calls"])
+        ]
+    return marked
+
+
+def _mark_of(index: int, number: int | None = None) -> str:
+    return f"sloratext{index}end" if number is None else f"sloracall{index}of{number}end"
+
+
+def _split_into_parts(messages: Messages, in_parts: frozenset[int]) -> list[Mapping[str, Any]]:
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if index in in_parts
+        else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:

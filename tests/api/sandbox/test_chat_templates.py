@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from slora.errors import RequestRefused
+from slora.text.chat_template import Messages
 from slora_adapters.errors import Reason
 from slora_api.errors import ServerBusy, TenantBusy
 from slora_api.sandbox import chat_templates, sandbox_pool, template_process
@@ -26,9 +27,11 @@ from tests.support.child_processes import find_children
 from tests.support.slow_callbacks import BOUND_MS, recording
 
 MESSAGES = [{"role": "user", "content": "hi ünï"}]
+# A template need not show a message without text.
+EMPTY = [{"role": "user", "content": ""}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"
 # Uses much CPU time only for the message 'slow'.
-DEPENDS = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}done"
+DEPENDS = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}done{{ messages[0].content }}"
 SLOW_MESSAGES = [{"role": "user", "content": "slow"}]
 T = TypeVar("T")
 
@@ -55,8 +58,8 @@ def with_templates(
     return asyncio.run(run())
 
 
-def render(template: str | None) -> str:
-    return with_templates(lambda templates: templates.render("acme", MESSAGES, template))
+def render(template: str | None, messages: Messages = MESSAGES) -> str:
+    return with_templates(lambda templates: templates.render("acme", messages, template))
 
 
 def renderers() -> list[psutil.Process]:
@@ -122,21 +125,21 @@ def test_a_malformed_template_is_found_without_messages() -> None:
 
 def test_a_template_that_writes_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(RequestRefused, match=r"lone surrogate U\+D800 at character 2"):
-        render("ab{{ '\\ud800' }}")
+        render("ab{{ '\\ud800' }}", EMPTY)
 
 
 def test_a_rendered_text_over_the_limit_is_refused() -> None:
     size = template_process.MAX_RENDERED_BYTES + 1
     with pytest.raises(RequestRefused, match=f"it outputs {size} bytes; at most {size - 1} are accepted"):
-        render(f"{{{{ 'x' * {size} }}}}")
+        render(f"{{{{ 'x' * {size} }}}}", EMPTY)
 
 
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 10 ** (10 ** 8) }}"])
 def test_an_endless_template_is_stopped_and_does_not_affect_others(template: str) -> None:
     async def use(templates: ChatTemplates) -> str:
         with pytest.raises(RequestRefused, match=r"takes more than 0.3 s of CPU time"):
-            await templates.render("acme", MESSAGES, template)
-        return await templates.render("acme", MESSAGES, "fine")
+            await templates.render("acme", EMPTY, template)
+        return await templates.render("acme", EMPTY, "fine")
 
     assert with_templates(use, 0.3) == "fine"
 
@@ -147,7 +150,7 @@ def test_a_template_that_was_too_slow_once_still_renders_other_messages_and_for_
     async def use(templates: ChatTemplates) -> list[str]:
         with pytest.raises(RequestRefused, match="takes more than"):
             await templates.render("hostile", SLOW_MESSAGES, DEPENDS)
-        return [await templates.render(tenant, MESSAGES, DEPENDS) for tenant in ("honest", "hostile")]
+        return [await templates.render(tenant, EMPTY, DEPENDS) for tenant in ("honest", "hostile")]
 
     assert with_templates(use, 0.3) == ["done", "done"]
 
@@ -158,9 +161,9 @@ def test_the_cpu_limit_of_a_rendering_excludes_time_spent_waiting_for_a_cpu(
     """A stopped process uses no CPU time, like a process on a busy machine."""
 
     async def use(templates: ChatTemplates) -> str:
-        await templates.render("acme", MESSAGES, "warm")
+        await templates.render("acme", EMPTY, "warm")
         os.kill(asked[0].pid, signal.SIGSTOP)
-        rendering = asyncio.create_task(templates.render("acme", MESSAGES, "late"))
+        rendering = asyncio.create_task(templates.render("acme", EMPTY, "late"))
         await asyncio.sleep(0.5)
         os.kill(asked[0].pid, signal.SIGCONT)
         return await rendering
@@ -181,11 +184,11 @@ def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not(
         ) as refused:
             while num_refused < 10:
                 with pytest.raises(RequestRefused, match="takes more than"):
-                    await templates.render("hostile", MESSAGES, ENDLESS)
+                    await templates.render("hostile", EMPTY, ENDLESS)
                 num_refused += 1
-        assert await templates.render("honest", MESSAGES, "fine") == "fine"
+        assert await templates.render("honest", EMPTY, "fine") == "fine"
         clock.now += refused.value.retry_after_s
-        return await templates.render("hostile", MESSAGES, "refilled")
+        return await templates.render("hostile", EMPTY, "refilled")
 
     assert with_templates(use, 0.05, clock) == "refilled"
 
@@ -194,9 +197,9 @@ def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[
     """Born from an attack: with first come, first served, 50 chats of one tenant delayed another tenant by 32 s."""
 
     async def use(templates: ChatTemplates) -> int:
-        hostile = [asyncio.create_task(templates.render("hostile", MESSAGES, ENDLESS)) for _ in range(8)]
+        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(8)]
         await until(lambda: len(asked) == 2)
-        assert await templates.render("honest", MESSAGES, "fine") == "fine"
+        assert await templates.render("honest", EMPTY, "fine") == "fine"
         num_done = sum(task.done() for task in hostile)
         for task in hostile:
             task.cancel()
@@ -212,7 +215,7 @@ def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[Sa
     disconnected."""
 
     async def use(templates: ChatTemplates) -> None:
-        hostile = [asyncio.create_task(templates.render("hostile", MESSAGES, ENDLESS)) for _ in range(8)]
+        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(8)]
         await until(lambda: len(asked) == 2)
         running = [renderer.pid for renderer in asked]
         for task in hostile:
@@ -220,7 +223,7 @@ def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[Sa
         await asyncio.gather(*hostile, return_exceptions=True)
         assert len(asked) == 2
         assert not any(map(psutil.pid_exists, running))
-        assert await templates.render("honest", MESSAGES, "fine") == "fine"
+        assert await templates.render("honest", EMPTY, "fine") == "fine"
 
     with_templates(use, 300.0)
 
@@ -238,16 +241,16 @@ def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
             used_s = cpu_seconds(idle)
             ask_and_leave(client, "/v1/chat/completions", lambda: cpu_seconds(idle) > used_s + 0.1, json=body)
             idle.wait(60)
-            answer = client.post("/v1/chat/completions", json={**body, "messages": MESSAGES})
+            answer = client.post("/v1/chat/completions", json={**body, "messages": EMPTY})
         assert answer.status_code == 200, answer.text
 
 
 def test_a_tenant_with_too_many_waiting_renderings_is_refused(asked: list[SandboxProcess]) -> None:
     async def use(templates: ChatTemplates) -> None:
-        hostile = [asyncio.create_task(templates.render("hostile", MESSAGES, ENDLESS)) for _ in range(10)]
+        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(10)]
         await until(lambda: len(asked) == 2)
         with pytest.raises(TenantBusy, match="8 chat templates to render waiting"):
-            await templates.render("hostile", MESSAGES, "one more")
+            await templates.render("hostile", EMPTY, "one more")
         for task in hostile:
             task.cancel()
         await asyncio.gather(*hostile, return_exceptions=True)
@@ -265,7 +268,7 @@ def test_the_memory_of_renderings_is_released() -> None:
 
     async def use(templates: ChatTemplates) -> None:
         for number in range(6):
-            await templates.render(f"tenant {number}", MESSAGES, f"{{{{ 'a' * 600000{number} }}}}")
+            await templates.render(f"tenant {number}", EMPTY, f"{{{{ 'a' * 600000{number} }}}}")
             # Long templates, whose compiled code stays in memory.
             await templates.check(f"tenant {number}", f"{number}" + "{{ a }}" * 4_000)
         resident = [process.memory_info().rss for process in renderers()]
@@ -280,7 +283,7 @@ def test_a_renderer_that_grew_too_large_is_replaced(
     monkeypatch.setattr(sandbox_pool, "_MAX_RESIDENT_BYTES", 1)
 
     async def use(templates: ChatTemplates) -> list[str]:
-        return [await templates.render("acme", MESSAGES, text) for text in ("one", "two")]
+        return [await templates.render("acme", EMPTY, text) for text in ("one", "two")]
 
     assert with_templates(use) == ["one", "two"] and asked[0] is not asked[1]
     assert renderers() == []
@@ -290,9 +293,9 @@ def test_a_dead_renderer_is_replaced_and_its_request_retried(
     asked: list[SandboxProcess],
 ) -> None:
     async def use(templates: ChatTemplates) -> list[str]:
-        first = await templates.render("acme", MESSAGES, "first")
+        first = await templates.render("acme", EMPTY, "first")
         os.kill(asked[0].pid, signal.SIGSTOP)
-        rendering = asyncio.create_task(templates.render("acme", MESSAGES, "second"))
+        rendering = asyncio.create_task(templates.render("acme", EMPTY, "second"))
         await until(lambda: len(asked) == 2)
         os.kill(asked[0].pid, signal.SIGKILL)
         return [first, await rendering]
@@ -309,10 +312,10 @@ def test_an_uploaded_template_that_ends_its_process_is_a_reason_to_refuse_the_up
         raise SandboxDied(-signal.SIGSEGV)
 
     async def use(templates: ChatTemplates) -> list[Reason]:
-        await templates.render("acme", MESSAGES, "first")
+        await templates.render("acme", EMPTY, "first")
         monkeypatch.setattr(SandboxProcess, "ask", die)
         with pytest.raises(RequestRefused, match="it ended its process with exit code -11"):
-            await templates.render("acme", MESSAGES, "second")
+            await templates.render("acme", EMPTY, "second")
         return await templates.check("acme", "third")
 
     (reason,) = with_templates(use)
@@ -325,10 +328,10 @@ def test_a_stalled_renderer_is_replaced_and_its_request_retried(
     """Found in review: after one stall for any reason, the template was refused until the server restarted."""
 
     async def use(templates: ChatTemplates) -> str:
-        await templates.render("acme", MESSAGES, "first")
+        await templates.render("acme", EMPTY, "first")
         os.kill(asked[0].pid, signal.SIGSTOP)
         monkeypatch.setattr(sandbox_pool, "_ANSWER_TIMEOUT_S", 0.2)
-        rendering = asyncio.create_task(templates.render("acme", MESSAGES, "second"))
+        rendering = asyncio.create_task(templates.render("acme", EMPTY, "second"))
         await until(lambda: len(asked) == 2)
         monkeypatch.setattr(sandbox_pool, "_ANSWER_TIMEOUT_S", 120.0)
         return await rendering
@@ -344,12 +347,12 @@ def test_renderers_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest
         with monkeypatch.context() as broken:
             broken.setattr(sandbox_pool, "_START_TIMEOUT_S", 0.0)
             with pytest.raises(ServerBusy, match=r"could be started; .* Try again in 2 s") as refused:
-                await templates.render("acme", MESSAGES, "x")
+                await templates.render("acme", EMPTY, "x")
         # During the pause, no further start is tried.
         with pytest.raises(ServerBusy):
-            await templates.render("acme", MESSAGES, "x")
+            await templates.render("acme", EMPTY, "x")
         clock.now += refused.value.retry_after_s
-        return await templates.render("acme", MESSAGES, "recovered")
+        return await templates.render("acme", EMPTY, "recovered")
 
     assert with_templates(use, clock=clock) == "recovered"
 
@@ -371,11 +374,11 @@ def test_a_rendering_that_was_cancelled_does_not_answer_the_next_one() -> None:
     async def use(templates: ChatTemplates) -> list[str]:
         for _ in range(4):
             slow = "{% for i in range(3000) %}{% for j in range(100) %}{% endfor %}{% endfor %}slow"
-            task = asyncio.create_task(templates.render("acme", MESSAGES, slow))
+            task = asyncio.create_task(templates.render("acme", EMPTY, slow))
             await asyncio.sleep(0.02)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        return [await templates.render("acme", MESSAGES, "next") for _ in range(2)]
+        return [await templates.render("acme", EMPTY, "next") for _ in range(2)]
 
     assert with_templates(use) == ["next", "next"]
 

@@ -91,7 +91,9 @@ def test_a_conversation_ends_inside_its_last_message_as_in_transformers(
 
 
 def test_a_template_that_leaves_out_the_last_message_cannot_be_continued(pair: Pair) -> None:
-    assert cut_at_mark(pair[0].apply_chat_template(mark_end(CHAT), "{{ messages[0].content }}")) is None
+    assert (
+        cut_at_mark(pair[0].apply_chat_template(mark_end(CHAT[:1]), "{{ messages[0].content[:-3] }}")) is None
+    )
 
 
 def test_the_vocabulary_counts_added_tokens(pair: Pair) -> None:
@@ -117,8 +119,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_template_features_behave_as_in_transformers(pair: Pair, template: str) -> None:
     ours, theirs = pair
-    expected = theirs.apply_chat_template(CHAT, chat_template=TEMPLATES[template], tokenize=False)
-    assert ours.apply_chat_template(CHAT, TEMPLATES[template]) == expected
+    source = TEMPLATES[template] + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    expected = theirs.apply_chat_template(CHAT, chat_template=source, tokenize=False)
+    assert ours.apply_chat_template(CHAT, source) == expected
 
 
 TOOLS = [
@@ -243,7 +246,9 @@ def test_every_template_error_is_reported_as_an_invalid_request(pair: Pair, fail
 
 def test_a_template_of_an_adapter_replaces_the_model_s(pair: Pair) -> None:
     ours, _ = pair
-    assert ours.apply_chat_template(CHAT, "{{ messages | length }}") == "4"
+    assert (
+        ours.apply_chat_template(CHAT[:1], "{{ messages | length }}{{ messages[0].content }}") == "1Be brief."
+    )
 
 
 @pytest.mark.parametrize("place", ["jinja file", "text", "named"])
