@@ -14,8 +14,10 @@ class AdapterLimits:
     max_text_bytes: the largest size of the chat template and of the generation config, in bytes each.
     served_dtype: if set ("float32", "float16", "bfloat16"), values that overflow in this dtype are refused.
     vocab_size: if set, an adapter's tokenizer must not define token ids at or above it.
+    tokenizer_digests: digests of the tokenizers that an adapter may have, which are the base's as it is saved and as it
+      is served; see `digest_tokenizer`. Empty if tokenizers are not compared.
     base_directory: directory of the base model. If set, an adapter may include copies of the base model's embedding and
-      head, as PEFT saves them.
+      head, as PEFT saves them, and tokens of an adapter's tokenizer are compared with the base's.
     """
 
     max_lora_rank: int = 64
@@ -25,3 +27,4 @@ class AdapterLimits:
     served_dtype: str | None = None
     vocab_size: int | None = None
     base_directory: Path | None = None
+    tokenizer_digests: tuple[str, ...] = ()

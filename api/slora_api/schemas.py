@@ -1063,6 +1063,7 @@ class FileForm(BaseModel):
 class UploadForm(BaseModel):
     """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
 
+    tool_template: additional_chat_templates/tool_use.jinja. chat_template_json: chat_template.json.
     archive: a .zip, .tar or .tar.gz of the adapter's files, which replaces the other files. Each file in it has the
     name that peft or transformers gives it.
     base_fingerprint: the fingerprint of the base model that the adapter was trained on.
@@ -1074,6 +1075,11 @@ class UploadForm(BaseModel):
     tokenizer_config: _File | None = None
     chat_template: _File | None = None
     generation_config: _File | None = None
+    tokenizer: _File | None = None
+    special_tokens_map: _File | None = None
+    added_tokens: _File | None = None
+    chat_template_json: _File | None = None
+    tool_template: _File | None = None
     archive: _File | None = None
     base_fingerprint: str | None = None
 

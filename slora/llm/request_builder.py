@@ -114,11 +114,14 @@ class RequestBuilder:
     ) -> None:
         self.model = read_model_spec(config.model, config.model_impl)
         dtype = self.model.resolve_dtype(config.dtype)
+        has_tokenizer = (config.model / "tokenizer.json").is_file()
+        self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
         limits = AdapterLimits(
             max_lora_rank=config.max_lora_rank,
             served_dtype=dtype,
             vocab_size=self.model.vocab_size,
             base_directory=config.model,
+            tokenizer_digests=() if self._tokenizer is None else self._tokenizer.digests,
         )
         self.source = DirectorySource(
             self.model.shape(dtype),
@@ -128,8 +131,6 @@ class RequestBuilder:
             num_threads=num_threads,
             num_ranks=config.tensor_parallel_size,
         )
-        has_tokenizer = (config.model / "tokenizer.json").is_file()
-        self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
         self._base = _ServedModel((), frozenset([None]), read_model_defaults(config.model))
         self.max_model_len = self.model.max_positions
         self._served: dict[_AdapterKey, tuple[_ServedModel, DirectoryState | None]] = {}

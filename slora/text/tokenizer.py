@@ -17,6 +17,7 @@ from slora.errors import ConfigError, RequestRefused
 from slora.text.chat_template import render_chat
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
+from slora_adapters.peft.tokenizer_digest import digest_tokenizer
 
 # Errors of Python code that a template runs: "{0}".format() raises IndexError, a recursive macro RecursionError.
 _TEMPLATE_FAILURES = (
@@ -43,11 +44,14 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: str | None,
         tool_template: str | None = None,
+        digests: tuple[str, ...] = (),
     ) -> None:
         self._fast = fast
         self._special_tokens = dict(special_tokens)
         self.chat_template = chat_template
         self.tool_template = tool_template
+        # Digests of the tokenizer as it is served and as it is saved; see `digest_tokenizer`.
+        self.digests = digests
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars: int = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
         self._decoder_chain = DecoderChain(fast)
@@ -72,15 +76,19 @@ class Tokenizer:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         config = _read_config(directory / "tokenizer_config.json")
         special_tokens: Mapping[str, str] = _special_tokens(config)
+        digests = {digest_tokenizer(fast)}
         resolved = resolve_tokenizer(directory, config, fast)
         if resolved is not None:
             fast = FastTokenizer.from_str(resolved.serialized)
             fast.encode_special_tokens = resolved.splits_special_tokens
             special_tokens = resolved.special_tokens
-        fast.no_truncation()
-        fast.no_padding()
+        digests.add(digest_tokenizer(fast))
         return Tokenizer(
-            fast, special_tokens, _chat_template(directory, config), _tool_template(directory, config)
+            fast,
+            special_tokens,
+            _chat_template(directory, config),
+            _tool_template(directory, config),
+            tuple(sorted(digests)),
         )
 
     @property

@@ -21,8 +21,8 @@ from typing import IO, BinaryIO, NoReturn, Protocol, cast
 
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.tar_archive import read_tar
-from slora_adapters.peft.extras import MAX_TOKENIZER_BYTES
-from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, refuse_pickles
+from slora_adapters.peft.extras import max_extra_bytes
+from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, is_harmless, refuse_pickles
 
 __all__ = ["MAX_MEMBERS", "unpack"]
 
@@ -132,13 +132,15 @@ class _Unpacker:
         if not path or path in self._seen:
             _refuse("archive_duplicate", f"{_quote(member.name)} is in the archive twice")
         self._seen.add(path)
-        _check_content_by_name(member.name, path[-1])
-        if path[-1] in MEMBER_NAMES:
-            self._check_folder(member.name, path)
-            self._extract(member, path[-1])
+        _check_case(member.name, path[-1])
+        place = next((at for at in (1, 2) if "/".join(path[-at:]) in MEMBER_NAMES), None)
+        if place is not None:
+            self._check_folder(member.name, path[:-place])
+            self._extract(member, "/".join(path[-place:]))
+        elif not is_harmless(path):
+            _refuse_unknown(member.name, path[-1])
 
-    def _check_folder(self, name: str, path: tuple[str, ...]) -> None:
-        folder = path[:-1]
+    def _check_folder(self, name: str, folder: tuple[str, ...]) -> None:
         if len(folder) > 1:
             _refuse(
                 "archive_place",
@@ -153,11 +155,12 @@ class _Unpacker:
         self._folder = folder
 
     def _extract(self, member: _Member, name: str) -> None:
-        limit, setting = MAX_TOKENIZER_BYTES, "the limit for this file"
+        limit, setting = max_extra_bytes(name), "the limit for this file"
         if name == TENSORS_NAME:
             limit, setting = self._max_tensor_bytes, "max_upload_bytes"
-        size = 0
-        with member.open() as source, (self._directory / name).open("xb") as target:
+        size, path = 0, self._directory / name
+        path.parent.mkdir(exist_ok=True)
+        with member.open() as source, path.open("xb") as target:
             while chunk := source.read(_CHUNK_BYTES):
                 size += len(chunk)
                 if size > limit:
@@ -195,11 +198,19 @@ def _name_fault(name: str) -> str | None:
     return None
 
 
-def _check_content_by_name(name: str, file_name: str) -> None:
+def _refuse_unknown(name: str, file_name: str) -> NoReturn:
     if pickles := refuse_pickles([name]):
         raise AdapterInvalid(tuple(pickles))
     if file_name.lower().endswith(_ARCHIVE_SUFFIXES):
         _refuse("archive_nested", f"{_quote(name)} is an archive inside the archive; remove it")
+    _refuse(
+        "archive_unknown_file",
+        f"{_quote(name)} is not a file of an adapter that this server knows; remove it from the archive if the "
+        "adapter does not need it",
+    )
+
+
+def _check_case(name: str, file_name: str) -> None:
     meant = file_name.lower().strip(" .")
     if meant in MEMBER_NAMES and file_name not in MEMBER_NAMES:
         _refuse("archive_name", f"the archive's member {_quote(name)} must be named {meant!r}")

@@ -59,7 +59,7 @@ class CheckedAdapter:
             **{
                 **fields,
                 "target_modules": tuple(fields["target_modules"]),
-                "extras": AdapterExtras(**fields["extras"]),
+                "extras": AdapterExtras(**fields["extras"] | {"uses": tuple(fields["extras"]["uses"])}),
                 "certificate": Certificate.from_plain(fields["certificate"]),
                 "tensors": Path(fields["tensors"]),
                 "embedded_tokens": tuple(fields["embedded_tokens"]),

@@ -63,7 +63,13 @@ class InspectionTask:
                 "source": Path(fields["source"]),
                 "scratch": Path(fields["scratch"]),
                 "shape": ModelShape.from_plain(fields["shape"]),
-                "limits": AdapterLimits(**{**limits, "base_directory": base and Path(base)}),
+                "limits": AdapterLimits(
+                    **{
+                        **limits,
+                        "base_directory": base and Path(base),
+                        "tokenizer_digests": tuple(limits["tokenizer_digests"]),
+                    }
+                ),
             }
         )
 

@@ -5,7 +5,7 @@ this memory alive.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from slora_adapters.peft.module_names import ModuleId
@@ -49,10 +49,14 @@ class LoraPair(Generic[AnyFactor]):
 
 @dataclass(frozen=True, slots=True)
 class AdapterExtras:
-    """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON."""
+    """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON.
+
+    uses: what these texts were made from, for people. It is known only when the files are read.
+    """
 
     chat_template: str | None = None
     generation_config: str | None = None
+    uses: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,61 @@
-"""Reads the optional text files of an adapter: chat template, sampling defaults, and the tokenizer's added tokens.
+"""Reads the optional files of an adapter: chat templates, sampling defaults, and the files of its tokenizer.
 
-This module returns the texts unchanged. It does not render templates or load tokenizers.
+An adapter is served with the tokens of the base model. So a tokenizer that splits texts otherwise, or that has a token
+which the base's tokenizer lacks, is refused. The special tokens that an adapter names, such as `eos_token`, become
+variables of its chat template. Its own `eos_token` also ends answers.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
 
 from slora_adapters.errors import Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.peft.strict_json import parse_object
+from slora_adapters.peft.tokenizer_digest import digest_tokenizer
 
 TEMPLATE_NAME = "chat_template.jinja"
+TEMPLATE_JSON_NAME = "chat_template.json"
+TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 TOKENIZER_NAME = "tokenizer_config.json"
+VOCABULARY_NAME = "tokenizer.json"
+SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 ADDED_TOKENS_NAME = "added_tokens.json"
 GENERATION_NAME = "generation_config.json"
-EXTRA_NAMES = (TEMPLATE_NAME, TOKENIZER_NAME, ADDED_TOKENS_NAME, GENERATION_NAME)
+# Multipart field of an upload -> the name of the file that peft and transformers write.
+EXTRA_FIELDS: Mapping[str, str] = {
+    "tokenizer_config": TOKENIZER_NAME,
+    "chat_template": TEMPLATE_NAME,
+    "generation_config": GENERATION_NAME,
+    "tokenizer": VOCABULARY_NAME,
+    "special_tokens_map": SPECIAL_TOKENS_NAME,
+    "added_tokens": ADDED_TOKENS_NAME,
+    "chat_template_json": TEMPLATE_JSON_NAME,
+    "tool_template": TOOL_TEMPLATE_NAME,
+}
+EXTRA_NAMES = tuple(EXTRA_FIELDS.values())
 
 # Tokenizer configs list every added token of the base model. Llama 3's config is 50 KB; others are a few hundred KB.
 MAX_TOKENIZER_BYTES = 4 << 20
+# Gemma 3's tokenizer.json, the largest that is known, is 33 MB.
+MAX_VOCABULARY_BYTES = 64 << 20
+
+# The special tokens that chat templates may use by name.
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Padding is not served, so a token that the adapter's tokenizer added for it is never needed.
+_PADDING = "pad_token"
+_REMEDY = (
+    "train with tokens that the base model's tokenizer has, such as its reserved ones, or leave the tokenizer's files "
+    "out of the upload if the training used the base model's tokenizer"
+)
+
+
+def max_extra_bytes(name: str) -> int:
+    return MAX_VOCABULARY_BYTES if name == VOCABULARY_NAME else MAX_TOKENIZER_BYTES
 
 
 def read_extras(
@@ -25,15 +63,257 @@ def read_extras(
 ) -> tuple[AdapterExtras, list[Reason]]:
     """Returns the extras among an adapter's files, and a reason for each error in these files."""
     reasons: list[Reason] = []
-    tokenizer = _read_json(members, TOKENIZER_NAME, MAX_TOKENIZER_BYTES, reasons)
-    reasons += _refuse_added_tokens(tokenizer.get("added_tokens_decoder"), limits)
+    config = _read_json(members, TOKENIZER_NAME, MAX_TOKENIZER_BYTES, reasons)
+    special = _read_json(members, SPECIAL_TOKENS_NAME, MAX_TOKENIZER_BYTES, reasons)
     added = _read_json(members, ADDED_TOKENS_NAME, MAX_TOKENIZER_BYTES, reasons)
-    reasons += _refuse_added_tokens({str(number): token for token, number in added.items()}, limits)
-    _read_json(members, GENERATION_NAME, limits.max_text_bytes, reasons)
-    template = _read_text(members, TEMPLATE_NAME, limits, reasons)
+    generation = _read_json(members, GENERATION_NAME, limits.max_text_bytes, reasons)
+    template, tool_template, uses = _read_templates(members, config, limits, reasons)
+    generation_text = _read_text(members, GENERATION_NAME, limits, reasons)
+    if generation_text is not None:
+        uses.append(GENERATION_NAME)
+    listed = [*_list_tokens(config.get("added_tokens_decoder")), *_list_tokens(_by_id(added))]
+    reasons += _refuse_ids_beyond(listed, limits)
+    base = _BaseTokenizer(limits.base_directory)
+    named = _named_tokens(config, special) if base.exists else {}
+    listed += _read_vocabulary(members, base, limits, reasons)
+    reasons += _refuse_other_tokens(listed, named, base)
+    differing = {name: token for name, token in named.items() if token != base.named.get(name)}
+    for name, token in differing.items():
+        if name == _PADDING:
+            uses.append(f"not {name} {token!r}, because answers are not padded")
+        elif (token_id := base.token_id(token)) is None:
+            reasons.append(Reason("special_token", f"{name} {_lacks(token)}; {_REMEDY}"))
+        else:
+            uses.append(f"{name} {token!r} (id {token_id})")
+            if name == "eos_token" and not reasons:
+                generation_text = _add_stop_token(generation, token_id)
+    template = _with_names(template, tool_template, differing, base)
+    return AdapterExtras(template, generation_text, tuple(uses)), reasons
+
+
+class _BaseTokenizer:
+    """The files of the base model's tokenizer. They are read when they are needed."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self.exists = directory is not None and (directory / VOCABULARY_NAME).is_file()
+
+    def read(self, name: str) -> bytes | None:
+        path = None if self._directory is None else self._directory / name
+        return path.read_bytes() if path is not None and path.is_file() else None
+
+    def _read_object(self, name: str) -> dict[str, object]:
+        raw = self.read(name)
+        return {} if raw is None else dict(json.loads(raw))
+
+    @cached_property
+    def _config(self) -> dict[str, object]:
+        return self._read_object(TOKENIZER_NAME)
+
+    @cached_property
+    def named(self) -> dict[str, str]:
+        """The special tokens by name."""
+        return _named_tokens(self._config, self._read_object(SPECIAL_TOKENS_NAME))
+
+    @cached_property
+    def _listed(self) -> dict[str, int]:
+        """The added tokens of the small files, which list those of most tokenizers."""
+        added = _by_id(self._read_object(ADDED_TOKENS_NAME))
+        tables = (self._config.get("added_tokens_decoder"), added)
+        return {token: token_id for table in tables for token_id, token in _list_tokens(table)}
+
+    @cached_property
+    def _vocabulary(self) -> FastTokenizer:
+        return FastTokenizer.from_buffer(self.read(VOCABULARY_NAME))
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token; None if the tokenizer does not have the token."""
+        if token in self._listed:
+            return self._listed[token]
+        found: int | None = self._vocabulary.token_to_id(token)
+        return found
+
+    @cached_property
+    def templates(self) -> dict[str, str]:
+        """The chat templates `default` and `tool_use`, those that exist."""
+        found = _named_templates(self._config.get("chat_template"))
+        for name, key in ((TEMPLATE_NAME, "default"), (TOOL_TEMPLATE_NAME, "tool_use")):
+            raw = self.read(name)
+            if raw is not None:
+                found[key] = raw.decode()
+        return found
+
+
+def _read_templates(
+    members: Mapping[str, memoryview],
+    config: Mapping[str, object],
+    limits: AdapterLimits,
+    reasons: list[Reason],
+) -> tuple[str | None, str | None, list[str]]:
+    """Returns the default template, the template for requests with tools, and the files that have them."""
+    tables = {
+        TOKENIZER_NAME: _named_templates(config.get("chat_template")),
+        TEMPLATE_JSON_NAME: _named_templates(
+            _read_json(members, TEMPLATE_JSON_NAME, MAX_TOKENIZER_BYTES, reasons).get("chat_template")
+        ),
+    }
+    found: dict[str, tuple[str, str]] = {}
+    uses = []
+    for source, table in tables.items():
+        for key, text in table.items():
+            if key not in ("default", "tool_use"):
+                uses.append(f"not the template {key[:80]!r} of {source}, which no request can choose")
+            elif len(text.encode()) > limits.max_text_bytes:
+                reasons.append(_too_long(f"chat_template in {source}", len(text.encode()), limits))
+            else:
+                found[key] = text, f"{source} ({key})"
+    for key, name in (("default", TEMPLATE_NAME), ("tool_use", TOOL_TEMPLATE_NAME)):
+        own = _read_text(members, name, limits, reasons)
+        if own is not None:
+            found[key] = own, name
+    # As in transformers, a file with the default template replaces all templates of the other files.
+    if TEMPLATE_NAME in members and TOOL_TEMPLATE_NAME not in members and "tool_use" in found:
+        uses.append(f"not {found.pop('tool_use')[1]}, which {TEMPLATE_NAME} replaces")
+    texts = [found.get(key, (None, ""))[0] for key in ("default", "tool_use")]
+    return texts[0], texts[1], [*(source for _, source in found.values()), *uses]
+
+
+def _named_templates(value: object) -> dict[str, str]:
+    """Returns the templates of a config by name. The field is a string, or a list of {name, template}."""
+    if isinstance(value, str):
+        return {"default": value}
+    items = value if isinstance(value, list) else []
+    named = [(item.get("name"), item.get("template")) for item in items if isinstance(item, dict)]
+    return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+
+
+def _with_names(
+    template: str | None, tool_template: str | None, named: Mapping[str, str], base: _BaseTokenizer
+) -> str | None:
+    """Returns one template that chooses between the two by the variable `tools`, and that sets the names of special
+    tokens. None if the base model's template serves as it is.
+    """
+    templates = base.templates
+    if template is None and (tool_template is not None or _uses_any(named, *templates.values())):
+        template = templates.get("default")
+        tool_template = templates.get("tool_use") if tool_template is None else tool_template
+    if tool_template is not None:
+        other = "{{ raise_exception('it needs tools') }}" if template is None else template
+        # The marks keep Jinja from removing spaces at the ends of the two templates.
+        template = "".join(
+            [
+                *("{% if tools %}\n", tool_template.removesuffix("\n"), "{%+ else %}\n"),
+                *(other.removesuffix("\n"), "{%+ endif %}"),
+            ]
+        )
     if template is None:
-        template = _tokenizer_template(tokenizer.get("chat_template"), limits, reasons)
-    return AdapterExtras(template, _read_text(members, GENERATION_NAME, limits, reasons)), reasons
+        return None
+    text = template
+    sets = [
+        f"{{% set {name} = {json.dumps(token)} %}}\n"
+        for name, token in named.items()
+        if _uses_any([name], text)
+    ]
+    return "".join(sets) + template
+
+
+def _uses_any(names: Iterable[str], *templates: str) -> bool:
+    return any(name in template for name in names for template in templates)
+
+
+def _add_stop_token(generation: Mapping[str, object], token_id: int) -> str:
+    value = generation.get("eos_token_id")
+    own = value if isinstance(value, list) else [] if value is None else [value]
+    return json.dumps({**generation, "eos_token_id": [*own, *([] if token_id in own else [token_id])]})
+
+
+def _read_vocabulary(
+    members: Mapping[str, memoryview], base: _BaseTokenizer, limits: AdapterLimits, reasons: list[Reason]
+) -> list[tuple[int, str]]:
+    """Compares tokenizer.json with the base's. Returns the added tokens of a file that is not the same."""
+    raw = members.get(VOCABULARY_NAME)
+    if raw is None:
+        return []
+    if len(raw) > MAX_VOCABULARY_BYTES:
+        message = f"{VOCABULARY_NAME} takes {len(raw)} bytes; at most {MAX_VOCABULARY_BYTES} are accepted"
+        reasons.append(Reason("extra_too_long", message))
+        return []
+    if not limits.tokenizer_digests or raw == base.read(VOCABULARY_NAME):
+        return []
+    try:
+        tokenizer = FastTokenizer.from_buffer(bytes(raw))
+    except Exception as error:  # For any damage, the library raises bare Exception.
+        reasons.append(Reason("extra_malformed", f"{VOCABULARY_NAME} is not a tokenizer: {str(error)[:300]}"))
+        return []
+    if digest_tokenizer(tokenizer) not in limits.tokenizer_digests:
+        message = (
+            f"{VOCABULARY_NAME} splits texts into other tokens than the base model's tokenizer; {_REMEDY}"
+        )
+        reasons.append(Reason("tokenizer_differs", message))
+    added = tokenizer.get_added_tokens_decoder()
+    found = [(token_id, token.content) for token_id, token in added.items()]
+    reasons += _refuse_ids_beyond(found, limits)
+    return found
+
+
+def _named_tokens(*configs: Mapping[str, object]) -> dict[str, str]:
+    """Returns the special tokens by name. The first config that has a name is used."""
+    named = {}
+    for name in _SPECIAL_NAMES:
+        token = next((text for config in configs if (text := _content(config.get(name))) is not None), None)
+        if token is not None:
+            named[name] = token
+    return named
+
+
+def _content(value: object) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _by_id(added: Mapping[str, object]) -> dict[str, object]:
+    return {str(number): token for token, number in added.items()}
+
+
+def _list_tokens(table: object) -> Iterator[tuple[int, str]]:
+    """Yields id and text of the tokens in a table by id."""
+    for key, value in table.items() if isinstance(table, dict) else ():
+        content, text = _content(value), str(key)
+        if text.isascii() and text.isdecimal() and len(text) < 12:
+            yield int(text), content or ""
+
+
+def _refuse_ids_beyond(listed: Iterable[tuple[int, str]], limits: AdapterLimits) -> Iterable[Reason]:
+    """Refuses token ids beyond the base model's vocabulary."""
+    size = limits.vocab_size
+    beyond = [] if size is None else [token_id for token_id, _ in listed if token_id >= size]
+    if beyond:
+        yield Reason(
+            "added_tokens",
+            f"the adapter's tokenizer adds {len(beyond)} tokens (id {beyond[0]}) beyond the base's "
+            f"vocabulary of {size}; resized embeddings are not supported",
+        )
+
+
+def _refuse_other_tokens(
+    listed: Iterable[tuple[int, str]], named: Mapping[str, str], base: _BaseTokenizer
+) -> Iterable[Reason]:
+    """Refuses tokens that the base's tokenizer lacks or has under another id."""
+    if not base.exists:
+        return
+    for token_id, token in dict.fromkeys(listed):
+        known = base.token_id(token)
+        if known != token_id and token != named.get(_PADDING):
+            has = (
+                _lacks(token)
+                if known is None
+                else f"is {token!r:.80}, which is id {known} in the base's tokenizer"
+            )
+            yield Reason("added_tokens", f"token {token_id} of the adapter's tokenizer {has}; {_REMEDY}")
+
+
+def _lacks(token: str) -> str:
+    return f"is {token!r:.80}, which the base model's tokenizer does not have"
 
 
 def _read_json(
@@ -66,42 +346,8 @@ def _read_text(
         return None
 
 
-def _tokenizer_template(value: object, limits: AdapterLimits, reasons: list[Reason]) -> str | None:
-    """Returns the default chat template of a tokenizer config. The field is a string or a list of {name, template}."""
-    if isinstance(value, list):
-        named = (item for item in value if isinstance(item, dict))
-        value = next((item.get("template") for item in named if item.get("name") == "default"), None)
-    if not isinstance(value, str):
-        return None
-    num_bytes = len(value.encode())
-    if num_bytes > limits.max_text_bytes:
-        reasons.append(_too_long(f"chat_template in {TOKENIZER_NAME}", num_bytes, limits))
-        return None
-    return value
-
-
 def _too_long(what: str, num_bytes: int, limits: AdapterLimits) -> Reason:
     return Reason(
         "extra_too_long",
         f"{what} takes {num_bytes} bytes; this server accepts at most {limits.max_text_bytes}",
     )
-
-
-def _refuse_added_tokens(table: object, limits: AdapterLimits) -> Iterable[Reason]:
-    """Refuses token ids beyond the base model's vocabulary. Ids inside the vocabulary are accepted, because saved
-    tokenizers list the base model's special tokens again.
-    """
-    if limits.vocab_size is None or not isinstance(table, dict):
-        return
-    beyond = [key for key in table if _token_id(key) >= limits.vocab_size]
-    if beyond:
-        yield Reason(
-            "added_tokens",
-            f"the adapter's tokenizer adds {len(beyond)} tokens (id {beyond[0]!s:.20}) beyond the base's "
-            f"vocabulary of {limits.vocab_size}; resized embeddings are not supported",
-        )
-
-
-def _token_id(key: object) -> int:
-    text = str(key)
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0

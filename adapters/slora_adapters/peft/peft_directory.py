@@ -4,7 +4,8 @@ Only four kinds of file are opened: the config, the safetensors file, and the op
 (`adapter_model.bin` and similar) are refused by name and never opened.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
@@ -23,6 +24,52 @@ from slora_kernels.layout import ModelShape
 TENSORS_NAME = "adapter_model.safetensors"
 # All files that an upload of an adapter may contain.
 MEMBER_NAMES = (CONFIG_NAME, TENSORS_NAME, *EXTRA_NAMES)
+# Names of files and folders that training leaves beside an adapter. They do not change what the adapter answers, or, as
+# the older forms of a tokenizer, only repeat the other files. They are never opened.
+_HARMLESS_FILES = (
+    *(".*", "readme*", "license*", "notice*", "*.md", "*.txt", "*.log", "*.yaml", "*.yml", "*.toml", "*.ini"),
+    *(
+        "*.csv",
+        "*.tsv",
+        "*.jsonl",
+        "*.html",
+        "*.pdf",
+        "*.png",
+        "*.jpg",
+        "*.jpeg",
+        "*.gif",
+        "*.svg",
+        "*.py",
+        "*.sh",
+    ),
+    *(
+        "*.ipynb",
+        "*state.json",
+        "*args.json",
+        "*log.json",
+        "training_args.bin",
+        "optimizer.*",
+        "scheduler.*",
+        "scaler.pt",
+        "rng_state*.pth",
+    ),
+    *(
+        "random_states_*.pkl",
+        "*_optim_states.pt",
+        "*_model_states.pt",
+        "latest",
+        "*_results.json",
+        "eval_*.json",
+    ),
+    *("events.out.tfevents.*", "config.json", "vocab.json", "tokenizer.model", "spiece.model", "*.tiktoken"),
+    *(
+        "sentencepiece.bpe.model",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "*_preprocessor_config.json",
+    ),
+)
+_HARMLESS_FOLDERS = (".*", "__macosx", "runs", "logs", "global_step*", "additional_chat_templates")
 _CONVERT = "save the adapter with save_pretrained(directory, safe_serialization=True)"
 # Pickle protocols 2 to 5, and the zip format in which newer torch stores its pickle.
 _PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
@@ -100,6 +147,14 @@ def _assemble(
         has_copies=bool(copies),
         is_sorted=list(own) == sorted(own),
     )
+
+
+def is_harmless(path: Sequence[str]) -> bool:
+    """Returns whether a file that an adapter does not need may lie beside it. path: the parts of its path."""
+    *folders, name = (part.lower() for part in path)
+    if any(fnmatchcase(folder, pattern) for folder in folders for pattern in _HARMLESS_FOLDERS):
+        return True
+    return any(fnmatchcase(name, pattern) for pattern in _HARMLESS_FILES)
 
 
 def refuse_pickles(names: Iterable[str]) -> list[Reason]:

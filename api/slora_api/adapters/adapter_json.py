@@ -73,6 +73,8 @@ class CertificateObject(TypedDict):
     pool_bytes: size in the page pool; with tensor parallelism, in the pool of each rank.
     logprob_change: greatest change of a log-probability that the canary found; null if the version already existed,
     because the canary did not run again.
+    uses: the files and special tokens that are served beside the weights, and, after the word `not`, those that are
+    not.
     predicted_load_ms: the predicted load time from each tier; null for a tier from which no adapter was loaded yet.
     """
 
@@ -82,6 +84,7 @@ class CertificateObject(TypedDict):
     pool_bytes: int
     base: BaseMatch
     logprob_change: float | None
+    uses: list[str]
     predicted_load_ms: dict[str, float | None] | None
 
 

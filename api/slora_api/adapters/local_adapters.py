@@ -78,6 +78,7 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
             raise FileNotFoundError
         for name in MEMBER_NAMES:
             if (source / name).exists():
+                (directory / name).parent.mkdir(exist_ok=True)
                 _copy(_below(root, source / name), directory / name, max_bytes)
     except (OSError, ValueError) as error:  # A NUL in the path raises ValueError.
         if is_full(error):

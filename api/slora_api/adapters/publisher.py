@@ -125,6 +125,7 @@ class Publisher:
             "pool_bytes": self._count_pool_bytes(adapter),
             "base": base,
             "logprob_change": effect,
+            "uses": list(adapter.extras.uses),
             "predicted_load_ms": await self._predict_load_ms(adapter),
         }
         return {**version, "new_version": is_new, "certificate": shown}

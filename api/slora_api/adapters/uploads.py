@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.extras import GENERATION_NAME, TEMPLATE_NAME, TOKENIZER_NAME
+from slora_adapters.peft.extras import EXTRA_FIELDS, max_extra_bytes
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import TENSORS_NAME, refuse_pickles
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
@@ -26,9 +26,7 @@ __all__ = ["Uploads"]
 _FILES: Mapping[str, str] = {
     "config": CONFIG_NAME,
     "weights": TENSORS_NAME,
-    "tokenizer_config": TOKENIZER_NAME,
-    "chat_template": TEMPLATE_NAME,
-    "generation_config": GENERATION_NAME,
+    **EXTRA_FIELDS,
 }
 _REQUIRED_FILES = ("config", "weights")
 # The field that replaces all files above.
@@ -39,9 +37,6 @@ _LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name", "base_fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_TEXT_BYTES = 256
-# Size limit of every file except weights and archive. Tokenizer configs that list all added tokens have a size of a few
-# hundred kilobytes.
-_MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 
 
@@ -61,8 +56,10 @@ def _open_part(folder: Path, field: str, file_name: str, earlier: Collection[str
     fields = {*earlier, field}
     if _ARCHIVE in fields and fields & _FILES.keys():
         raise BadRequest(f"Send the adapter's files or the multipart field `{_ARCHIVE}`, not both.", field)
-    file = (folder / _FILES.get(field, _ARCHIVE_NAME)).open("xb")
-    return FormPart(field, file_name, file, None if field in _LARGE_FILES else _MAX_SMALL_FILE_BYTES)
+    path = folder / _FILES.get(field, _ARCHIVE_NAME)
+    path.parent.mkdir(exist_ok=True)
+    limit = None if field in _LARGE_FILES else max_extra_bytes(path.relative_to(folder).as_posix())
+    return FormPart(field, file_name, path.open("xb"), limit)
 
 
 class Uploads:

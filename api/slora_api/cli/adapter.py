@@ -6,6 +6,7 @@ machine, because the server downloads nothing on a tenant's behalf.
 
 import argparse
 import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from urllib.parse import quote
 from slora.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterError
+from slora_adapters.peft.extras import EXTRA_FIELDS
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import HubSnapshot, download
+from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.progress_bar import count_reads, show_progress
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import (
@@ -32,11 +35,6 @@ __all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
 
 # Multipart field -> the name of the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
-_OPTIONAL = {
-    "tokenizer_config": "tokenizer_config.json",
-    "chat_template": "chat_template.jinja",
-    "generation_config": "generation_config.json",
-}
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
@@ -54,7 +52,14 @@ def _find_members(directory: Path) -> dict[str, Path]:
             f"{directory} has no {' and no '.join(missing)}; give the directory of a PEFT adapter, or "
             "an archive of it"
         )
-    found = {field: directory / name for field, name in (_REQUIRED | _OPTIONAL).items()}
+    found = {field: directory / name for field, name in (_REQUIRED | EXTRA_FIELDS).items()}
+    left_out = [
+        path.name
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path not in found.values() and not is_harmless([path.name])
+    ]
+    if left_out:
+        print(f"Not sent, because adapters have no such files: {', '.join(left_out)}", file=sys.stderr)
     return {field: path for field, path in found.items() if path.is_file()}
 
 
@@ -94,6 +99,8 @@ def _describe_push(pushed: dict[str, Any]) -> str:
         f"  base model   {found['base']}{trial}",
         f"  digest       {pushed['digest']}",
     ]
+    if found["uses"]:
+        lines.append(f"  uses         {'; '.join(found['uses'])}")
     if predicted := ", ".join(loads):
         lines.insert(4, f"  cold load    {predicted}")
     return "\n".join([*lines, f"Call it with model={json.dumps(pushed['name'])}."])

@@ -56,8 +56,8 @@ class DeletedAlias(TypedDict):
 async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) -> PublishedObject:
     """Uploads an adapter as a new version of its name.
 
-    The multipart fields are name, config and weights, and optionally tokenizer_config, chat_template, generation_config
-    and base_fingerprint. One archive may replace all files.
+    The multipart fields are name, config and weights, and optionally base_fingerprint, chat templates,
+    generation_config and the tokenizer's files. One archive may replace all files.
     """
     with services.generator.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")

@@ -40,6 +40,7 @@ class BaseModelFiles:
             served_dtype=self.dtype,
             vocab_size=self.config.vocab_size,
             base_directory=self.directory,
+            tokenizer_digests=self.tokenizer.digests,
         )
 
     def base(self) -> BaseModelInfo:

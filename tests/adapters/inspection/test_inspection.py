@@ -78,10 +78,16 @@ def test_each_hostile_adapter_is_refused_for_its_own_reason(tmp_path: Path) -> N
 
 MEMBERS = make_members(chat_template_dot_jinja="{{ messages }}")
 TEMPLATE = MEMBERS["chat_template.jinja"]
-# Other files that users' archives contain: folders, notes, files of operating systems, and training logs.
+# Other files that users' archives contain: folders, notes, files of operating systems, and what Trainer writes.
 BESIDES = {
     "README.md": b"# mine",
     "training/log.json": b"{}",
+    "training_args.bin": b"\x80\x04.",
+    "optimizer.pt": b"PK\x03\x04",
+    "scheduler.pt": b"PK\x03\x04",
+    "rng_state_0.pth": b"PK\x03\x04",
+    "trainer_state.json": b"{}",
+    "tokenizer.model": b"x",
     "__MACOSX/._adapter_config.json": b"x",
     ".DS_Store": b"",
 }

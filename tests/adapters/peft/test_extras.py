@@ -1,12 +1,17 @@
 import json
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from slora.text.chat_template import render_chat
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.peft.peft_directory import parse_adapter
 from tests.adapters.hand_made import SHAPE, make_members, reason_codes
+from tests.support.tiny_tokenizers import byte_fallback, byte_level, write_tokenizer
 
 
 def _extras(**files: str) -> AdapterExtras:
@@ -24,7 +29,7 @@ def test_texts_beside_the_weights_are_kept_as_they_are() -> None:
     "template",
     [
         "{{ m }}",
-        [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ m }}"}],
+        [{"name": "rag", "template": "x"}, {"name": "default", "template": "{{ m }}"}],
         [{"name": ["unhashable"], "template": "x"}, {"name": "default", "template": "{{ m }}"}],
     ],
 )
@@ -81,3 +86,132 @@ def test_a_lone_surrogate_is_refused_with_its_file_and_a_pair_of_them_is_accepte
         parse_adapter({name: memoryview(raw) for name, raw in lone.items()}, SHAPE, AdapterLimits())
     paired = '{"chat_template": "a\\ud83d\\ude00"}'
     assert _extras(tokenizer_config_dot_json=paired).chat_template == "a\U0001f600"
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+OWN_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    write_tokenizer(directory, byte_level())
+    return directory
+
+
+def _limits(base: Path) -> AdapterLimits:
+    return AdapterLimits(
+        vocab_size=500, base_directory=base, tokenizer_digests=Tokenizer.from_directory(base).digests
+    )
+
+
+def _read(base: Path, files: dict[str, str]) -> AdapterExtras:
+    members = make_members() | {name: text.encode() for name, text in files.items()}
+    views = {name: memoryview(raw) for name, raw in members.items()}
+    return parse_adapter(views, SHAPE, _limits(base)).extras
+
+
+def _saved(base: Path, directory: Path, **changes: object) -> dict[str, str]:
+    """The files that transformers saves of the base's tokenizer with changes."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for name, value in changes.items():
+        if name == "added":
+            tokenizer.add_special_tokens({"additional_special_tokens": value})
+        else:
+            setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(directory)
+    return {path.name: path.read_text() for path in directory.iterdir()}
+
+
+def test_the_saved_tokenizer_of_the_base_changes_nothing(base: Path, tmp_path: Path) -> None:
+    files = _saved(base, tmp_path)
+    assert _read(base, files) == AdapterExtras(files["chat_template.jinja"])
+    del files["chat_template.jinja"]
+    assert _read(base, files) == AdapterExtras()
+
+
+def test_the_special_tokens_of_an_adapter_are_those_of_its_template_and_its_end_token_stops(
+    base: Path, tmp_path: Path
+) -> None:
+    """Born from a bug: the base's tokens were in the adapter's template, and its end token did not end answers."""
+    stop = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|user|>")
+    names = {"eos_token": "<|user|>", "bos_token": "<|system|>", "chat_template": OWN_TEMPLATE}
+    files = _saved(base, tmp_path, **names)
+    extras = _read(base, files | {"generation_config.json": '{"eos_token_id": 1, "top_p": 0.5}'})
+    special = Tokenizer.from_directory(base).special_tokens
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(CHAT, tokenize=False)
+    assert extras.chat_template is not None and expected == "<|system|>hello<|user|>"
+    assert render_chat(extras.chat_template, CHAT, special, {}) == expected
+    assert json.loads(extras.generation_config or "") == {"eos_token_id": [1, stop], "top_p": 0.5}
+    assert f"eos_token '<|user|>' (id {stop})" in extras.uses
+    # Without a template of its own, the adapter's tokens are those of the base's template.
+    own = _read(base, {"special_tokens_map.json": json.dumps({"eos_token": {"content": "<|user|>"}})})
+    chat = [{"role": "user", "content": "hello, you tokenizer of mine"}]
+    rendered = render_chat(own.chat_template or "", chat, special, {"add_generation_prompt": False})
+    assert rendered == f"<s><|user|>{chat[0]['content']}<|user|>\n"
+    assert json.loads(own.generation_config or "") == {"eos_token_id": [stop]}
+
+
+TOOLS = "  {%- if tools %}\n[{{ tools }}]{% endif %}{{ messages[0].content }}\n\n"
+PLAIN = "  {% set a = 1 %}\n{{ messages[0].content }}\n  "
+
+
+@pytest.mark.parametrize("place", ["config", "folder", "chat_template.json"])
+def test_the_template_for_tools_is_used_for_requests_with_tools(base: Path, place: str) -> None:
+    listed = json.dumps(
+        {
+            "chat_template": [
+                {"name": "default", "template": PLAIN},
+                {"name": "tool_use", "template": TOOLS},
+                {"name": "rag", "template": "x"},
+            ]
+        }
+    )
+    files = {
+        "config": {"tokenizer_config.json": listed},
+        "folder": {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": TOOLS},
+        "chat_template.json": {"chat_template.json": listed},
+    }[place]
+    extras = _read(base, files)
+    assert extras.chat_template is not None
+    for variables, template in (({}, PLAIN), ({"tools": ["x"]}, TOOLS)):
+        expected = render_chat(template, CHAT, {}, variables)
+        assert render_chat(extras.chat_template, CHAT, {}, variables) == expected
+    assert any("'rag'" in use for use in extras.uses) == (place != "folder")
+
+
+def test_the_template_of_a_processor_is_found(base: Path) -> None:
+    extras = _read(base, {"chat_template.json": '{"chat_template": "{{ messages }}"}'})
+    assert extras == AdapterExtras("{{ messages }}") and extras.uses == ("chat_template.json (default)",)
+
+
+@pytest.mark.parametrize("names", [("tokenizer.json",), ("tokenizer_config.json",), ("added_tokens.json",)])
+def test_a_token_that_the_base_lacks_is_refused_by_name(
+    base: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """Born from a bug: such a token was split into letters."""
+    files = _saved(base, tmp_path, added=["<|call|>"])
+    number = json.loads(files["tokenizer.json"])["added_tokens"][-1]["id"]
+    files["added_tokens.json"] = json.dumps({"<|call|>": number})
+    config = {"added_tokens_decoder": {str(number): {"content": "<|call|>"}}}
+    files["tokenizer_config.json"] = json.dumps(config)
+    with pytest.raises(
+        AdapterInvalid, match=r"token \d+ of the adapter's tokenizer is '<\|call\|>', which the base"
+    ):
+        _read(base, {name: files[name] for name in names})
+    # A token for padding is never needed.
+    padded = {name: files[name] for name in names} | {"special_tokens_map.json": '{"pad_token": "<|call|>"}'}
+    assert _read(base, padded).uses == ("not pad_token '<|call|>', because answers are not padded",)
+
+
+def test_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, byte_fallback(), None)
+    with pytest.raises(AdapterInvalid, match=r"tokenizer.json splits texts into other tokens"):
+        _read(base, {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()})
+    with pytest.raises(AdapterInvalid, match=r"tokenizer.json is not a tokenizer"):
+        _read(base, {"tokenizer.json": '{"a": 1}'})
+    with pytest.raises(
+        AdapterInvalid, match=r"eos_token is '<eos>', which the base model's tokenizer does not"
+    ):
+        _read(base, {"special_tokens_map.json": '{"eos_token": "<eos>"}'})

@@ -910,8 +910,13 @@ def _zips(make: Maker) -> dict[str, HostileUpload]:
         "zip: an archive inside": _archived(
             also("more.zip", proper), "'more.zip' is an archive inside", "archive_nested"
         ),
+        "zip: an unknown file": _archived(
+            also("model.safetensors"),
+            "'model.safetensors' is not a file of an adapter",
+            "archive_unknown_file",
+        ),
         "zip: a pickle inside": _archived(
-            also("optimizer.pt"), "'optimizer.pt' is a pickle, which is never loaded", "pickle"
+            also("weights.pt"), "'weights.pt' is a pickle, which is never loaded", "pickle"
         ),
         "zip: pickled weights": _archived(
             make_zip({CONFIG: members[CONFIG], "adapter_model.bin": b"\x80\x04."}),
@@ -1127,7 +1132,7 @@ def _tars(make: Maker) -> dict[str, HostileUpload]:
         "tar: a size below zero": _archived(
             negative(), "broken: a member has the negative size -512", "archive_malformed"
         ),
-        "tar: a pickle inside": _archived(also("rng_state.pth"), "'rng_state.pth' is a pickle", "pickle"),
+        "tar: a pickle inside": _archived(also("weights.pth"), "'weights.pth' is a pickle", "pickle"),
         "tar: an archive inside": _archived(
             also("a.tar.gz"), "'a.tar.gz' is an archive inside", "archive_nested"
         ),
