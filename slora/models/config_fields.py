@@ -31,6 +31,12 @@ class ConfigFields:
         given = self._fields.get(name)
         return type(given) is type(value) and given == value
 
+    def is_text(self, name: str, *, or_number: bool = False) -> bool:
+        """Whether the field is a text or a list of texts. or_number: whether numbers count as texts."""
+        value = self._fields.get(name)
+        kinds = (str, int, float) if or_number else (str,)
+        return all(type(text) in kinds for text in (value if isinstance(value, list) else [value]))
+
     def refusal(self, name: str, complaint: str) -> ConfigError:
         """Returns an error. `complaint` continues the message after the field and its value: "; it must be ..."."""
         return self._refuse(name, self._fields.get(name), complaint)

@@ -5,6 +5,7 @@ unknown kind of layer with it. The lists come from transformers' config classes 
 add.
 """
 
+import re
 from collections.abc import Mapping
 
 from slora.models.config_fields import ConfigFields
@@ -175,6 +176,15 @@ _ROPE = {
     "truncate",
     "type",
 }
+# A text in a field with such a name describes the checkpoint. Names of parts of the model are excluded.
+_DESCRIPTION = re.compile(
+    r"(.*_)?(name|name_or_path|path|version|revision|commit|hash|date|time|timestamp|author|authors|license|language|"
+    r"languages|description|url|source|tag|tags|organization|quantized_by|created_at|created_by|library)"
+)
+_NUMBERED = re.compile(r"(.*_)?(version|date|timestamp|created_at)")
+_PART_OF_MODEL = re.compile(
+    r"act|norm|att|rope|rotary|pos|mlp|expert|embed|layer|cache|impl|kernel|class|quant_|mask|bias"
+)
 _REMEDY = (
     "; slora's decoder does not use this field, which may change the model's output: remove the "
     "field if it has no effect, or choose --model-impl transformers"
@@ -204,8 +214,16 @@ def refuse_unknown_rope_fields(values: ConfigFields) -> None:
 def _refuse(fields: ConfigFields, known: set[str], fixed: Mapping[str, object]) -> None:
     neutral = {**_NEUTRAL, **fixed}
     for name in sorted(fields.names() - (known - fixed.keys())):
-        if name not in neutral or not fields.equals(name, neutral[name]):
+        if name in neutral and fields.equals(name, neutral[name]):
+            continue
+        if not _describes(name, fields):
             raise fields.refusal(name, _REMEDY)
+
+
+def _describes(name: str, fields: ConfigFields) -> bool:
+    """Returns whether the field only tells people about the checkpoint, such as its name, version or date."""
+    is_description = _DESCRIPTION.fullmatch(name) is not None and _PART_OF_MODEL.search(name) is None
+    return is_description and fields.is_text(name, or_number=_NUMBERED.fullmatch(name) is not None)
 
 
 def _read_by(family: Family) -> set[str]:

@@ -488,6 +488,33 @@ def test_fields_that_change_no_logits_are_accepted(tmp_path: Path, changes: dict
     assert replace(read(tmp_path, **changes), dtype="float32") == read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "_model_name_or_path": "SmolLM2 135M"
+        },  # transformers writes it for a model that was converted from GGUF
+        {"converter_version": "4.1", "gguf_version": 3, "release_date": "2026-01-01", "created_at": 1.7e9},
+        {"author": "x", "languages": ["en", "de"], "source_url": "https://example.org", "license": "mit"},
+    ],
+)
+def test_unknown_fields_that_only_describe_the_checkpoint_are_accepted(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert read(tmp_path, **changes) == read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm_name": "rms"}, {"model_version": {"a": 1}}, {"position_embedding_version": 2}, {"scale_path": 3}],
+)
+def test_unknown_fields_that_may_describe_the_arithmetic_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="does not use this field"):
+        read(tmp_path, **changes)
+
+
 def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:
     """Born from a random config that used up the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}))
