@@ -5,8 +5,8 @@ head such as Phi's or CTRL's has a bias, which is saved too. When PEFT loads the
 model's parameters. A copy that differs means that the adapter was trained on another base model or with added tokens.
 Such an adapter would need its own embedding matrix, which is not supported.
 
-Each copy is compared with the checkpoint, in the dtype in which the copy was saved. An accepted copy is neither part
-of the digest nor stored.
+Each copy is compared with the checkpoint in the dtype that is served, in which PEFT would use it. An accepted copy is
+neither part of the digest nor stored.
 """
 
 import json
@@ -26,6 +26,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Safetensors dtype name -> the name that `convert` expects.
 _SERVED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_STORED = {served: stored for stored, served in _SERVED.items()}
 # Rows compared at a time, so that a conversion needs little memory and stops at the first difference.
 _ROWS = 1024
 
@@ -36,11 +37,14 @@ def find_copies(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> froze
 
 
 def refuse_other_copies(
-    copies: Iterable[StoredTensor], shape: ModelShape, base_directory: Path | None
+    copies: Iterable[StoredTensor], shape: ModelShape, base_directory: Path | None, served_dtype: str | None
 ) -> Iterable[Reason]:
-    """Yields a reason to refuse the adapter for each copy of a base parameter that differs or cannot be compared."""
+    """Yields a reason to refuse the adapter for each copy of a base parameter that differs or cannot be compared.
+
+    served_dtype: None stands for the dtype of the checkpoint.
+    """
     for tensor in copies:
-        why = _compare(tensor, shape, base_directory)
+        why = _compare(tensor, shape, base_directory, served_dtype)
         if why is not None:
             code = "bias" if _is_bias(tensor.name) else "embeddings"
             yield Reason(code, f"tensor {tensor.name[:120]!r} {why}")
@@ -50,7 +54,9 @@ def _is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
-def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | None) -> str | None:
+def _compare(
+    tensor: StoredTensor, shape: ModelShape, base_directory: Path | None, served_dtype: str | None
+) -> str | None:
     name = parse_copy_name(tensor.name, shape)
     if name is None or base_directory is None:
         return "holds a whole parameter, and the base model is not available here to compare it with"
@@ -64,8 +70,16 @@ def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | Non
         own = _read_base(base_directory, name, expected, shape)
     except (OSError, ValueError, KeyError) as error:
         return f"cannot be compared with the base model's: {error}"
-    if _equal(tensor, own):
+    served = served_dtype or _SERVED[own.dtype]
+    if _equal(tensor, own, served):
         return None
+    for rounded in _SERVED.values():
+        if _equal(tensor, own, served, rounded):
+            return (
+                f"is the base model's rounded to {rounded}, which PEFT would use in place of the base model's own in "
+                f"{served}; save the adapter with save_pretrained(..., save_embedding_layers=False) to use the base "
+                "model's own"
+            )
     if _is_bias(name):
         return "differs from the base model's: a trained bias is not supported, or the adapter belongs to another base"
     return (
@@ -106,9 +120,15 @@ def _list_files(directory: Path) -> Iterable[Path]:
     return [directory / Path(shard).name for shard in sorted(shards)]
 
 
-def _equal(tensor: StoredTensor, own: StoredTensor) -> bool:
+def _equal(tensor: StoredTensor, own: StoredTensor, served: str, rounded: str | None = None) -> bool:
+    """Returns whether the copy is the base's parameter in the dtype `served`. rounded: a dtype to which the parameter
+    is rounded before it is compared.
+    """
     for start in range(0, own.shape[0], _ROWS):
-        expected = convert(own.values[start : start + _ROWS], own.dtype, _SERVED[tensor.dtype])
-        if not np.array_equal(tensor.values[start : start + _ROWS], expected):
+        expected, dtype = own.values[start : start + _ROWS], own.dtype
+        if rounded is not None:
+            expected, dtype = convert(expected, dtype, rounded), _STORED[rounded]
+        copy = convert(tensor.values[start : start + _ROWS], tensor.dtype, served)
+        if not np.array_equal(copy, convert(expected, dtype, served)):
             return False
     return True

@@ -124,7 +124,7 @@ class _BaseTokenizer:
 
     @cached_property
     def _vocabulary(self) -> FastTokenizer:
-        return FastTokenizer.from_buffer(self.read(VOCABULARY_NAME))
+        return FastTokenizer.from_buffer(self.read(VOCABULARY_NAME) or b"")
 
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token; None if the tokenizer does not have the token."""
@@ -238,10 +238,11 @@ def _read_vocabulary(
         message = f"{VOCABULARY_NAME} takes {len(raw)} bytes; at most {MAX_VOCABULARY_BYTES} are accepted"
         reasons.append(Reason("extra_too_long", message))
         return []
-    if not limits.tokenizer_digests or raw == base.read(VOCABULARY_NAME):
+    content = bytes(raw)
+    if not limits.tokenizer_digests or content == base.read(VOCABULARY_NAME):
         return []
     try:
-        tokenizer = FastTokenizer.from_buffer(bytes(raw))
+        tokenizer = FastTokenizer.from_buffer(content)
     except Exception as error:  # For any damage, the library raises bare Exception.
         reasons.append(Reason("extra_malformed", f"{VOCABULARY_NAME} is not a tokenizer: {str(error)[:300]}"))
         return []

@@ -136,7 +136,9 @@ def _assemble(
     config, length_reasons = spell_out(config, targets, shape)
     reasons += [*target_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)
-    reasons += refuse_other_copies((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
+    reasons += refuse_other_copies(
+        (tensors[name] for name in sorted(copies)), shape, limits.base_directory, limits.served_dtype
+    )
     if reasons:
         raise _invalid(reasons)
     return Adapter(

@@ -52,7 +52,7 @@ def _find_members(directory: Path) -> dict[str, Path]:
             f"{directory} has no {' and no '.join(missing)}; give the directory of a PEFT adapter, or "
             "an archive of it"
         )
-    found = {field: directory / name for field, name in (_REQUIRED | EXTRA_FIELDS).items()}
+    found = {field: directory / name for field, name in {**_REQUIRED, **EXTRA_FIELDS}.items()}
     left_out = [
         path.name
         for path in sorted(directory.iterdir())
