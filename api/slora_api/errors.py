@@ -147,10 +147,14 @@ class TenantSuspended(ApiError):
 
 
 class ModelNotFound(ApiError):
-    """The model is unknown or belongs to another tenant. The message does not reveal which."""
+    """The model is unknown or belongs to another tenant. The message does not reveal which.
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model `{model[:128]}` does not exist.")
+    near: a model with a similar name that the key may use; None if there is none.
+    """
+
+    def __init__(self, model: str, near: str | None = None) -> None:
+        hint = "" if near is None else f" Did you mean `{near}`?"
+        super().__init__(f"The model `{model[:128]}` does not exist.{hint}")
 
 
 class NotFound(ApiError):

@@ -5,6 +5,7 @@ is unambiguous. This module does not check whether the adapter exists.
 """
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from slora_adapters.errors import BadAdapterName, BadAlias
@@ -12,7 +13,8 @@ from slora_adapters.errors import BadAdapterName, BadAlias
 # The alias that every name has. A bare name resolves to it.
 LATEST = "latest"
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
+_MAX_NAME_CHARS = 128
+_NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_MAX_NAME_CHARS - 1}}}", re.ASCII)
 # A version number has at most 18 digits, which fit SQLite's 64-bit integers. It has no leading zero, so that each
 # version has only one spelling.
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
@@ -44,8 +46,17 @@ class AdapterReference:
 def check_adapter_name(name: str) -> str:
     """Returns the name if it is valid. Raises BadAdapterName."""
     if not _NAME.fullmatch(name):
-        raise BadAdapterName(f"{name[:140]!r} is not a valid adapter name: a name has {_RULE}")
+        near = suggest_adapter_name(name)
+        hint = "" if near is None else f"; {near!r} would be valid"
+        raise BadAdapterName(f"{name[:140]!r} is not a valid adapter name: a name has {_RULE}{hint}")
     return name
+
+
+def suggest_adapter_name(text: str) -> str | None:
+    """Returns a valid name that looks like the text; None if the text has no letter or digit of ASCII."""
+    plain = unicodedata.normalize("NFKD", text[:512]).encode("ascii", "ignore").decode().lower()
+    name = re.sub(r"[^a-z0-9._-]+", "-", plain).lstrip("._-")[:_MAX_NAME_CHARS].rstrip("-")
+    return name or None
 
 
 def check_alias_name(alias: str) -> str:

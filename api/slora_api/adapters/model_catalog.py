@@ -11,6 +11,7 @@ This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Literal
 
 from typing_extensions import TypedDict
@@ -20,7 +21,7 @@ from slora.engine.client import EngineClient
 from slora.errors import EngineUnavailable
 from slora.request import WeightedAdapter
 from slora.text.generation_defaults import read_generation_defaults
-from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName
+from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.reference import parse_reference
@@ -43,6 +44,12 @@ from slora_api.tenants.key_record import KeyRecord
 from slora_api.threads import tenant_thread
 
 __all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
+
+# A suggestion for an unknown model compares up to twice this many names, which takes about 10 ms.
+_MAX_COMPARED = 256
+_MAX_REFERENCE_CHARS = 128
+# The number of threads that find suggestions at the same time.
+_MAX_SUGGESTING = 2
 
 
 class ModelObject(TypedDict):
@@ -86,6 +93,7 @@ class ModelCatalog:
         self._adapters = adapters
         self._client = client
         self._pinning = pinning
+        self._num_suggesting = 0
 
     def check_key_adapter(self, reference: str) -> None:
         """Checks a reference to the default adapter of a new API key. The adapter need not exist yet.
@@ -139,6 +147,17 @@ class ModelCatalog:
 
         Raises ModelNotFound. Raises StoreUnavailable if the name is not cached and the registry does not answer.
         """
+        try:
+            return await self._find_model(key, name, user, is_stale=is_stale)
+        except ModelNotFound:
+            near = await self._suggest(key, name)
+            if near in (None, name):
+                raise
+            raise ModelNotFound(name, near) from None
+
+    async def _find_model(
+        self, key: KeyRecord, name: str, user: str | None, *, is_stale: bool
+    ) -> ServedModel:
         wanted = self._reference(key, name)
         if wanted is None:
             return ServedModel(name, (), (), frozenset([None]), self._base.defaults)
@@ -226,6 +245,12 @@ class ModelCatalog:
 
     def describe_model(self, key: KeyRecord, name: str) -> ModelObject:
         """Describes a listed model or a single version. Raises ModelNotFound."""
+        try:
+            return self._describe_model(key, name)
+        except ModelNotFound:
+            raise ModelNotFound(name, self._find_near(key, name[:_MAX_REFERENCE_CHARS].lower())) from None
+
+    def _describe_model(self, key: KeyRecord, name: str) -> ModelObject:
         wanted = self._reference(key, name)
         if wanted is None:
             return self._base_model()
@@ -316,6 +341,34 @@ class ModelCatalog:
         wanted = (key.adapter or self._base.name) if name == DEFAULT_MODEL else name
         key.check_model(wanted)
         return None if wanted == self._base.name else wanted
+
+    async def _suggest(self, key: KeyRecord, name: str) -> str | None:
+        """Returns an existing model with a similar name that the key may use. While many requests name unknown models,
+        most of them get no suggestion.
+        """
+        if self._num_suggesting >= _MAX_SUGGESTING:
+            return None
+        self._num_suggesting += 1
+        try:
+            return await asyncio.to_thread(self._find_near, key, name[:_MAX_REFERENCE_CHARS].lower())
+        except StoreUnavailable:
+            return None
+        finally:
+            self._num_suggesting -= 1
+
+    def _find_near(self, key: KeyRecord, name: str) -> str | None:
+        registry, own = self._adapters.registry, name.partition("@")[0]
+        if key.models is not None:
+            rollouts = [
+                rollout for known in key.models.names() for rollout in registry.aliases(key.tenant, known)
+            ]
+        else:
+            rollouts = [*registry.list(key.tenant, limit=_MAX_COMPARED), *registry.aliases(key.tenant, own)]
+            if len(rollouts) >= _MAX_COMPARED:
+                rollouts += registry.list(key.tenant, limit=_MAX_COMPARED, after=own[:1])
+        known = [self._base.name, *(rollout.label for rollout in rollouts)]
+        usable = [one for one in known if key.models is None or key.models.permits(one)]
+        return next(iter(get_close_matches(name, usable, 1)), None)
 
     def _find_version(self, tenant: str, reference: str) -> AdapterRecord:
         try:

@@ -20,6 +20,7 @@ from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import HubSnapshot, download
 from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.progress_bar import count_reads, show_progress
+from slora_adapters.registry.reference import suggest_adapter_name
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import (
     CommandFailed,
@@ -113,6 +114,16 @@ def _default_name(source: Path) -> str:
     return name.removesuffix(suffix) if source.is_file() else name
 
 
+def _derive_name(text: str) -> str:
+    """Returns a valid adapter name that looks like the text, and says so if it is another one."""
+    name = suggest_adapter_name(text)
+    if name is None:
+        raise CommandFailed(f"{text!r} cannot be made an adapter name; choose one with --name")
+    if name != text:
+        print(f"The adapter is named {name}, because {text!r} is not a valid name (--name).", file=sys.stderr)
+    return name
+
+
 def _fingerprint(directory: Path) -> str:
     try:
         return fingerprint(directory)
@@ -125,9 +136,10 @@ def push(arguments: argparse.Namespace) -> None:
     fields = {"base_fingerprint": _fingerprint(Path(arguments.base))} if arguments.base else {}
     snapshot = _download(arguments.source)
     source = snapshot.directory if snapshot else Path(arguments.source)
-    own_name = snapshot.reference.name if snapshot else _default_name(source)
-    fields["name"] = arguments.name or own_name
     paths = _find_files(source)
+    fields["name"] = arguments.name or _derive_name(
+        snapshot.reference.name if snapshot else _default_name(source)
+    )
     with tenant_client() as client, ExitStack() as stack:
         total = sum(path.stat().st_size for path in paths.values())
         advance = stack.enter_context(show_progress("Uploading", total))

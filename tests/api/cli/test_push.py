@@ -31,3 +31,25 @@ def test_a_push_shows_its_progress_on_a_terminal_only(
         assert main(["adapter", "push", str(directory)]) == 0
         assert ("Uploading" in stderr.getvalue()) == is_shown
         assert "greeter@1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("Llama-3.2_SQL.LoRA", "llama-3.2_sql.lora"), ("_Größe (final) ", "groe-final")]
+)
+def test_a_folder_whose_name_is_not_valid_is_pushed_under_a_name_like_it(
+    platform: Platform,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+    name: str,
+) -> None:
+    monkeypatch.setenv("SLORA_URL", platform.url)
+    monkeypatch.setenv("SLORA_API_KEY", platform.key("acme"))
+    directory = write_directory(tmp_path / folder, make_members() | {"notes.bin": b"x", "README.md": b"x"})
+    assert main(["adapter", "push", str(directory)]) == 0
+    shown = capsys.readouterr()
+    assert f"{name}@1" in shown.out and f"The adapter is named {name}, because" in shown.err
+    assert "Not sent, because adapters have no such files: notes.bin\n" in shown.err
+    assert main(["adapter", "push", str(directory), "--name", folder]) == 1
+    assert f"; '{name}' would be valid" in capsys.readouterr().err

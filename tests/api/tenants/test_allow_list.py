@@ -215,3 +215,30 @@ def test_another_tenants_adapter_is_not_accepted_in_an_allow_list(platform: Plat
         refused = admin.post("/admin/tenants/stranger/keys", json={"models": ["voice"]})
         assert refused.status_code == 400
         assert admin.post("/admin/tenants/nobody/keys", json={"models": ["voice"]}).status_code == 404
+
+
+def test_an_unknown_model_is_answered_with_a_near_name_that_the_key_may_use(platform: Platform) -> None:
+    keys = {name: platform.key(name) for name in ("near", "elsewhere")}
+    for name in ("greeter", "llama-3.2_sql.lora"):
+        platform.upload(keys["near"], name).raise_for_status()
+    platform.upload(keys["elsewhere"], "greeter-two").raise_for_status()
+    with platform.client(ADMIN_KEY) as admin:
+        only = admin.post("/admin/tenants/near/keys", json={"models": ["greeter@latest"]}).json()["key"]
+
+    def ask(key: str, model: str) -> list[str]:
+        with platform.client(key) as client:
+            body = {"model": model, "prompt": "x"}
+            answers = [client.post("/v1/completions", json=body), client.get(f"/v1/models/{model}")]
+        assert {answer.status_code for answer in answers} == {404}
+        return [answer.json()["error"]["message"].partition(" does not exist.")[2] for answer in answers]
+
+    for asked, near in (
+        ("Greter", "greeter"),
+        ("greeter@7", "greeter"),
+        ("Llama-3.2_SQL.LoRA", "llama-3.2_sql.lora"),
+        ("greeter-two", "greeter"),
+    ):
+        assert ask(keys["near"], asked) == [f" Did you mean `{near}`?"] * 2
+    assert ask(keys["near"], "nothing like it") == ["", ""]
+    assert ask(only, "llama-3.2_sql.lora") == ask(only, "llama-3.2_sql.lor") == ["", ""]
+    assert ask(only, "greeter@1") == [" Did you mean `greeter`?"] * 2
