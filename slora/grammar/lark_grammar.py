@@ -9,6 +9,7 @@ form in a process that it can kill (`slora_api.sandbox.grammar_checks`).
 """
 
 import json
+import re
 from collections.abc import Sequence, Set
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from, regex_to_lark
 
 from slora.errors import RequestRefused
+from slora.grammar.schema_form import find_keyword, prepare_schema
 from slora.grammar.token_spelling import TokenSpelling
 from slora.structured_output import OutputKind, StructuredOutput
 from slora_kernels.layout import Int32Array
@@ -39,6 +41,8 @@ _LIMITS = LLParserLimits(
 # The library repeats a whole regular expression in its error.
 _MAX_ERROR_CHARS = 300
 _SCHEMA_PREFIX = "failed to compile JSON schema: "
+_ONE_OF = "oneOf constraints are not supported"
+_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]+)"')
 _DEAD_END = (
     "no token of this model's vocabulary can come next: the grammar allows no text there, for example because a rule "
     "refers to itself without end, or no token spells that text"
@@ -140,7 +144,7 @@ def _write_lark(output: StructuredOutput) -> str:
     """Returns the form in Lark's syntax. Raises RequestRefused."""
     match output.kind:
         case OutputKind.JSON_OBJECT:
-            text = 'start: %json {"type": "object"}'
+            text = f"start: %json {prepare_schema({'type': 'object'})}"
         case OutputKind.JSON_SCHEMA:
             text = f"start: %json {_read_schema(output)}"
         case OutputKind.REGEX:
@@ -158,7 +162,7 @@ def _read_schema(output: StructuredOutput) -> str:
         raise RequestRefused(
             f"{output.param} has the key 'x-guidance', which is not supported; remove it", output.param
         )
-    return json.dumps(schema)
+    return prepare_schema(schema)
 
 
 def _read_choices(output: StructuredOutput) -> str:
@@ -182,7 +186,23 @@ def _read_grammar(output: StructuredOutput) -> str:
 
 
 def _refusal(output: StructuredOutput, error: str) -> RequestRefused:
-    return RequestRefused(f"{output.param} can't be enforced: {_explain(error)}", output.param)
+    why = _explain_schema(output, error) or _explain(error)
+    return RequestRefused(f"{output.param} can't be enforced: {why}", output.param)
+
+
+def _explain_schema(output: StructuredOutput, error: str) -> str | None:
+    """Returns a message that names the place of an unsupported keyword in the schema; None for other errors."""
+    keyword = "oneOf" if _ONE_OF in error else None
+    if keyword is None and (found := _KEYWORD.search(error)) is not None:
+        keyword = found[1]
+    if keyword is None:
+        return None
+    is_schema = output.kind is OutputKind.JSON_SCHEMA
+    path = find_keyword(json.loads(prepare_schema(json.loads(output.text))), keyword) if is_schema else None
+    place = f"the schema has {keyword!r}" if path is None else f"the schema has {keyword!r} at {path}"
+    if keyword == "oneOf":
+        return f"{place}, whose branches may overlap: use anyOf, or give each branch a property with a const of its own"
+    return f"{place}, which is not supported; remove it"
 
 
 def _explain(error: str) -> str:

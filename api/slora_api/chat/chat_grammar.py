@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
-
+from slora.grammar.schema_form import prepare_schema
 from slora.structured_output import OPTIONS_KEY
 from slora_api.chat.answer_reader import THINK_END, THINK_START, AnswerSyntax
 
@@ -47,7 +46,7 @@ class ChatGrammar:
             parts.append("free" if self.allows_text else "calls")
         if self.schema is not None:
             parts.append("form")
-            lines.append(f"form: %json {_escape(self.schema)}")
+            lines.append(f"form: %json {_escape(prepare_schema(json.loads(self.schema)))}")
         return "\n".join([f"start: {self._thought()} ({' | '.join(parts)})", *lines])
 
     def _thought(self) -> str:
@@ -78,7 +77,7 @@ class ChatGrammar:
             plain = {"type": "object"} | dict(_NO_PARAMETERS if schema is None else schema)
             plain.pop(OPTIONS_KEY, None)
             lines.append(f"call_{index}: {begin} {json.dumps(name)} {middle} arguments_{index} {end}")
-            lines.append(f"arguments_{index}: %json {_escape(to_json(plain).decode())}")
+            lines.append(f"arguments_{index}: %json {_escape(prepare_schema(plain))}")
         return lines
 
     def _write_text(self, opener: str = "") -> list[str]:

@@ -3,12 +3,14 @@
 import json
 import random
 import re
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field, TypeAdapter
 
 from slora.errors import ConfigError, RequestRefused
 from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
@@ -231,3 +233,109 @@ def test_a_grammar_beyond_the_limits_of_a_mask_ends_with_the_reason() -> None:
         matcher.accept(rng.choice(tokens))
     assert matcher.error is not None and "too many expressions" in matcher.error
     assert not allowed(matcher) and not allowed(matcher.copy())
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int = 9
+
+
+class Dog(BaseModel):
+    kind: Literal["dog", "wolf"] = "dog"
+    friends: list["Pet"] = []
+
+
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+Dog.model_rebuild()
+
+
+class Red(BaseModel):
+    kind: Literal["light"]
+    color: Literal["red"]
+
+
+class Green(BaseModel):
+    kind: Literal["light"]
+    color: Literal["green"]
+
+
+class Dark(BaseModel):
+    kind: Literal["dark"]
+
+
+class Owner(BaseModel):
+    first: Pet | None
+    lamp: Annotated[Annotated[Red | Green, Field(discriminator="color")] | Dark, Field(discriminator="kind")]
+    oneOf: bool
+
+
+NUMBERS = {"oneOf": [{"type": "integer", "minimum": 3}, {"type": ["null", "boolean"]}, {"const": "oneOf"}]}
+UNIONS: dict[str, Any] = {
+    "tags with defaults, recursive": TypeAdapter(Pet).json_schema(),
+    "unions within": Owner.model_json_schema(),
+    "types": NUMBERS,
+    "data": {"const": {"oneOf": [{"a": 1}, {"a": 2}]}},
+}
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_answers_of_unions_are_valid(name: str) -> None:
+    """Born from a bug: unions of pydantic models were refused."""
+    output, num_ended = StructuredOutput.json_schema(UNIONS[name]), 0
+    for seed in range(8):
+        token_ids = write_at_random(output, seed)
+        if token_ids is not None:
+            num_ended += 1
+            Draft202012Validator(UNIONS[name]).validate(json.loads(TOKENIZER.decode(token_ids)))
+    assert num_ended > 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {"properties": {"pet": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}}},
+            "'oneOf' at $.properties.pet, whose branches may overlap: use anyOf, or give each branch a property",
+        ),
+        (
+            {"properties": {"a": {"items": {"not": {}}}}},
+            "'not' at $.properties.a.items, which is not supported; remove",
+        ),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' at $, which is not supported; remove it"),
+    ],
+)
+def test_an_unsupported_keyword_is_named_with_its_path_and_the_remedy(
+    schema: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape(words)):
+        LIBRARY.compile(StructuredOutput.json_schema(schema))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        StructuredOutput.json_object(),
+        StructuredOutput.json_schema({}),
+        StructuredOutput.json_schema(
+            {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+        ),
+    ],
+)
+def test_white_space_in_json_is_bounded(output: StructuredOutput) -> None:
+    """Born from a bug: 3 of 60 answers were blanks up to `max_tokens`."""
+    grammar = LIBRARY.compile(output)
+
+    def count_blanks(text: str, blank: str) -> int:
+        matcher = grammar.start({EOS})
+        for token in TOKENIZER.encode(text, add_special_tokens=False):
+            assert token in allowed(matcher)
+            matcher.accept(token)
+        (token,) = TOKENIZER.encode(blank, add_special_tokens=False)
+        for count in range(100):
+            if token not in allowed(matcher):
+                return count
+            matcher.accept(token)
+        return 100
+
+    for text in ('{"a"', '{"a":', '{"a": [1', '{"a": [1]', '{\n    "a": [\n        1,\n        2'):
+        assert 1 <= count_blanks(text, " ") < 40 and count_blanks(text, "\n") == 1
