@@ -18,8 +18,8 @@ from bench.floor import adapter_numbers, adapters_s, read_weight_numbers, single
 from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
 from bench.workload import SMALL, prompts
-from slora.engine_config import free_ram_bytes
 from slora_adapters.progress_bar import track_progress
+from slora_kernels.machine_limits import machine_limits
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.
 _IN_TURN = 64
@@ -147,7 +147,7 @@ def throughput_rows(fleet: Fleet, plan: Plan, logs: Path) -> list[Row]:
 def _lack_of_room(fleet: Fleet, plan: Plan) -> str | None:
     """A machine without the memory would kill our engine, hours into a run."""
     numbers = read_weight_numbers() + sum(adapter_numbers(index) for index in range(plan.num_adapters))
-    wanted, free = plan.pool_bytes + fleet.element_bytes * numbers, free_ram_bytes()
+    wanted, free = plan.pool_bytes + fleet.element_bytes * numbers, machine_limits().free_memory_bytes()
     if wanted <= free:
         return None
     return (

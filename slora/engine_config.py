@@ -1,6 +1,5 @@
 """Every setting of the engine, and the sizes that are derived from the settings and the machine."""
 
-import os
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
@@ -9,14 +8,12 @@ from slora.request import MAX_COMPOSED_ADAPTERS
 from slora.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check_settings, setting
 from slora_kernels.kv_format import KVFormat
 
-_GIB = 1 << 30
 # Longer drafts are rarely accepted completely, and would delay other sequences of the step.
 MAX_DRAFT_TOKENS = 64
 # With `auto`, the page pool takes a share of free RAM or GPU memory, and swap space is a share of the pool's size.
 CPU_POOL_SHARE = 0.25
 GPU_POOL_SHARE = 0.9
 SWAP_SHARE = 0.25
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,24 +187,3 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.max_num_seqs, 512 if device_type == "cpu" else 4096)
-
-
-def free_ram_bytes() -> int:
-    """Bytes that this process can still allocate: the machine's available memory, or less if a control group
-    limits it.
-    """
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = cgroup_memory_limit(), _CGROUP / "memory.current"
-    if limit is not None and used.exists():
-        available = min(available, limit - int(used.read_text()))
-    return max(available, _GIB // 4)
-
-
-def cgroup_memory_limit() -> int | None:
-    """Bytes that the control group of this process may use, as a container sees it. None without a limit."""
-    path = _CGROUP / "memory.max"
-    text = path.read_text().strip() if path.exists() else "max"
-    return None if text == "max" else int(text)

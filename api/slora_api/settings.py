@@ -27,10 +27,13 @@ from slora.setting import (
 )
 from slora_adapters.log_lines import LOG_FORMATS
 from slora_api.cluster_settings import cluster_setting_specs
+from slora_kernels.machine_limits import machine_limits
 
 __all__ = [
+    "AUTO_HOST_CACHE_BYTES",
     "TOOL_CALL_PARSERS",
     "Settings",
+    "choose_host_cache_bytes",
     "explain_unknown_variables",
     "read_settings",
     "server_setting_specs",
@@ -43,6 +46,9 @@ _PREFIX = "SLORA_"
 # Variables of the client commands, often set in the same shell.
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
 _DEMO_MODEL_NAME = "slora-demo"
+# With `auto`, the host cache takes this size, or this share of the free RAM if that is less.
+AUTO_HOST_CACHE_BYTES = 1 << 30
+_HOST_CACHE_SHARE = 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,10 @@ class Settings:
         "", "redis://HOST:PORT/DB of quota counters that several hosts share (default: each host counts for itself)",
         metavar="URL",
     )  # fmt: skip
-    host_cache_bytes: int = setting(
-        2**30, "memory for packed adapters on the host", ByteSize(), metavar="SIZE"
-    )
+    host_cache_bytes: int | None = setting(
+        None, "memory for packed adapters on the host: auto takes 1 GiB, or an eighth of the free RAM if that is less",
+        Auto(ByteSize()), metavar="SIZE",
+    )  # fmt: skip
     unknown_fields: str = setting(
         "refuse", "what happens to fields of a request that the server does not know: refuse answers 400 and names the "
         "nearest field; ignore is for gateways that add fields of their own. The header x-slora-ignored of an answer "
@@ -196,6 +203,13 @@ class Settings:
         "demo mode: create tenants, keys and adapters from DIR, which has model/ and adapters/",
         metavar="DIR",
     )
+
+
+def choose_host_cache_bytes(settings: Settings) -> int:
+    """The size of the host cache: `host_cache_bytes`, or a share of the free memory."""
+    if settings.host_cache_bytes is not None:
+        return settings.host_cache_bytes
+    return min(AUTO_HOST_CACHE_BYTES, int(machine_limits().free_memory_bytes() * _HOST_CACHE_SHARE))
 
 
 def server_setting_specs() -> tuple[SettingSpec, ...]:

@@ -4,11 +4,11 @@ The bounds are not predictions. They exclude estimates that come from noise, suc
 The fastest machine assumed here is faster than any that runs this engine, and the slowest one is slower.
 """
 
-import os
 from dataclasses import astuple, dataclass
 
 from slora.cost_model import CostModel
 from slora_kernels.layout import ModelShape
+from slora_kernels.machine_limits import machine_limits
 
 __all__ = ["CostBounds", "bound_costs"]
 
@@ -42,7 +42,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
     """
     weights = shape.num_weights
     flop = 2 * weights
-    fastest = _GPU_FLOPS if on_gpu else _CORE_FLOPS * (os.cpu_count() or 1)
+    fastest = _GPU_FLOPS if on_gpu else _CORE_FLOPS * machine_limits().num_threads
     bandwidth = _GPU_BANDWIDTH if on_gpu else _HOST_BANDWIDTH
     kv_bytes = full_page_bytes / block_tokens
     least = CostModel(

@@ -16,13 +16,14 @@ import torch
 from slora.device.device_facts import DeviceFacts
 from slora.device.float8_support import check_float8_kv
 from slora.errors import ConfigError
-from slora.runner.served_model import load_kernels, resolve_device
+from slora.runner.served_model import limit_torch_threads, load_kernels, resolve_device
 
 __all__ = ["find_device"]
 
 
 def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
     """Returns the facts about the device. Raises ConfigError if the engine cannot run with these settings."""
+    limit_torch_threads()
     device = resolve_device(device_name, kernels_name)
     try:
         kernels = load_kernels(kernels_name, device)

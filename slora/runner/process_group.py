@@ -30,7 +30,7 @@ from slora.runner.command_channel import CommandChannel
 from slora.runner.rank import Command, FinishLoads
 from slora.runner.rank_group import NO_GROUP, RankGroup
 from slora.runner.rank_process import RankSettings
-from slora.runner.served_model import find_device
+from slora.runner.served_model import find_device, limit_torch_threads
 from slora_adapters.peft.packing import ByteArray
 
 __all__ = ["start_group"]
@@ -52,13 +52,15 @@ def start_group(
     on_lost: Callable[[str], None] = _log_loss,
     log_format: str | None = None,
 ) -> RankGroup:
-    """Starts the other ranks, and waits until they are connected. Without tensor parallelism, there are none.
+    """Starts the other ranks, and waits until they are connected. Without tensor parallelism, there are none. Before
+    that, gives torch as many threads as the machine can run.
 
     on_lost: called from another thread with a reason when a rank has ended, unless the group was closed.
     log_format: one of LOG_FORMATS; None: the ranks log only warnings and errors.
 
     Raises ConfigError if the model can't be divided, or if there are fewer GPUs than ranks.
     """
+    limit_torch_threads()
     size = config.tensor_parallel_size
     if size == 1:
         return NO_GROUP

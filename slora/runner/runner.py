@@ -15,7 +15,7 @@ from slora.cost_model import CostModel
 from slora.device.device_memory import DeviceMemory
 from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.device.step_batch import StepArrays, StepBatch, tile_prompt_rows
-from slora.engine_config import EngineConfig, free_ram_bytes
+from slora.engine_config import EngineConfig
 from slora.errors import DeviceFailed
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
@@ -49,6 +49,7 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
 from slora_kernels.batch import KVGeometry
 from slora_kernels.host_copies import upload
+from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
 # The results of one step: one token for each of the chunks' `sampled_sequences`.
@@ -122,7 +123,7 @@ class Runner:
         self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
         # Each rank has as many host pages.
-        free_bytes = free_ram_bytes() // group.collectives.size
+        free_bytes = machine_limits().free_memory_bytes() // group.collectives.size
         self.num_swap_pages = count_swap_pages(config, num_pages, self.full_page_bytes, free_bytes)
         self.memory = self._memory(num_pages, self.num_swap_pages)
         self.max_model_len = find_max_model_len(
@@ -363,7 +364,7 @@ class Runner:
             free, _ = torch.cuda.mem_get_info(self.device)
             free -= torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         elif config.pool_bytes is None:
-            free = free_ram_bytes() // self._group.collectives.size
+            free = machine_limits().free_memory_bytes() // self._group.collectives.size
         return count_pages(choose_pool_bytes(config, free, on_gpu=on_gpu), self.full_page_bytes)
 
     def _run_largest_step(self, num_tokens: int, num_rows: int) -> None:

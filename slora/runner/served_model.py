@@ -3,6 +3,7 @@
 With tensor parallelism, each rank of a group has one. Otherwise rank 0 is alone and its part is the whole model.
 """
 
+import os
 from functools import partial
 
 import torch
@@ -19,9 +20,10 @@ from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
-__all__ = ["ServedModel", "find_device", "load_kernels", "resolve_device"]
+__all__ = ["ServedModel", "find_device", "limit_torch_threads", "load_kernels", "resolve_device"]
 
 
 class ServedModel:
@@ -99,6 +101,15 @@ def load_kernels(name: str, device: torch.device) -> Kernels:
         return select_kernels(name, device)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def limit_torch_threads() -> None:
+    """Gives torch no more threads than the control group lets compute at once. Torch itself counts only the cores.
+
+    The variables with which an operator sets the number of threads have precedence.
+    """
+    if not any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        torch.set_num_threads(min(torch.get_num_threads(), machine_limits().num_threads))
 
 
 def resolve_device(name: str, kernels: str = "auto") -> torch.device:

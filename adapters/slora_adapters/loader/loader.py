@@ -9,7 +9,6 @@ The loader itself has no socket; `loader_process.py` adds one.
 """
 
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
 from slora_adapters.store.store import Blob, Store
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout, ModelShape
+from slora_kernels.machine_limits import machine_limits
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Loader:
         self._waiters: dict[AdapterVersion, list[Done]] = {}
         # One load per core is enough for a tenant, because a single load already keeps about two cores busy. On two
         # cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four or six ran at the same time.
-        self._queue = LoadQueue(num_threads, loads_per_tenant, max_alone=os.cpu_count() or 1)
+        self._queue = LoadQueue(num_threads, loads_per_tenant, max_alone=machine_limits().num_threads)
         self._buffers: list[list[bytearray]] = []
         # Load times, by the tier that the adapters were loaded from.
         self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)

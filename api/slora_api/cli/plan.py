@@ -19,7 +19,7 @@ from slora.planning.remedies import find_remedies
 from slora.planning.roofline import EFFICIENCIES
 from slora.setting import ByteSize, SettingRefused, setting_specs
 from slora_api.cli.output import print_json, print_records
-from slora_api.settings import Settings
+from slora_api.settings import AUTO_HOST_CACHE_BYTES
 
 __all__ = ["plan"]
 
@@ -282,9 +282,8 @@ def _command(found: Plan) -> str:
         if isinstance(value, int) and spec.name.endswith("_bytes") and value and value % _MIB == 0:
             shown = f"{value // _MIB}MiB"
         flags.append(f"{spec.flag} {shown}")
-    cache = next(spec for spec in setting_specs(Settings) if spec.name == "host_cache_bytes")
-    if memory.host_cache_bytes > cache.default:
-        flags.append(f"{cache.flag} {memory.host_cache_bytes // _MIB}MiB")
+    if memory.host_cache_bytes > AUTO_HOST_CACHE_BYTES:
+        flags.append(f"--host-cache-bytes {memory.host_cache_bytes // _MIB}MiB")
     return " \\\n  ".join(["slora serve", *flags])
 
 

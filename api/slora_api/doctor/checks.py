@@ -28,8 +28,6 @@ from slora.engine_config import (
     CPU_POOL_SHARE,
     GPU_POOL_SHARE,
     SWAP_SHARE,
-    cgroup_memory_limit,
-    free_ram_bytes,
 )
 from slora.errors import ConfigError, SloraError
 from slora.models.model_spec import ELEMENT_BYTES
@@ -46,9 +44,10 @@ from slora_api.package_version import find_package_version
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import store_url
 from slora_api.server.descriptors import explain_few_descriptors
-from slora_api.settings import Settings, explain_unknown_variables
+from slora_api.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
 from slora_api.tenants.admin_key import explain_weak_key
 from slora_api.tenants.api_key import Pepper
+from slora_kernels.machine_limits import machine_limits, read_mounts
 
 if TYPE_CHECKING:
     from slora_adapters.store.redis_facts import RedisFacts
@@ -164,6 +163,11 @@ def check_device(device: Future[DeviceFacts], num_ranks: int = 1) -> Iterator[Fi
     named = (("torch", found.torch), ("triton", found.triton), ("numba", found.numba))
     packages = ", ".join(f"{name} {version}" for name, version in named if version)
     yield fine(f"{found.device}, kernels {found.kernels}; {packages}")
+    if (quota := machine_limits().cpu_quota) is not None:
+        yield fine(
+            f"this control group may use {quota:g} of {len(machine_limits().cores)} cores: torch gets "
+            f"{found.num_threads} {'thread' if found.num_threads == 1 else 'threads'}"
+        )
     if found.type == "cpu" and found.kernels == "torch" and found.numba is None:
         yield warning("the fast kernels for CPUs need numba", "pip install 'slora[cpu]'")
     if found.type == "cpu" and found.num_gpus:
@@ -224,7 +228,8 @@ def check_memory(settings: Settings, device: Future[DeviceFacts], model: Future[
     """Compares free memory with weights, page pool, swap space and host cache. If the model or the device has a check
     that fails, this check does without it.
     """
-    limit, free = cgroup_memory_limit(), free_ram_bytes()
+    limits = machine_limits()
+    limit, free = limits.memory_bytes, limits.free_memory_bytes()
     within = f" (this control group may use {format_bytes(limit)})" if limit is not None else ""
     found_device, found_model = _result_if_known(device), _result_if_known(model)
     weights = found_model.num_bytes if found_model else 0
@@ -246,7 +251,7 @@ def check_memory(settings: Settings, device: Future[DeviceFacts], model: Future[
         swap = int(min(likely_pool, max(0, free - sum(needs.values()))) * SWAP_SHARE)
     else:
         swap *= num_ranks
-    needs |= {"swapped sequences": swap, "host cache": settings.host_cache_bytes}
+    needs |= {"swapped sequences": swap, "host cache": choose_host_cache_bytes(settings)}
     needed = sum(needs.values())
     named = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.items())
     text = (
@@ -366,22 +371,16 @@ def _check_directory(path: Path, flag: str) -> Iterator[Finding]:
     )
 
 
-def find_file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> str:
+def find_file_system(path: Path, root: Path = Path("/")) -> str:
     """Returns the type of a path's file system as in mount(8), such as `ext4`; empty if it is not known.
 
-    path: absolute, without symbolic links. table: the list of mounts, in the format of proc(5).
+    path: absolute, without symbolic links. root: as in `read_mounts`.
     """
     best, kind = -1, ""
-    for line in table.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if len(fields) < 5:
-            continue
-        # The table contains spaces and other separators as octal escapes.
-        point = Path(fields[4].encode().decode("unicode_escape"))
+    for mount in read_mounts(root):
         # Of several mounts at the same path, the last one hides the others.
-        if path.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), after.split()[0]
+        if path.is_relative_to(mount.point) and len(mount.point.parts) >= best:
+            best, kind = len(mount.point.parts), mount.kind
     return kind
 
 

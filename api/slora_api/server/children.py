@@ -14,7 +14,8 @@ from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.sockets import Sockets
 from slora_api.server.supervisor import Child
-from slora_api.settings import Settings
+from slora_api.settings import Settings, choose_host_cache_bytes
+from slora_kernels.machine_limits import machine_limits
 
 __all__ = ["engine", "engines_and_loader", "loader", "store_url"]
 
@@ -30,7 +31,11 @@ def _split_names(text: str) -> tuple[str, ...]:
 def engines_and_loader(
     settings: Settings, model: BaseModelFiles, data: DataDir, sockets: Sockets
 ) -> list[Child]:
+    limits = machine_limits()
     environment = pass_on(os.environ, ENGINE_VARIABLES)
+    if settings.replicas > 1 and limits.num_threads < len(limits.cores):
+        # Each engine sees the whole CPU quota of the control group, so it cannot know that it has a part.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, limits.num_threads // settings.replicas)))
     return [
         loader(settings, model, sockets, store_url(settings, data)),
         *(
@@ -44,7 +49,7 @@ def engines_and_loader(
                 choose_gpus(environment, number, settings.replicas, settings.engine.tensor_parallel_size)
                 if settings.engine.device != "cpu"
                 else environment,
-                cores=choose_cores(sorted(os.sched_getaffinity(0)), number, settings.replicas),
+                cores=choose_cores(limits.cores, number, settings.replicas),
             )
             for number, path in enumerate(sockets.engines)
         ),
@@ -58,7 +63,7 @@ def loader(settings: Settings, model: BaseModelFiles, sockets: Sockets, store: s
         warm=settings.redis or None,
         shape=model.shape,
         dtype=model.dtype,
-        host_cache_bytes=settings.host_cache_bytes,
+        host_cache_bytes=choose_host_cache_bytes(settings),
         max_lora_rank=settings.engine.max_lora_rank,
         num_ranks=settings.engine.tensor_parallel_size,
     )

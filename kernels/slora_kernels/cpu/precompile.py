@@ -6,7 +6,6 @@ Each argument is a dtype, or a dtype and a KV format. Without this step, the fir
 the kernels that it needs, one after the other.
 """
 
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from slora_kernels.cpu.kernels import KV_KERNELS, NUM_KERNELS, compile_kernel
 from slora_kernels.kv_format import KVFormat
+from slora_kernels.machine_limits import machine_limits
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,7 +39,7 @@ def main() -> None:
     jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
     print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
     # A forked process does not have to import torch and numba again.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(machine_limits().num_threads, mp_context=get_context("fork")) as pool:
         waiting = [pool.submit(_compile, *job) for job in jobs]
         shown = tqdm(
             as_completed(waiting), "CPU kernels", len(jobs), unit="kernel", leave=False, disable=None

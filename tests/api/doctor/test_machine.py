@@ -29,6 +29,7 @@ from slora_api.package_version import find_package_version
 from slora_api.server import device as device_module
 from slora_api.server.device import check_num_gpus, find_device
 from slora_api.settings import Settings
+from slora_kernels.machine_limits import MachineLimits
 from tests.api.doctor.test_doctor import CPU, DEMO
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
@@ -60,8 +61,8 @@ def check_memory(settings: Settings, device: DeviceFacts = CPU, *, weights: int 
 
 @pytest.fixture
 def free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "free_ram_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr(checks, "cgroup_memory_limit", lambda: 9 * GIB)
+    monkeypatch.setattr(MachineLimits, "free_memory_bytes", lambda _: 8 * GIB)
+    monkeypatch.setattr(MachineLimits, "memory_bytes", 9 * GIB)
 
 
 @pytest.mark.usefixtures("free_ram")

@@ -333,7 +333,9 @@ def test_a_setting_that_cannot_work_is_refused_with_the_remedy(
 def test_the_default_pool_is_a_quarter_of_the_free_memory(
     kit: ModelKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slora.runner.runner.free_ram_bytes", lambda: 4 * kit.pool_bytes(100))
+    monkeypatch.setattr(
+        "slora_kernels.machine_limits.MachineLimits.free_memory_bytes", lambda _: 4 * kit.pool_bytes(100)
+    )
     source, _ = make_source(kit)
     assert make_engine(kit, source, 0, pool_bytes=None).info.num_pages == 100
 

@@ -125,7 +125,9 @@ def test_swap_space_follows_from_the_settings(kits: Kits, monkeypatch: pytest.Mo
     assert pages(preemption="recompute") == 0
     assert pages(swap_bytes=0) == 0
     assert pages(swap_bytes=kit.pool_bytes(7) + 1) == 7
-    monkeypatch.setattr("slora.runner.runner.free_ram_bytes", lambda: kit.pool_bytes(40))
+    monkeypatch.setattr(
+        "slora_kernels.machine_limits.MachineLimits.free_memory_bytes", lambda _: kit.pool_bytes(40)
+    )
     assert pages() == 10, "more than a quarter of the free memory"
 
 
