@@ -1,7 +1,9 @@
 """The data directory of a server, and the lock that prevents two servers from using it at once."""
 
 import fcntl
+import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +12,9 @@ from pathlib import Path
 from slora.errors import SloraError
 from slora_adapters.full_disk import is_full
 
-__all__ = ["DataDir", "DataDirInUse", "find_lock_holder", "open_data_dir"]
+__all__ = ["DataDir", "DataDirInUse", "ensure_temporary_directory", "find_lock_holder", "open_data_dir"]
 
+logger = logging.getLogger(__name__)
 
 _LOCK = "server.lock"
 # Lists all locks that this process can see. See proc_locks(5).
@@ -70,6 +73,11 @@ class DataDir:
         return self.path / "reserve"
 
     @property
+    def kernels(self) -> Path:
+        """Compiled kernels, if neither the installation nor the user's cache can be written."""
+        return self.path / "kernels"
+
+    @property
     def demo_keys(self) -> Path:
         return self.path / "demo-keys.json"
 
@@ -99,6 +107,17 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
         yield DataDir(path)
     finally:
         os.close(descriptor)
+
+
+def ensure_temporary_directory(data: DataDir) -> None:
+    """If no directory for temporary files can be written, this process and its children use the data directory."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        directory = data.path / "tmp"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
+        logger.warning("%s; temporary files are in %s", error.strerror, directory)
 
 
 def find_lock_holder(path: Path) -> str | None:

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from slora_kernels.cpu_isa import check_cpu_isa
+from slora_kernels.kernel_cache import prepare_triton_cache
 from slora_kernels.ops import Kernels
 
 __all__ = ["kernel_class", "select_kernels"]
@@ -45,4 +46,6 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
         raise ValueError(f"there are no kernels named {name!r}; choose one of auto, {', '.join(_CLASSES)}")
     if chosen == "numba" and device.type != "cpu":
         raise ValueError(f"the kernels 'numba' run only on a CPU, not on {device}; choose auto or triton")
+    if chosen == "triton":
+        prepare_triton_cache()
     return cast(Kernels, kernel_class(chosen).on(device))  # type: ignore[attr-defined]

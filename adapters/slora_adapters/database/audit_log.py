@@ -9,6 +9,7 @@ for all code in the block. Without `acting_as`, the actor is the server itself.
 
 import getpass
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +116,14 @@ def current_actor() -> Actor:
 
 def command_actor() -> Actor:
     """Returns the actor for a `slora` command that changes the database directly."""
-    return Actor(ActorKind.COMMAND, getpass.getuser(), socket.gethostname())
+    return Actor(ActorKind.COMMAND, _find_user_name(), socket.gethostname())
+
+
+def _find_user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # This machine does not know the user, as in a container with any user id.
+        return f"uid {os.getuid()}"
 
 
 def record_change(

@@ -126,9 +126,7 @@ class ReplicaHost:
         environment = pass_on(os.environ, ENGINE_VARIABLES)
         return [
             loader(settings, model, sockets, store_url(settings, data)),
-            engine(
-                settings, model, sockets, data.usage, "engine", place, environment, descriptors=descriptors
-            ),
+            engine(settings, model, sockets, data, "engine", place, environment, descriptors=descriptors),
         ]
 
     async def _ship_usage(self, data: DataDir) -> None:

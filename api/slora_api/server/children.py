@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from slora.errors import ConfigError
@@ -15,6 +14,7 @@ from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLE
 from slora_api.server.sockets import Sockets
 from slora_api.server.supervisor import Child
 from slora_api.settings import Settings, choose_host_cache_bytes
+from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
 
 __all__ = ["engine", "engines_and_loader", "loader", "store_url"]
@@ -43,7 +43,7 @@ def engines_and_loader(
                 settings,
                 model,
                 sockets,
-                data.usage,
+                data,
                 path.stem,
                 {"socket": str(path)},
                 choose_gpus(environment, number, settings.replicas, settings.engine.tensor_parallel_size)
@@ -82,7 +82,7 @@ def engine(
     settings: Settings,
     model: BaseModelFiles,
     sockets: Sockets,
-    usage: Path,
+    data: DataDir,
     name: str,
     place: Mapping[str, Any],
     environment: Mapping[str, str],
@@ -90,18 +90,18 @@ def engine(
     cores: Collection[int] = (),
     descriptors: tuple[int, ...] = (),
 ) -> Child:
-    """usage: the directory of the usage journal. place: where the engine listens, as fields of its `ProcessConfig`."""
+    """place: where the engine listens, as fields of its `ProcessConfig`."""
     config = {
         **place,
         "loader_socket": str(sockets.loader),
-        "usage_directory": str(usage),
+        "usage_directory": str(data.usage),
         "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
     }
     return Child(
         name,
         "slora.engine.process",
         ["--log-format", settings.log_format, "--config", json.dumps(config)],
-        environment,
+        {**environment, FALLBACK_VARIABLE: str(data.kernels)},
         descriptors=descriptors,
         cores=cores,
     )

@@ -22,7 +22,7 @@ from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_adapters.log_lines import set_up_logging
-from slora_api.data_dir import DataDir, open_data_dir
+from slora_api.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.host_board import BoardSize, HostBoard
 from slora_api.http.http_server import HttpServer
@@ -134,6 +134,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         check_num_gpus(settings.engine)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
+        ensure_temporary_directory(data)
         listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = open_sockets(stack, data, settings.replicas)
         pepper = Pepper.from_file(data.pepper)

@@ -16,7 +16,7 @@ slower, measured).
 """
 
 import hashlib
-import os
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,10 @@ from llvmlite import ir
 from numba import cfunc, config, extending, njit, types
 from numba.core import cgutils
 from numba.np.arrayobj import populate_array
+
+from slora_kernels.kernel_cache import choose_kernel_cache
+
+_log = logging.getLogger("slora.kernels")
 
 Array = Any
 Job = Any
@@ -60,26 +64,34 @@ def compiled(function: Function) -> Function:
 
 def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
     """Compiles a worker to a C function `void(void *job)`, cached on disk. carrier: the model's element type."""
+    signature = types.void(types.CPointer(carrier))
     user_choice = config.CACHE_DIR
-    config.CACHE_DIR = str(_cache_directory(user_choice))
-    try:
-        return cfunc(types.void(types.CPointer(carrier)), cache=True, **_OPTIONS)(worker)
-    finally:
-        config.CACHE_DIR = user_choice
+    directory = choose_kernel_cache(user_choice or str(Path(__file__).parent / "__pycache__"))
+    if directory is not None:
+        config.CACHE_DIR = str(directory / _name_cache())
+        try:
+            return cfunc(signature, cache=True, **_OPTIONS)(worker)
+        except (OSError, RuntimeError) as error:
+            # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError afterwards.
+            _warn_once(config.CACHE_DIR, type(error).__name__)
+        finally:
+            config.CACHE_DIR = user_choice
+    return cfunc(signature, **_OPTIONS)(worker)
 
 
 @cache
-def _cache_directory(user_choice: str) -> Path:
-    """The cache directory for the current state of the sources in this folder.
+def _warn_once(directory: str, reason: str) -> None:
+    _log.warning("compiled kernels cannot be kept in %s: %s", directory, reason)
+
+
+@cache
+def _name_cache() -> str:
+    """The name of the cache directory for the current state of the sources in this folder.
 
     numba only checks the worker's own file. After a change in another file, numba would load outdated machine code.
     """
-    here = Path(__file__).parent
-    root = Path(user_choice) if user_choice else here / "__pycache__"
-    if not user_choice and not os.access(here, os.W_OK):
-        root = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slora"
-    sources = b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))
-    return root / f"numba-{hashlib.sha256(sources).hexdigest()[:16]}"
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return f"numba-{hashlib.sha256(sources).hexdigest()[:16]}"
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

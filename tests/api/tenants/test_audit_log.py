@@ -1,5 +1,6 @@
 """Every change has one entry, written in its transaction, with who made it, from where and when."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,7 +11,14 @@ import httpx
 import pytest
 from sqlalchemy import event
 
-from slora_adapters.database.audit_log import Actor, ActorKind, AuditFilter, AuditLog, acting_as
+from slora_adapters.database.audit_log import (
+    Actor,
+    ActorKind,
+    AuditFilter,
+    AuditLog,
+    acting_as,
+    command_actor,
+)
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
@@ -280,3 +288,12 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     assert len(keys.list_keys(a)) == 1 and registry.list(a) == []
     assert [entry.action for entry in AuditLog(database).read(ALL, 10)] == ["key.create", "tenant.create"]
     assert keys.authenticate(key.secret) is not None
+
+
+def test_a_command_of_a_user_whom_the_machine_does_not_know_names_the_user_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)
+    assert command_actor().name == "uid 54321"

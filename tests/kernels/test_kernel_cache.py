@@ -1,0 +1,69 @@
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from slora_kernels.kernel_cache import FALLBACK_VARIABLE, choose_kernel_cache, prepare_triton_cache
+from tests.support.cpu_kernels import CPU_KERNELS
+
+
+@pytest.fixture
+def barred(tmp_path: Path) -> Path:
+    """A path that not even root can create: its parent is a file."""
+    (tmp_path / "file").write_bytes(b"")
+    return tmp_path / "file" / "cache"
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, *, user_cache: Path | None, server: Path | None) -> None:
+    """Sets the places of the cache. user_cache: None for a user without a home directory."""
+    for name in ("XDG_CACHE_HOME", "HOME", FALLBACK_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    if user_cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
+    if server is not None:
+        monkeypatch.setenv(FALLBACK_VARIABLE, str(server))
+
+
+def test_kernels_are_kept_in_the_first_place_that_can_be_written(
+    tmp_path: Path, barred: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package, user, server = tmp_path / "package", tmp_path / "user", tmp_path / "data" / "kernels"
+    keep(monkeypatch, user_cache=user, server=server)
+    assert choose_kernel_cache(str(package)) == package and not caplog.messages
+    assert choose_kernel_cache(str(barred)) == user / "slora"
+    for number, unusable in enumerate((barred, None)):
+        keep(monkeypatch, user_cache=unusable, server=server)
+        preferred = str(barred / str(number))
+        assert choose_kernel_cache(preferred) == choose_kernel_cache(preferred) == server
+    lines = [f"kept in {place}, because {barred}" for place in (user / "slora", server, server)]
+    assert len(caplog.messages) == 3
+    assert all(line in message for line, message in zip(lines, caplog.messages, strict=True))
+
+
+def test_without_any_place_kernels_are_compiled_and_one_line_says_so(
+    barred: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(monkeypatch, user_cache=None, server=barred)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(barred))
+    prepare_triton_cache()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "each start compiles them" in caplog.text
+
+
+@pytest.mark.skipif("numba" not in CPU_KERNELS, reason="numba is not installed")
+def test_a_worker_is_compiled_without_a_cache(barred: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba  # noqa: PLC0415
+    from slora_kernels.cpu import intrinsics  # noqa: PLC0415
+
+    def worker(job: object) -> None:
+        pass
+
+    keep(monkeypatch, user_cache=None, server=None)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(barred))
+    assert intrinsics.compile_worker(worker, numba.float32).address
+    # The directory can be written when it is chosen, and not any more when the kernel is kept.
+    monkeypatch.setattr(intrinsics, "choose_kernel_cache", lambda _: barred)
+    assert intrinsics.compile_worker(worker, numba.float32).address
