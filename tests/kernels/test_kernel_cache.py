@@ -56,6 +56,7 @@ def test_without_any_place_kernels_are_compiled_and_one_line_says_so(
 @pytest.mark.skipif("numba" not in CPU_KERNELS, reason="numba is not installed")
 def test_a_worker_is_compiled_without_a_cache(barred: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numba  # noqa: PLC0415
+
     from slora_kernels.cpu import intrinsics  # noqa: PLC0415
 
     def worker(job: object) -> None:
