@@ -61,7 +61,7 @@ class ContenderProcess:
         self._log = log
         start = time.perf_counter()
         inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [str(launch.python), "-P", "-m", launch.module],
                 stdin=subprocess.PIPE,
@@ -71,6 +71,7 @@ class ContenderProcess:
                 text=True,
                 # A group of this session: should we die, the system wakes the group and hangs up on it.
                 process_group=0,
+                encoding="utf-8",
             )
         self.version: str = self._ask(asdict(setup))["version"]
         self.ready_s = time.perf_counter() - start
@@ -96,7 +97,9 @@ class ContenderProcess:
         line = self._process.stdout.readline()
         if not line:
             code = self.stop()
-            last = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+            last = self._log.read_text(errors="replace", encoding="utf-8").strip().splitlines()[-1:] or [
+                "it printed nothing"
+            ]
             raise ContenderFailed(f"{self.name} ended with {code}: {last[0]:.200}")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)

@@ -73,7 +73,7 @@ class MetaModel:
 
     def __init__(self, fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            Path(directory, "config.json").write_text(json.dumps(fields))
+            Path(directory, "config.json").write_text(json.dumps(fields), encoding="utf-8")
             self._config = ModelConfig.from_directory(Path(directory))
         self.shape = self._config.shape(dtype.itemsize)
         self._geometry = KVGeometry(

@@ -68,7 +68,7 @@ def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
 def read_pss_bytes(process_id: int) -> tuple[int, int]:
     """Returns the PSS of a process, and the part of it that is shared memory, here the loader's host cache."""
     whole = shared = 0
-    for line in Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines():
+    for line in Path(f"/proc/{process_id}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == "Pss":
             whole = 1024 * int(value.split()[0])
@@ -110,7 +110,7 @@ def _child(module: str, config: str, threads: int, folder: Path) -> Iterator[int
         "OMP_NUM_THREADS": str(threads),
         "GOMP_SPINCOUNT": "10000",
     }
-    with (folder / f"{module}.log").open("w") as log:
+    with (folder / f"{module}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, "--config", config],
             stdin=subprocess.PIPE,

@@ -175,7 +175,7 @@ def block_rows(dtype: torch.dtype, threads: int, rounds: int) -> list[Row]:
 
 
 def find_cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()

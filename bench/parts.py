@@ -36,5 +36,5 @@ def run_parts(about: str, parts: Mapping[str, Callable[..., Tables]]) -> None:
 
 def _lost_s() -> float:
     """Seconds, of all cores together, that a virtual machine was ready to compute and its host did not let it."""
-    with open("/proc/stat") as file:
+    with open("/proc/stat", encoding="utf-8") as file:
         return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")

@@ -62,7 +62,7 @@ def launch_peer(name: str, threads: int, kv_bytes: int) -> Launch | str:
         return Launch(name, peer.module, Path(sys.executable), environment)
     folder = HOME / name
     if (folder / _FAILED).exists():
-        return (folder / _FAILED).read_text().strip()
+        return (folder / _FAILED).read_text(encoding="utf-8").strip()
     if not (folder / _INSTALLED).exists():
         return "not installed; `make bench-peers` does it"
     return Launch(name, peer.module, folder / "bin" / "python", _vllm_environment(threads, kv_bytes))
@@ -77,16 +77,18 @@ def install(peer: Peer, torch_version: str) -> str | None:
         return None
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     constraints = folder / "constraints.txt"
-    constraints.write_text(f"{torch_version}\n")
+    constraints.write_text(f"{torch_version}\n", encoding="utf-8")
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
     wanted = [*pip, "install", "--quiet", "-c", str(constraints), *peer.packages]
-    done = subprocess.run(wanted, capture_output=True, text=True, check=False)
+    done = subprocess.run(wanted, capture_output=True, text=True, check=False, encoding="utf-8")
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["pip printed nothing"]
-        (folder / _FAILED).write_text(f"pip could not install {' '.join(peer.packages)}: {last[0]}\n")
+        (folder / _FAILED).write_text(
+            f"pip could not install {' '.join(peer.packages)}: {last[0]}\n", encoding="utf-8"
+        )
         return last[0]
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *_UNUSABLE], check=True)
-    (folder / _INSTALLED).write_text("\n".join(peer.packages) + "\n")
+    (folder / _INSTALLED).write_text("\n".join(peer.packages) + "\n", encoding="utf-8")
     return None
 
 

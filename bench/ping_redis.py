@@ -28,6 +28,7 @@ class RedisPinger:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": SOURCES},
+            encoding="utf-8",
         )
 
     def stop(self) -> list[tuple[float, float]]:

@@ -104,12 +104,13 @@ def run_beside_server(rounds: int, num_replicas: int) -> int:
             [sys.executable, "-P", "-c", "from slora_api.cli.main import main; main()", "deploy", *flags],
             stdout=subprocess.PIPE,
             text=True,
+            encoding="utf-8",
         )
         try:
             assert server.stdout is not None
             deadline = time.monotonic() + _START_S
             listed = LocalCluster.of(Path(folder)).directory / "replicas.json"
-            while not listed.exists() or listed.read_text().count("port") < num_replicas:
+            while not listed.exists() or listed.read_text(encoding="utf-8").count("port") < num_replicas:
                 assert server.poll() is None and time.monotonic() < deadline, "the cluster did not start"
                 time.sleep(0.5)
             variables = {**os.environ, **LocalCluster.of(Path(folder).resolve()).variables()}

@@ -262,13 +262,19 @@ def _run_client(client: Launch, endpoint: Endpoint, load: Load) -> dict[str, Any
         variables = environment(**client.environment, OPENAI_API_KEY=endpoint.key)
         try:
             done = subprocess.run(
-                command, env=variables, capture_output=True, text=True, timeout=_CLIENT_S, check=False
+                command,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=_CLIENT_S,
+                check=False,
+                encoding="utf-8",
             )
         except subprocess.TimeoutExpired:
             raise ContenderFailed(f"the client did not end within {_CLIENT_S:g} s") from None
         if done.returncode:
             raise ContenderFailed(f"the client ended with {done.returncode}: {_last_line(done.stderr)}")
-        result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+        result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
         return result
 
 
@@ -314,7 +320,7 @@ def open_vllm(launch: Launch, depot: Depot, chosen: Sequence[Deposit]) -> Iterat
         command += ["--max-loras", str(len(chosen)), "--max-cpu-loras", str(len(chosen)), "--lora-modules"]
         command += [f"{one.name}={depot.tensor_file(one).parent}" for one in chosen]
     log = depot.data_dir / f"vllm-{len(chosen)}.log"
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -347,7 +353,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
             raise ContenderFailed(f"vLLM's server was not ready within {_START_S:g} s")
         time.sleep(0.2)
     raise ContenderFailed(
-        f"vLLM's server ended with {process.returncode}: {_last_line(log.read_text(errors='replace'))}"
+        f"vLLM's server ended with {process.returncode}: {_last_line(log.read_text('utf-8', errors='replace'))}"
     )
 
 
@@ -478,7 +484,7 @@ def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _add_mixed(depot: Depot, count: int) -> list[Deposit]:

@@ -205,7 +205,7 @@ def main() -> None:
         write_json(stem.with_suffix(".json"), tables, {"quick": options.quick, "scenes": scenes})
         about = "\n".join(f"- {name}: {text}" for name, text in scenes.items())
         text = "\n\n".join(markdown(title, table) for title, table in tables.items())
-        stem.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
+        stem.with_suffix(".md").write_text(f"{about}\n\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def format_table(title: str, rows: Sequence[Row]) -> str:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file of JSON lines. A line that a killed process did not finish is skipped."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
@@ -49,10 +49,13 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
 def write_json(path: Path, tables: Mapping[str, Sequence[Row]], options: dict[str, Any]) -> None:
     """With the commit and what the script was told."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, encoding="utf-8"
     )
     facts = {"commit": commit.stdout.strip(), "python": platform.python_version(), **options}
-    path.write_text(json.dumps({"environment": facts, "tables": tables}, indent=1, default=_plain) + "\n")
+    path.write_text(
+        json.dumps({"environment": facts, "tables": tables}, indent=1, default=_plain) + "\n",
+        encoding="utf-8",
+    )
 
 
 def _show(value: object) -> str:

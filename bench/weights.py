@@ -81,13 +81,15 @@ def write_model(directory: Path, dtype: torch.dtype, num_bytes: int) -> None:
     for file in sorted(set(weight_map.values())):
         held = [name for name in names if weight_map[f"{name}.weight"] == file]
         save_file({f"{name}.weight": torch.randn(names[name]).to(dtype) for name in held}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map}), encoding="utf-8"
+    )
     config = {
         "model_type": "llama", "vocab_size": VOCAB, "num_hidden_layers": layers, "hidden_size": HIDDEN,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": INTERMEDIATE,
         "max_position_embeddings": 2048, "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def set_cache(files: list[Path], *, warm: bool) -> None:
@@ -127,7 +129,7 @@ def read_files(files: list[Path], *, fill: bool) -> None:
 
 def resident(field: str) -> int:
     """VmRSS or VmHWM of this process in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(field)
@@ -165,7 +167,7 @@ def contender(
     files = sorted(directory.glob("*.safetensors"))
     config = ModelConfig.from_directory(directory)
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts from here
     start = time.perf_counter()
     if name != "load":
         read_files(files, fill=name == "fill")
@@ -231,7 +233,7 @@ def main() -> None:
                     rows.append(measure(Path(name), stored, served, form, options.rounds, warm=warm))
                     print(rows[-1], flush=True)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

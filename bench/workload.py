@@ -77,7 +77,7 @@ def write_model(directory: Path, dtype: torch.dtype, size: ModelSize = SMALL) ->
         tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(size.hidden)
         tensors[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(size.hidden)
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     cast = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_file(cast, directory / "model.safetensors", metadata={"format": "pt"})
 

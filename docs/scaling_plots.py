@@ -52,7 +52,7 @@ def plot_sizes(rows: list[dict[str, Any]]) -> Figure:
 
 
 def main() -> None:
-    tables = json.loads(RESULTS.read_text())["tables"]
+    tables = json.loads(RESULTS.read_text(encoding="utf-8"))["tables"]
     plot_policies(tables["policies"]).savefig(IMAGES / "scaling-policies.png", dpi=110)
     plot_sizes(tables["sizes"]).savefig(IMAGES / "scaling-load.png", dpi=110)
 

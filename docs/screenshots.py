@@ -46,7 +46,7 @@ def demo(directory: str) -> Iterator[dict[str, str]]:
         while not is_ready():
             assert server.poll() is None, "the server could not start"
             time.sleep(0.5)
-        yield json.loads((Path(directory) / "demo-keys.json").read_text())
+        yield json.loads((Path(directory) / "demo-keys.json").read_text(encoding="utf-8"))
     finally:
         server.terminate()
         server.wait()

@@ -1,11 +1,14 @@
 """Sets up logging as text lines, or as JSON with one object per line. Every process of a server uses this module."""
 
 import importlib
+import io
 import logging
+import os
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
-__all__ = ["LOG_FORMATS", "set_up_logging"]
+__all__ = ["LOG_FORMATS", "give_up", "open_missing_streams", "print_line", "set_up_logging"]
 
 LOG_FORMATS = ("text", "json")
 
@@ -42,3 +45,38 @@ def set_up_logging(
     for one in filters:
         handler.addFilter(one)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line for people, by default on standard output. A stream that cannot be written, such as a pipe without
+    a reader, is given up: what this process does must not depend on its readers.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        give_up(stream)
+        logging.getLogger("slora").warning("nothing more is printed on %s: %s", stream.name, error.strerror)
+
+
+def give_up(stream: TextIO) -> None:
+    """Discards what the stream has not written yet, and everything that is written to it from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def open_missing_streams() -> None:
+    """Makes the standard streams usable in every environment. One that is closed becomes /dev/null: otherwise, the next
+    file that this process opens would take its place. Letters that an encoding lacks are written as escapes.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # Takes the lowest free number, which is this one.
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+        elif name != "stdin" and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

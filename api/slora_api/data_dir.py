@@ -128,10 +128,10 @@ def find_lock_holder(path: Path) -> str | None:
         inode = (path / _LOCK).stat().st_ino
     except FileNotFoundError:
         return None
-    fields = (line.split() for line in _LOCKS.read_text().splitlines())
+    fields = (line.split() for line in _LOCKS.read_text(encoding="utf-8").splitlines())
     held = {one[5].rpartition(":")[2] for one in fields if len(one) > 5 and one[1] == "FLOCK"}
     return _read_owner(path) if str(inode) in held else None
 
 
 def _read_owner(path: Path) -> str:
-    return f"process {(path / _LOCK).read_text()[:32].strip() or 'unknown'}"
+    return f"process {(path / _LOCK).read_text(encoding='utf-8')[:32].strip() or 'unknown'}"

@@ -70,6 +70,7 @@ from slora_adapters.errors import (
     SloraError,
     StoreUnavailable,
 )
+from slora_adapters.shortage import find_shortage
 from slora_api.key_masking import mask_keys
 
 __all__ = [
@@ -475,6 +476,8 @@ def describe_error(error: BaseException, *, for_operator: bool = False) -> Error
 
     for_operator: include the paths and hosts that tenants must not see.
     """
+    if not isinstance(error, SloraError) and (lacking := find_shortage(error)) is not None:
+        error = ServerBusy(f"The server lacks {lacking} for this request; try again.")
     rule = _find_rule(error)
     param: str | None = "name" if isinstance(error, BadAdapterName) else getattr(error, "param", None)
     code: str | None = (

@@ -37,7 +37,9 @@ _SHOWN = (
 
 def _commit(checkout: Path) -> str:
     command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, encoding="utf-8"
+    ).stdout.strip()
 
 
 def main() -> None:

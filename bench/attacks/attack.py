@@ -90,4 +90,4 @@ def _say_whether_it_lives(target: Target) -> str:
     code = target.served.process.poll()
     if code is None:
         return "alive"
-    return f"ended with code {code}: {target.log.read_text().splitlines()[-1:]}"
+    return f"ended with code {code}: {target.log.read_text(encoding='utf-8').splitlines()[-1:]}"

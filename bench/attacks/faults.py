@@ -95,7 +95,7 @@ def full_disk(target: Target) -> Callable[[], str]:
                 20.0,
             )
             code = again.process.poll()
-        last = target.log.read_text().splitlines()[-1][:160]
+        last = target.log.read_text(encoding="utf-8").splitlines()[-1][:160]
         start = f"ends with code {code}: {last}" if code is not None else f"listens after {listens} s"
         return f"revocation: {revoked}; the revoked key: {used}; a start on the full disk {start}"
 

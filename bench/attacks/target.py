@@ -104,7 +104,7 @@ class Target:
 def adapter_files(alpha: float = 4, **extras: str | bytes) -> dict[str, bytes]:
     """An adapter of the demo model. Another alpha makes another version. extras: file names with `_` for the dot."""
     folder = ROOT / "demo" / "adapters" / "upper"
-    config = json.loads((folder / "adapter_config.json").read_text()) | {"lora_alpha": alpha}
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")) | {"lora_alpha": alpha}
     weights = (folder / "adapter_model.safetensors").read_bytes()
     names = {"chat_template": "chat_template.jinja", "generation_config": "generation_config.json"}
     texts = {names[name]: text.encode() if isinstance(text, str) else text for name, text in extras.items()}
@@ -121,8 +121,8 @@ def attacked_server(folder: Path, sources: Path, limits: Limits) -> Iterator[Tar
     demo = folder / "demo"
     shutil.copytree(ROOT / "demo" / "model", demo / "model")
     config_file = demo / "model" / "config.json"
-    config = json.loads(config_file.read_text()) | {"max_position_embeddings": CONTEXT}
-    config_file.write_text(json.dumps(config))
+    config = json.loads(config_file.read_text(encoding="utf-8")) | {"max_position_embeddings": CONTEXT}
+    config_file.write_text(json.dumps(config), encoding="utf-8")
     for name in _ADAPTERS:
         shutil.copytree(ROOT / "demo" / "adapters" / name, demo / "adapters" / name)
     data_dir = folder / "data"

@@ -50,6 +50,7 @@ def windows_of(
         text=True,
         cwd=ROOT,
         env=environment(),
+        encoding="utf-8",
     )
     try:
         yield lambda: Window(process, kind)

@@ -45,7 +45,7 @@ class Contender(Protocol):
 
 def answer(prepare: Callable[[Setup], Contender]) -> None:
     """Until standard input ends. Whatever libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def tell(message: dict[str, Any]) -> None:
@@ -65,10 +65,10 @@ def _peak_rss_mib() -> int:
     tree = [os.getpid()]
     for parent in tree:  # grows as children are found
         for listed in Path(f"/proc/{parent}/task").glob("*/children"):
-            tree += [int(child) for child in listed.read_text().split()]
+            tree += [int(child) for child in listed.read_text(encoding="utf-8").split()]
     return sum(_peak_kib(process_id) for process_id in tree) // 1024
 
 
 def _peak_kib(process_id: int) -> int:
-    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+    lines = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -211,7 +211,7 @@ def main() -> None:
                 **outcome._asdict(),
             }
             row["at"] = time.monotonic() - begun
-            with rows.open("a") as file:
+            with rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{stage.name}: {took_s:.0f} of {given_s:.0f} s; {outcome}", flush=True)
 

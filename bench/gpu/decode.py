@@ -332,7 +332,7 @@ def profile_kernels(run: Callable[[], None], num_steps: int, title: str, listing
     for name, start, end in spans:
         by_name[name].append(end - start)
     ordered = sorted(by_name.items(), key=lambda item: -sum(item[1]))
-    with listing.open("a") as file:
+    with listing.open("a", encoding="utf-8") as file:
         file.write(f"\n{title}: us a step, calls a step, us a call\n")
         for name, times in ordered[:TOP_KERNELS]:
             each, total = sum(times) / len(times), sum(times) / num_steps

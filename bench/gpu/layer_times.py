@@ -298,7 +298,7 @@ class LayerTimes:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         kernels = sorted(
             (event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"]
         )

@@ -66,6 +66,7 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                encoding="utf-8",
             )
             for _ in parts
         ]
@@ -123,10 +124,12 @@ def serving(scale: str, num_adapters: int, flags: Sequence[str]) -> Iterator[Ser
         # A copy of the sources is not installed, but the server reads the version of its package.
         about = Path(folder) / "site" / "slora-0.dist-info" / "METADATA"
         about.parent.mkdir(parents=True)
-        about.write_text("Metadata-Version: 2.1\nName: slora\nVersion: 0\n")
+        about.write_text("Metadata-Version: 2.1\nName: slora\nVersion: 0\n", encoding="utf-8")
         path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(about.parents[1])))
         environment = os.environ | {"SLORA_ADMIN_KEY": _ADMIN_KEY, "PYTHONPATH": path}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8"
+        )
         try:
             assert process.stdout is not None
             url = ""

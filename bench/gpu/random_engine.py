@@ -74,7 +74,7 @@ class EngineSize:
             return read_model_spec(Path(directory))
 
     def write_config(self, directory: Path) -> None:
-        (directory / "config.json").write_text(json.dumps(dict(self.fields)))
+        (directory / "config.json").write_text(json.dumps(dict(self.fields)), encoding="utf-8")
 
     def layout(self, kind: AdapterKind) -> AdapterLayout:
         shape = self.spec().shape(self.dtype)

@@ -48,7 +48,9 @@ def write_model(directory: Path, size: EngineSize) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "TokenizersBackend"}), encoding="utf-8"
+    )
 
 
 def deposit_adapters(model: Path, data: Path, size: EngineSize, num_adapters: int) -> None:

@@ -44,7 +44,7 @@ class ResumedTable:
 
     def add(self, row: Row) -> None:
         whole = {**self._where, **self._key, **row}
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(whole) + "\n")
         self._rows.append(whole)
 
@@ -81,4 +81,6 @@ def _read_commit() -> str:
     if commit := os.environ.get("SLORA_COMMIT"):
         return commit
     command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, encoding="utf-8"
+    ).stdout.strip()

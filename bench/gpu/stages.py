@@ -187,7 +187,12 @@ def test_natively(bench: Bench, table: ResumedTable, seconds: float) -> bool:
     # Plugins of other packages would be loaded by each worker, and their warnings would be errors.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        encoding="utf-8",
     )
     # An interrupted pytest still prints its summary.
     timers = [
@@ -342,7 +347,7 @@ def serve(stages: Mapping[str, Stage]) -> None:
     parser.add_argument("--peers", type=Path)
     options = parser.parse_args()
     # What the stages print goes to the log, which is the standard error.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     bench = Bench(options.scale, options.device, options.out, options.peers)
     compilations = Compilations()

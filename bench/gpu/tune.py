@@ -273,9 +273,9 @@ def _pick_expand(rows: list[Row]) -> dict[str, Any]:
 
 def write_choice(path: Path, architecture: str, entry: dict[str, Any]) -> None:
     """In place of what the table had for this GPU. Raises ValueError, and writes nothing, if it would be no table."""
-    table = json.loads(path.read_text()) | {architecture: entry}
+    table = json.loads(path.read_text(encoding="utf-8")) | {architecture: entry}
     draft = path.with_suffix(".new.json")
-    draft.write_text(json.dumps(table, indent=2) + "\n")
+    draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     read_sizes(draft)
     draft.replace(path)
 

@@ -18,10 +18,10 @@ _SHOWN_OF_ENVIRONMENT = ("device", "commit", "python", "torch", "triton", "drive
 
 
 def make_page() -> str:
-    quoted = dict.fromkeys(_QUOTED.findall((_ROOT / "docs" / "performance.md").read_text()))
+    quoted = dict.fromkeys(_QUOTED.findall((_ROOT / "docs" / "performance.md").read_text(encoding="utf-8")))
     parts = [_INTRODUCTION]
     for name in sorted(quoted):
-        result = json.loads((_RESULTS / name).read_text())
+        result = json.loads((_RESULTS / name).read_text(encoding="utf-8"))
         parts += [f"## {name}", _describe_environment(result["environment"])]
         for title, rows in result["tables"].items():
             parts += [f"### {title}", _make_table(rows)]

@@ -32,7 +32,7 @@ _log = logging.getLogger("mkdocs.hooks.slora")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    pages = {page: (_ROOT / file).read_text() for file, page in _PAGES.items()}
+    pages = {page: (_ROOT / file).read_text(encoding="utf-8") for file, page in _PAGES.items()}
     pages |= {f"reference/{page}": content for page, content in api_reference.make_pages().items()}
     pages["reference/cli.md"] = cli_reference.make_page()
     pages["reference/settings.md"] = settings_reference.make_page()

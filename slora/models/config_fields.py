@@ -121,7 +121,7 @@ def _is_positive(value: Any) -> bool:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Reads a JSON file. Raises OSError, or ConfigError if the file does not hold a JSON object."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

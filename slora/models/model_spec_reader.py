@@ -57,7 +57,12 @@ def _read_spec_in_subprocess(directory: Path) -> ModelSpec:
     command = [sys.executable, "-P", "-m", "slora.models.model_structure", str(directory)]
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SUBPROCESS_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            timeout=_SUBPROCESS_TIMEOUT_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(

@@ -180,7 +180,7 @@ def read_generation_defaults(text: str | None, vocab_size: int | None = None) ->
 def read_model_defaults(directory: Path) -> GenerationDefaults:
     """Reads the base model's defaults and logs each unsupported field. Raises ConfigError for a damaged file."""
     path = directory / GENERATION_NAME
-    text = path.read_text() if path.is_file() else None
+    text = path.read_text(encoding="utf-8") if path.is_file() else None
     for reason in find_unsupported_fields(text):
         _log.warning("%s: %s, which this server ignores", directory, reason.message)
     try:

@@ -126,7 +126,9 @@ def _read_in_process(directory: Path) -> ResolvedTokenizer:
 def _read_in_subprocess(directory: Path) -> ResolvedTokenizer:
     command = [sys.executable, "-P", "-m", "slora.text.transformers_tokenizer", str(directory)]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, timeout=_TIMEOUT_S, check=False, encoding="utf-8", errors="replace"
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{directory}: transformers took more than {_TIMEOUT_S} s to read the tokenizer"

@@ -6,6 +6,7 @@ sandbox, with the same names that transformers provides.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from slora.text.chat_template import render_chat
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
 from slora_adapters.peft.tokenizer_digest import digest_tokenizer
+
+# Each call has one text, which the library encodes on one thread. It would start a thread for each core anyway, and it
+# panics if the machine allows no further threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Errors of Python code that a template runs: "{0}".format() raises IndexError, a recursive macro RecursionError.
 _TEMPLATE_FAILURES = (
@@ -231,7 +236,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -253,7 +258,7 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """Reads the chat template. chat_template.jinja takes precedence over the templates in tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
         template = _named_templates(template).get("default")
@@ -264,7 +269,7 @@ def _tool_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """Reads the template `tool_use`, which transformers uses for conversations with tools, if there is one."""
     path = directory / "additional_chat_templates" / "tool_use.jinja"
     if path.is_file():
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     templates = config.get("chat_template")
     if not isinstance(templates, list) or (directory / "chat_template.jinja").is_file():
         return None

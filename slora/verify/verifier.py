@@ -188,7 +188,7 @@ def _find_warnings(prompts: Sequence[PromptCheck], request: VerificationRequest)
             "the adapter has no effect: its answers equal those of the base model; check that it was "
             "saved after training"
         )
-    config = json.loads((request.directory / CONFIG_NAME).read_text())
+    config = json.loads((request.directory / CONFIG_NAME).read_text(encoding="utf-8"))
     trained_on = str(config.get("base_model_name_or_path") or "")
     if trained_on and Path(trained_on).name not in str(request.model.resolve()):
         warnings.append(

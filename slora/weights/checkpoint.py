@@ -58,7 +58,7 @@ def _locate_tensors(directory: Path) -> Iterator[StoredTensor]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index} has no readable weight_map: {error}") from error

@@ -48,6 +48,8 @@ def _execute(
     os.dup2(errors.fileno(), 2)
     output.close()
     errors.close()
+    # The streams of the process that was forked belong to files that it may seek in.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)

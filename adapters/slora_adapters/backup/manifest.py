@@ -50,7 +50,7 @@ class Manifest:
             "digests": list(self.digests),
             "files": {name: asdict(file) for name, file in sorted(self.files.items())},
         }
-        (directory / _NAME).write_text(json.dumps(content, indent=1))
+        (directory / _NAME).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -58,7 +58,7 @@ def read_manifest(directory: Path) -> Manifest:
     newer release.
     """
     try:
-        content: dict[str, Any] = json.loads((directory / _NAME).read_text())
+        content: dict[str, Any] = json.loads((directory / _NAME).read_text(encoding="utf-8"))
         if (found := content["format"]) != _FORMAT:
             raise StoreUnfit(
                 f"the backup {str(directory)!r} has format {found}, but this release reads {_FORMAT}: use a newer "

@@ -116,7 +116,7 @@ def _list_files(directory: Path) -> Iterable[Path]:
     index = directory / _INDEX
     if not index.is_file():
         return [directory / _SINGLE]
-    shards = set(json.loads(index.read_text())["weight_map"].values())
+    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return [directory / Path(shard).name for shard in sorted(shards)]
 
 

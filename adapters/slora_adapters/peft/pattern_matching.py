@@ -102,10 +102,10 @@ def _match_in_process(task: str) -> tuple[list[str], int]:
             input=task,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
             timeout=_PATIENCE_S,
             env=environment,
             check=False,
+            encoding="utf-8",
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"matching patterns did not end within {_PATIENCE_S:g} s") from None

@@ -94,6 +94,9 @@ class Pinning:
                 )
                 await asyncio.sleep(_PAUSE_S)
                 self.refresh()
+            except Exception:
+                self.refresh()  # This task may be started again.
+                raise
 
     def _pin(self, tenant: str, name: str) -> Rollout:
         owner = self._tenant_store.find_tenant(tenant)

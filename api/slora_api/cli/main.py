@@ -6,12 +6,12 @@
 import argparse
 import gc
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 from slora.setting import SettingSpec
+from slora_adapters.log_lines import give_up, open_missing_streams, print_line
 from slora_api.cluster_settings import cluster_setting_specs
 from slora_api.package_version import find_package_version
 from slora_api.settings import server_setting_specs
@@ -771,6 +771,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Unless the subcommand's help says otherwise, the code is 0 for success, 1 for an explained failure, and 2 for wrong
     usage.
     """
+    open_missing_streams()
     parsed, unknown = make_parser().parse_known_args(arguments)
     if unknown:  # argparse would show the usage of `slora` instead of the subcommand's usage.
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
@@ -790,10 +791,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = handler(parsed)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. Without this, Python would report an error when it closes
-        # standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # Most often, standard output cannot be written: the disk is full, or the reader, such as `head`, has closed the
+        # pipe. Without this, Python would report the error again when it closes standard output.
+        give_up(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            print_line(f"slora: {error}", sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -48,9 +48,32 @@ def server_url() -> str:
     return os.environ.get("SLORA_URL") or f"http://127.0.0.1:{os.environ.get('SLORA_PORT') or 8000}"
 
 
+class _Client(httpx.Client):
+    """Sends what the user typed, also if the locale cannot decode it. Python then keeps the bytes as surrogates."""
+
+    def build_request(self, method: str, url: httpx.URL | str, **fields: Any) -> httpx.Request:
+        for name in fields.keys() & {"json", "params", "data"}:
+            fields[name] = _decode_typed(fields[name])
+        return super().build_request(method, _decode_typed(url), **fields)
+
+
+def _decode_typed(value: Any) -> Any:
+    """Returns the value with all texts decoded as UTF-8. Raises CommandFailed for a text that is not UTF-8."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape").decode("utf-8")
+        except UnicodeError:
+            raise CommandFailed(
+                f"{value!a} is not valid UTF-8; set LC_ALL to the terminal's locale"
+            ) from None
+    if isinstance(value, dict):
+        return {name: _decode_typed(one) for name, one in value.items()}
+    return [_decode_typed(one) for one in value] if isinstance(value, list) else value
+
+
 def open_client(headers: dict[str, str]) -> httpx.Client:
     """Opens an HTTP client for the server."""
-    return httpx.Client(base_url=server_url(), headers=headers, timeout=TIMEOUT)
+    return _Client(base_url=server_url(), headers=headers, timeout=TIMEOUT)
 
 
 def _read_key(variable: str, owner: str) -> str:

@@ -112,7 +112,7 @@ class _StrictLoader(yaml.SafeLoader):
 def read_cluster_file(path: Path) -> dict[str, str]:
     """Returns the settings of a cluster file as texts. Raises ConfigError."""
     try:
-        raw = yaml.load(path.read_text(), _StrictLoader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
         raise ConfigError(f"the cluster file {path} cannot be read: {error.strerror}") from error
     except ConfigError as error:

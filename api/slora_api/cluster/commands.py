@@ -113,9 +113,9 @@ def _call_ray(
     return subprocess.run(
         [sys.executable, "-P", "-m", "slora_api.cluster.ray_command"],
         input=command.to_json(),
-        text=True,
         env={**os.environ, **variables},
         check=False,
+        encoding="utf-8",
     ).returncode
 
 

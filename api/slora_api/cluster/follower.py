@@ -53,7 +53,7 @@ async def _follow(config: FollowerConfig) -> None:
 def _find_address(config: FollowerConfig) -> str:
     """Raises FileNotFoundError while a local cluster is starting."""
     if config.address_file is not None:
-        return config.address_file.read_text()
+        return config.address_file.read_text(encoding="utf-8")
     address: str | None = canonicalize_bootstrap_address(config.address)
     if address is None:
         raise ConnectionError("no Ray runs on this host: start it, or give ray_address")

@@ -52,7 +52,7 @@ class LocalCluster:
     def read_address(self) -> str:
         """Returns the address of Ray's head. Raises ConfigError while there is none."""
         try:
-            return self.address_file.read_text()
+            return self.address_file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ConfigError(
                 f"no local cluster runs on {self.directory.parent}: start it with `slora deploy --local`"

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slora_adapters.shortage import find_shortage
 from slora_api.errors import ApiError, Stopping, error_response, is_messages_path
 from slora_api.key_masking import mask_keys
 from slora_api.request_context import RequestContext, Tracing, current_request
@@ -101,8 +102,10 @@ class RequestScopeMiddleware:
             if sender.status is None:
                 await error_response(error)(scope, receive, sender.send)
         except Exception as error:  # A bug is logged, and fails only this request.
+            bug = error if (lacking := find_shortage(error)) is None else None
+            reason = "" if lacking is None else f", because the machine lacks {lacking}: {error}"
             logger.error(
-                "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error
+                "request %s: %s %s failed%s", request_id, scope["method"], scope["path"], reason, exc_info=bug
             )
             if sender.status is None:
                 await error_response(error)(scope, receive, sender.send)

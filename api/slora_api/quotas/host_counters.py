@@ -506,7 +506,9 @@ def _locked_directory(directory: Path) -> Iterator[None]:
 
 
 def _boot_id() -> bytes:
-    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+    return bytes.fromhex(
+        Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip().replace("-", "")
+    )
 
 
 def _started_at(pid: int) -> int | None:
@@ -514,7 +516,9 @@ def _started_at(pid: int) -> int | None:
     because the kernel reuses process ids.
     """
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *rest = (
+            Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESRCH):
             raise

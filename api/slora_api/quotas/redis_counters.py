@@ -48,7 +48,7 @@ _RENEW_S = 5.0
 _TIMEOUT_S = 1.0
 _PAUSE_S = 1.0
 
-_SCRIPT = Path(__file__).with_suffix(".lua").read_text()
+_SCRIPT = Path(__file__).with_suffix(".lua").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

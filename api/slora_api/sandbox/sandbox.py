@@ -85,4 +85,4 @@ def serve_requests(answer: Callable[[Any], tuple[str | None, str | None]], cpu_l
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()

@@ -14,15 +14,15 @@ if __name__ == "__main__":
     gc.disable()
 
 import argparse
-import asyncio
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from slora.engine.replica_group import ReplicaGroup
 from slora.errors import ConfigError, SloraError
@@ -38,6 +38,7 @@ from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.shortage import Work, run_event_loop
 from slora_adapters.store.store_url import check_redis_url, load_optional, open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.canary import Canary
@@ -282,18 +283,18 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 
 def background_work(
     services: Services, client: ReplicaGroup, on_hello: Callable[[], None] = lambda: None
-) -> list[Coroutine[Any, Any, None]]:
+) -> list[Work]:
     """Returns the background tasks of each API process. `serve.py` adds the tasks that the main process does for the
     host. on_hello: see `ReplicaGroup.run`.
     """
     return [
-        client.run(on_hello),
-        services.follower.run(),
-        services.running.run(),
-        services.key_use.run(),
-        services.quotas.run(),
-        services.usage_shipper.run(),
-        DiskWatch(services.reserve, services.key_store).run(),
+        partial(client.run, on_hello),
+        services.follower.run,
+        services.running.run,
+        services.key_use.run,
+        services.quotas.run,
+        services.usage_shipper.run,
+        DiskWatch(services.reserve, services.key_store).run,
     ]
 
 
@@ -331,12 +332,12 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         # A worker never generates a key, because the main process has to print it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=False)
         app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
-        work = [
+        work: list[Work] = [
             *background_work(services, client),
-            *([replicas.follow()] if replicas else []),
-            make_batch_runner(services).run(),
-            HostState(services.generator, services.engines, board).follow(),
-            heartbeat.run(lambda: Progress(0, is_busy=False)),
+            *([replicas.follow] if replicas else []),
+            make_batch_runner(services).run,
+            HostState(services.generator, services.engines, board).follow,
+            partial(heartbeat.run, lambda: Progress(0, is_busy=False)),
         ]
         limit_garbage_collection()
         prefer_event_loop()
@@ -344,7 +345,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         await run_until_stopped(
             HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener),
             services.generator.limiter,
-            [asyncio.create_task(one) for one in work],
+            work,
         )
 
 
@@ -365,7 +366,7 @@ def main() -> int:
             label=f"[{config.number}] ",
             mask=mask_keys,
         )
-        asyncio.run(_serve(settings, config, heartbeat))
+        run_event_loop(_serve(settings, config, heartbeat))
     except (SloraError, OSError, ValueError) as error:
         logger.error("%s", error)
         heartbeat.explain(str(error))

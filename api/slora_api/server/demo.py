@@ -72,7 +72,7 @@ def find_demo_adapters(directory: Path) -> list[Path]:
 
 def _read_keys(path: Path) -> dict[str, str]:
     try:
-        keys: dict[str, str] = json.loads(path.read_text())
+        keys: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     return keys

@@ -36,9 +36,10 @@ def find_device(config: EngineConfig) -> DeviceFacts:
             env=pass_on(os.environ, ENGINE_VARIABLES),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
             timeout=DEVICE_LIMIT_S,
             check=False,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from slora_adapters.shortage import Work, run_despite_shortage
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.http.http_server import HttpServer
 
@@ -40,31 +41,34 @@ class HttpFront:
 async def run_until_stopped(
     front: Front,
     limiter: RequestLimiter,
-    work: Sequence[asyncio.Task[None]],
+    work: Sequence[Work],
     announce_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until a signal arrives or a task of `work` fails. Raises the error of the failed task.
+    """Serves until a signal arrives or a part of `work` fails. Raises the error of the failed part.
 
+    work: starts again after a pause if the machine lacks a resource, such as threads.
     announce_stop: called at the first signal.
     """
 
     def stop() -> None:
         # After a second signal, the server does not wait for requests in progress.
-        front.stop(at_once=limiter.stopping)
-        if not limiter.stopping:
-            announce_stop()
+        is_second = limiter.stopping
         limiter.stop()
+        front.stop(at_once=is_second)
+        if not is_second:
+            announce_stop()
 
     def handle_signals() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop)
 
-    # Twice: the first steps of `work` may announce the server, and uvicorn then replaces the handlers.
+    # Twice, because uvicorn replaces the handlers.
     handle_signals()
     serving = asyncio.create_task(front.run())
     await asyncio.sleep(0)
     handle_signals()
-    watched = {serving, *work}
+    tasks = [asyncio.create_task(run_despite_shortage(one)) for one in work]
+    watched = {serving, *tasks}
     try:
         while not serving.done():
             done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -74,6 +78,6 @@ async def run_until_stopped(
         if not serving.done():
             front.stop(at_once=False)
         await asyncio.gather(serving, return_exceptions=True)
-        for task in work:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

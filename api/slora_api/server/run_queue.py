@@ -25,7 +25,7 @@ class RunQueue:
         waited: dict[str, int] = {}
         try:
             for task in self._tasks.iterdir():
-                waited[task.name] = int((task / "schedstat").read_text().split()[1])
+                waited[task.name] = int((task / "schedstat").read_text(encoding="utf-8").split()[1])
         except (OSError, ValueError, IndexError):
             return waited
         return waited

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from slora.engine.replica_group import ReplicaGroup
 from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
 from slora_adapters.errors import DiskFull
-from slora_adapters.log_lines import set_up_logging
+from slora_adapters.log_lines import print_line, set_up_logging
+from slora_adapters.shortage import Work, run_event_loop
 from slora_api.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.host_board import BoardSize, HostBoard
@@ -58,7 +60,7 @@ from slora_api.server.sockets import open_sockets
 from slora_api.server.supervisor import Child, Supervisor
 from slora_api.server.tracing import open_tracing
 from slora_api.settings import Settings, explain_unknown_variables, read_settings
-from slora_api.tenants.admin_key import AdminKey, open_admin_key
+from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 
 __all__ = ["ClusterEngines", "main", "run_server", "serve_demo"]
@@ -76,14 +78,9 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _announce(
-    services: Services, data: DataDir, board: HostBoard, url: str, admin_key: AdminKey | None
-) -> None:
-    """Prints the server's URL, sets up the demo if it is configured, and prints when all processes are ready."""
+async def _announce_ready(services: Services, data: DataDir, board: HostBoard, url: str) -> None:
+    """Sets up the demo if it is configured, and prints when all processes are ready."""
     settings, client = services.settings, services.generator.client
-    print(f"slora: listening on {url}; the engine is starting", flush=True)
-    if admin_key is not None and admin_key.shown_once is not None:
-        print(f"slora: admin key, shown only once: {admin_key.shown_once}", flush=True)
     # Check the demo first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
     while not (client.ready and board.are_others_ready()):
@@ -99,19 +96,17 @@ async def _announce(
     services.generator.readiness.unfinished.pop(_DEMO, None)
     info = client.info
     kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
-    print(
-        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages",
-        flush=True,
+    print_line(
+        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages"
     )
     if tenants:
-        print(describe_demo(url, tenants), flush=True)
+        print_line(describe_demo(url, tenants))
 
 
 def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
-    print(
+    print_line(
         f"slora: stopping; {limiter.num_generations} answers in progress may finish, for "
-        f"{math.ceil(drain_s)} s at most; a second signal stops at once",
-        flush=True,
+        f"{math.ceil(drain_s)} s at most; a second signal stops at once"
     )
 
 
@@ -151,6 +146,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         # it.
         is_needed = not services.key_store.has_operator_key()
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
+        url = _url(listener)
         generator, restarts = services.generator, services.generator.metrics.restarts
         supervisor = Supervisor(
             cluster.children if cluster else engines_and_loader(settings, model, data, sockets),
@@ -158,32 +154,35 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
             {} if cluster else generator.readiness.stalls,
             lambda name: restarts.update([name]),
         )
-        work = [
-            supervisor.run(),
+        work: list[Work] = [
+            supervisor.run,
             *background_work(services, client, services.pinning.refresh),
-            services.pinning.run(),
-            services.publisher.sweep(),
-            _announce(services, data, board, _url(listener), admin_key),
-            *([replicas.follow()] if replicas else []),
+            services.pinning.run,
+            services.publisher.sweep,
+            partial(_announce_ready, services, data, board, url),
+            *([replicas.follow] if replicas else []),
         ]
         front: Front
         if settings.api_workers == 1:
             app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
-            work.append(make_batch_runner(services).run())
+            work.append(make_batch_runner(services).run)
             front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
         else:
-            work.append(HostState(generator, services.engines, board).publish())
+            work.append(HostState(generator, services.engines, board).publish)
             metrics = open_metrics_files(stack, data, settings.api_workers)
             front = ApiWorkers(
                 flags, model.started_at, metrics, sockets, listener, board,
                 settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
             )  # fmt: skip
+        print_line(f"slora: listening on {url}; the engine is starting")
+        if admin_key is not None and admin_key.shown_once is not None:
+            print_line(f"slora: admin key, shown only once: {admin_key.shown_once}")
         limit_garbage_collection()
         prefer_event_loop()
         await run_until_stopped(
             front,
             generator.limiter,
-            [asyncio.create_task(one) for one in work],
+            work,
             lambda: _announce_stop(generator.limiter, settings.drain_seconds),
         )
 
@@ -193,7 +192,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         settings = read_settings(vars(arguments), os.environ)
     except (ConfigError, SettingRefused) as error:
-        print(f"slora: {error}", file=sys.stderr)
+        print_line(f"slora: {error}", sys.stderr)
         return 2
     return run_server(settings, vars(arguments))
 
@@ -204,9 +203,9 @@ def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEng
     for unknown in explain_unknown_variables(os.environ):
         logger.warning("%s", unknown)
     try:
-        asyncio.run(_serve(settings, flags, cluster))
+        run_event_loop(_serve(settings, flags, cluster))
     except (SloraError, OSError, ValueError) as error:
-        print(f"slora: {error}", file=sys.stderr)
+        print_line(f"slora: {error}", sys.stderr)
         return 1
     return 0
 
@@ -216,6 +215,6 @@ def serve_demo(arguments: argparse.Namespace) -> int:
     try:
         arguments.demo = str(find_demo_directory())
     except ConfigError as error:
-        print(f"slora: {error}", file=sys.stderr)
+        print_line(f"slora: {error}", sys.stderr)
         return 1
     return main(arguments)

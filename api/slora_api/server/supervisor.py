@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from slora.errors import SloraError
 from slora_adapters.heartbeat import HeartbeatPage
+from slora_adapters.shortage import find_shortage
 from slora_api.server.run_queue import RunQueue
 from slora_api.server.watchdog import Watchdog
 
@@ -135,7 +136,14 @@ class Supervisor:
         was_ever_ready, num_failed_starts = False, 0
         while not self._stopping.is_set():
             started_at = time.monotonic()
-            death = await self._run_once(child)
+            try:
+                death = await self._run_once(child)
+            except (OSError, RuntimeError, MemoryError) as error:
+                if (lacking := find_shortage(error)) is None:
+                    raise
+                death = _Exit(
+                    _TRY_LATER_EXIT, f"it could not be started, because the machine lacks {lacking}", False
+                )
             if self._stopping.is_set():
                 return
             was_ever_ready |= death.was_ready

@@ -60,7 +60,7 @@ def open_admin_key(given: str, directory: Path, pepper: Pepper, *, is_needed: bo
         return AdminKey(pepper, pepper.digest(given))
     path = directory / _FILE_NAME
     try:
-        return AdminKey(pepper, bytes.fromhex(path.read_text()))
+        return AdminKey(pepper, bytes.fromhex(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         if not is_needed:
             return None
@@ -69,4 +69,4 @@ def open_admin_key(given: str, directory: Path, pepper: Pepper, *, is_needed: bo
     if create_durably(path, digest.hex().encode()):
         return AdminKey(pepper, digest, shown_once=key)
     # Another process has created the file in the meantime.
-    return AdminKey(pepper, bytes.fromhex(path.read_text()))
+    return AdminKey(pepper, bytes.fromhex(path.read_text(encoding="utf-8")))

@@ -12,6 +12,7 @@ This module depends on neither numba nor tensors.
 """
 
 import ctypes
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ Enter = Callable[[int, int, int], None]
 
 def _find_runtimes() -> list[str]:
     """Paths of the OpenMP runtimes loaded into this process. The runtime that torch ships comes first."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if _RUNTIME.search(line)}
     return sorted(paths, key=lambda path: ("/torch" not in path, path))
 

@@ -69,7 +69,7 @@ def _measure_cubin(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        printed = subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
     usage = _USAGE.search(printed)
     assert usage is not None, f"the output of cuobjdump has no resource usage: {printed}"
     registers, stack, local = map(int, usage.groups())

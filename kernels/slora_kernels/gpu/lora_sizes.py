@@ -152,7 +152,7 @@ def read_sizes(path: Path) -> dict[str, LoraSizes]:
     Raises ValueError with the path of the wrong value in the JSON, and the allowed values.
     """
     try:
-        tables = json.loads(path.read_text())
+        tables = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path.name} is not JSON ({error}); write the table with bench/gpu/tune.py"

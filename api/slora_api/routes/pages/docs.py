@@ -48,7 +48,11 @@ def make_template() -> jinja2.Template:
     """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {"prose": _mark_code, "json": json.dumps}
-    source = importlib.resources.files("slora_api.routes.pages").joinpath("docs_page.html").read_text()
+    source = (
+        importlib.resources.files("slora_api.routes.pages")
+        .joinpath("docs_page.html")
+        .read_text(encoding="utf-8")
+    )
     return environment.from_string(source)
 
 
