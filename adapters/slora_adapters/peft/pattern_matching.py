@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slora_adapters.child_environment import BASE_VARIABLES, pass_on
 from slora_adapters.errors import Reason
 from slora_adapters.peft import pattern_process
 from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
@@ -26,9 +27,6 @@ _PATIENCE_S = 120.0
 _MAX_OWN_MATCHES = 500_000
 _MAX_OWN_CHARS = 100_000
 _PLAIN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
-# Environment variables that Python needs to start. The separate process gets only these variables, so it receives no
-# secret.
-_PASSED_ON = ("PYTHONHOME", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def match_fields(
 def _match_in_process(task: str) -> tuple[list[str], int]:
     """Returns the complete lines that the process printed, and its exit code. Raises OSError on a timeout."""
     command = [sys.executable, "-I", "-S", pattern_process.__file__, str(os.getpid())]
-    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment = pass_on(os.environ, BASE_VARIABLES)
     try:
         done = subprocess.run(
             command,

@@ -12,6 +12,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
 from pathlib import Path
 
+from slora_adapters.child_environment import BASE_VARIABLES, pass_on
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
@@ -22,9 +23,6 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]
 
-# Environment variables that are passed on to the process, because Python needs them to start. The process opens
-# untrusted files, so it must not receive a secret.
-_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of
@@ -123,7 +121,7 @@ class Inspector:
 
 async def _start(task: InspectionTask) -> Process:
     arguments = ("-P", "-m", "slora_adapters.inspection.inspection_process", task.to_json())
-    environment = _ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment = pass_on(os.environ, BASE_VARIABLES) | _ENVIRONMENT
     return await asyncio.create_subprocess_exec(
         sys.executable, *arguments, stdin=DEVNULL, stdout=PIPE, limit=_MAX_ANSWER_BYTES, env=environment
     )

@@ -24,7 +24,7 @@ from slora_api.sandbox.sandbox import pack_frame
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 
-__all__ = ["COMPILE_CPU_S", "GrammarChecks"]
+__all__ = ["COMPILE_CPU_S", "GrammarChecks", "has_compiler"]
 
 # Limit of the CPU seconds of one form. Common forms take a few milliseconds. A form of 2,000 properties with patterns
 # takes 0.4 s.
@@ -66,7 +66,7 @@ class GrammarChecks:
             clock,
         )
         self._accepted = TenantCache[bytes, bool](MAX_CACHED_FORMS, MAX_CACHED_FORMS_OF_TENANT)
-        self._is_installed = _is_installed()
+        self._is_installed = has_compiler()
 
     async def check(self, tenant: str, output: StructuredOutput | None) -> None:
         """Raises RequestRefused, naming the field, if the form can't be compiled or its compilation takes too long.
@@ -99,7 +99,7 @@ class GrammarChecks:
         await self._pool.close()
 
 
-def _is_installed() -> bool:
+def has_compiler() -> bool:
     try:
         version(_LIBRARY)
     except PackageNotFoundError:

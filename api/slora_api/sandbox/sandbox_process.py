@@ -7,13 +7,10 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 
+from slora_adapters.child_environment import BASE_VARIABLES, pass_on
 from slora_api.sandbox.sandbox import SandboxAnswer, read_length
 
 __all__ = ["SandboxDied", "SandboxProcess", "SandboxStalled"]
-
-# The process runs tenants' templates and forms, so its environment contains no secrets, only what Python needs
-# to start.
-_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 
 class SandboxDied(Exception):
@@ -50,7 +47,7 @@ class SandboxProcess:
         command: the module and its arguments. first: the first packed request. limit: how many bytes of an answer may
         be buffered.
         """
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment = pass_on(os.environ, BASE_VARIABLES)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", *command), stdin=PIPE, stdout=PIPE, limit=limit, env=environment
         )

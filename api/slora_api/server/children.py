@@ -1,23 +1,42 @@
 """The child processes that `slora serve` supervises, with their arguments and environments."""
 
+import asyncio
 import json
+import logging
 import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from slora.errors import ConfigError
+from slora_adapters.child_environment import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_api.data_dir import DataDir
+from slora_api.sandbox.grammar_checks import has_compiler
 from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.sockets import Sockets
 from slora_api.server.supervisor import Child
 from slora_api.settings import Settings, choose_host_cache_bytes
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
 
-__all__ = ["engine", "engines_and_loader", "loader", "store_url"]
+__all__ = ["SANDBOXES", "await_sandboxes", "engine", "engines_and_loader", "loader", "store_url"]
+
+logger = logging.getLogger(__name__)
+
+# The modules of the processes that read untrusted input. They start with the first such input.
+_SANDBOX_MODULES = (
+    "slora_api.sandbox.template_process",
+    "slora_api.sandbox.grammar_process",
+    "slora_adapters.inspection.inspection_process",
+)
+# The name of this part of the start in `Readiness.unfinished`.
+SANDBOXES = "sandboxes"
+_GRAMMAR_LIBRARY = "llguidance"
+_SANDBOX_START_S = 120.0
+_SANDBOX_PAUSE_S = 5.0
 
 
 def store_url(settings: Settings, data: DataDir) -> str:
@@ -105,6 +124,38 @@ def engine(
         descriptors=descriptors,
         cores=cores,
     )
+
+
+async def _try_sandboxes() -> str | None:
+    """Starts a process that imports what the sandboxes and inspections need, in their environment. Returns why it
+    failed, or None.
+    """
+    modules = [*_SANDBOX_MODULES, *([_GRAMMAR_LIBRARY] if has_compiler() else [])]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", "import " + ", ".join(modules),
+        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=pass_on(os.environ, BASE_VARIABLES),
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(_SANDBOX_START_S):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        return f"it did not start within {_SANDBOX_START_S:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == 0:
+        return None
+    return (errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+
+
+async def await_sandboxes(unfinished: dict[str, str]) -> None:
+    """Tries the sandboxes until they work. Until then, `unfinished` says why the server is not ready."""
+    while (trouble := await _try_sandboxes()) is not None:
+        unfinished[SANDBOXES] = f"the processes for uploads, chat templates and forms do not start: {trouble}"
+        logger.error("%s; trying again in %g s", unfinished[SANDBOXES], _SANDBOX_PAUSE_S)
+        await asyncio.sleep(_SANDBOX_PAUSE_S)
+    unfinished.pop(SANDBOXES, None)
 
 
 def choose_gpus(

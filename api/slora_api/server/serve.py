@@ -43,7 +43,7 @@ from slora_api.server.api_process import (
 from slora_api.server.api_workers import ApiWorkers
 from slora_api.server.app import make_app
 from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import engines_and_loader
+from slora_api.server.children import SANDBOXES, await_sandboxes, engines_and_loader
 from slora_api.server.demo import (
     DemoTenant,
     describe_demo,
@@ -83,7 +83,8 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     settings, client = services.settings, services.generator.client
     # Check the demo first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
-    while not (client.ready and board.are_others_ready()):
+    unfinished = services.generator.readiness.unfinished
+    while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
         await asyncio.sleep(_POLL_S)
     tenants: Sequence[DemoTenant] = ()
     if adapters:
@@ -93,7 +94,7 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
             )
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
-    services.generator.readiness.unfinished.pop(_DEMO, None)
+    unfinished.pop(_DEMO, None)
     info = client.info
     kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
     print_line(
@@ -147,6 +148,9 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         is_needed = not services.key_store.has_operator_key()
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
         url = _url(listener)
+        services.generator.readiness.unfinished[SANDBOXES] = (
+            "the processes for uploads and templates are being tried"
+        )
         generator, restarts = services.generator, services.generator.metrics.restarts
         supervisor = Supervisor(
             cluster.children if cluster else engines_and_loader(settings, model, data, sockets),
@@ -157,6 +161,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         work: list[Work] = [
             supervisor.run,
             *background_work(services, client, services.pinning.refresh),
+            partial(await_sandboxes, generator.readiness.unfinished),
             services.pinning.run,
             services.publisher.sweep,
             partial(_announce_ready, services, data, board, url),

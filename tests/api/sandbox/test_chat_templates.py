@@ -393,3 +393,26 @@ def test_a_long_conversation_does_not_block_the_event_loop_in_the_base_models_te
     with recording() as recorder:
         assert with_templates(use) == "[user]hi" * 5_000
     assert [slow for slow in recorder.slow() if slow.cpu_ms > BOUND_MS] == []
+
+
+@pytest.mark.parametrize("name", ["TZ", "HOME", "LC_TIME", "LOCPATH", "PYTHONUSERBASE"])
+def test_a_sandbox_sees_the_variables_that_decide_over_times_locales_and_packages(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")
+    monkeypatch.setenv(name, "/no/such/place")
+
+    async def look(templates: ChatTemplates) -> dict[str, str]:
+        await templates.render("acme", MESSAGES, "{{ 1 }}")
+        (renderer,) = renderers()
+        return renderer.environ()
+
+    seen = with_templates(look)
+    assert seen[name] == "/no/such/place" and "SLORA_ADMIN_KEY" not in seen
+
+
+def test_a_template_renders_the_same_time_in_a_sandbox_as_in_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TZ", "TST+11")
+    assert render("{{ strftime_now('%Z%z') }}") == "TST-1100"

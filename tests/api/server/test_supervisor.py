@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slora_adapters.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server import supervisor, watchdog
-from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.supervisor import Child, ChildRefused, Supervisor
 from tests.support.engine_stack import WAIT_S, wait_until
 

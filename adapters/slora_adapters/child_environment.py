@@ -1,19 +1,25 @@
 """Selects the environment variables that child processes receive.
 
-The engine and the loader read files that tenants uploaded. These processes must not hold secrets that they do not need,
-such as the operator's key or URLs with passwords. An allow-list of variables also excludes secrets that are unrelated
-to slora.
+The children read files, templates and forms of tenants. They must not hold secrets that they do not need, such as the
+operator's key or URLs with passwords. An allow-list of variables also excludes secrets that are unrelated to slora.
+
+All children get the same base, so that they find the same packages, files and times as the server.
 """
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-__all__ = ["ENGINE_VARIABLES", "LOADER_VARIABLES", "pass_on"]
+__all__ = ["BASE_VARIABLES", "ENGINE_VARIABLES", "LOADER_VARIABLES", "pass_on"]
 
-# Variables of Python, the C library, and the libraries for computing. None of them holds a secret.
+# Variables of Python and the C library. None of them holds a secret.
+BASE_VARIABLES: tuple[str, ...] = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "LOCPATH", "TZ", "TZDIR", "TMPDIR"),
+    *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES"),
+)
+# Also those of the libraries for computing.
 ENGINE_VARIABLES: tuple[str, ...] = (
-    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
-    *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "CC", "CXX"),
+    *BASE_VARIABLES,
+    *("XDG_CACHE_HOME", "CC", "CXX"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMBA_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
     *("SLORA_CPU_ISA", "ATEN_*", "ONEDNN_*", "DNNL_*", "LRU_CACHE_CAPACITY"),
     *("CUDA*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*"),
