@@ -350,7 +350,7 @@ class ModelCatalog:
             return None
         self._num_suggesting += 1
         try:
-            return await asyncio.to_thread(self._find_near, key, name[:_MAX_REFERENCE_CHARS].lower())
+            return await tenant_thread(key.tenant, self._find_near, key, name[:_MAX_REFERENCE_CHARS].lower())
         except StoreUnavailable:
             return None
         finally:
