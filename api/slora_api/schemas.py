@@ -92,6 +92,7 @@ __all__ = [
     "UnloadLoraRequest",
     "UploadForm",
     "VersionNumber",
+    "make_message",
 ]
 
 # The number of items per page.
@@ -639,6 +640,16 @@ class ChatMessage(RequestModel):
         if self.thoughts:
             made["reasoning"] = made["reasoning_content"] = self.thoughts
         return made
+
+
+# Messages of other routes are copies of this template. Copying takes a tenth of the time of model_construct. It also
+# avoids a second check of the texts, which may be long.
+_MESSAGE = ChatMessage(role="user", content="")
+
+
+def make_message(role: str, content: str, **fields: Any) -> ChatMessage:
+    """Returns a message. The texts are already checked."""
+    return _MESSAGE.model_copy(update={"role": role, "content": content, **fields})
 
 
 # OpenAI's values, and vLLM's `max`.

@@ -54,6 +54,7 @@ __all__ = [
     "check_tool_name",
     "find_forced_tools",
     "find_shown_tools",
+    "make_call",
     "read_allowed",
     "read_custom_input",
 ]
@@ -430,6 +431,18 @@ class SentCall(RequestModel):
         if self.function is not None and self.custom is not None:
             raise make_refusal("has both `function` and `custom`; send the one that its `type` names")
         return self
+
+
+# Calls are copies of these templates. Copying takes a tenth of the time of model_construct. It also avoids a second
+# check of the texts, which may be long.
+_FUNCTION = SentFunction(name="", arguments="")
+_CALL = SentCall(id="", function=_FUNCTION)
+
+
+def make_call(call_id: str, name: str, arguments: str) -> SentCall:
+    """Returns the call of a function. The texts are already checked."""
+    function = _FUNCTION.model_copy(update={"name": name, "arguments": arguments})
+    return _CALL.model_copy(update={"id": call_id, "function": function})
 
 
 class _Message(Protocol):

@@ -27,9 +27,9 @@ class ChatParts:
         self._syntax = syntax
         # Choice -> its reader.
         self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(syntax))
-        # Choice -> the call of a custom tool that is being written. Its input is sent in one piece, because it can be
-        # read only from complete arguments.
-        self._custom: dict[int, Json] = {}
+        # Choice -> the call of a custom tool that is being written, and the parts of its arguments. Its input is sent
+        # in one piece, because it can be read only from complete arguments.
+        self._custom: dict[int, tuple[Json, list[str]]] = {}
 
     def deltas(self, choice: int, text: str, *, is_last: bool) -> list[Json]:
         """Returns the field `delta` of each chunk that is made from the text."""
@@ -38,13 +38,13 @@ class ChatParts:
         num_calls = reader.num_calls
         for piece in reader.push(text, is_last=is_last):
             if piece.kind is PieceKind.ARGUMENTS and choice in self._custom:
-                self._custom[choice]["function"]["arguments"] += piece.text
+                self._custom[choice][1].append(piece.text)
                 continue
             made += self._end_custom(choice)
             if piece.kind is PieceKind.CALL:
                 num_calls += 1
                 if piece.text in self._syntax.custom_names:
-                    self._custom[choice] = {"index": num_calls - 1, **_new_call(piece.text)}
+                    self._custom[choice] = {"index": num_calls - 1, **_new_call(piece.text)}, []
                     continue
             if (delta := self._delta(piece, num_calls - 1)) is not None:
                 made.append(delta)
@@ -83,8 +83,11 @@ class ChatParts:
 
     def _end_custom(self, choice: int) -> list[Json]:
         """Returns the delta with the call of a custom tool that is complete, if there is one."""
-        call = self._custom.pop(choice, None)
-        return [] if call is None else [{"tool_calls": [self._finish_call(call)]}]
+        if choice not in self._custom:
+            return []
+        call, arguments = self._custom.pop(choice)
+        call["function"]["arguments"] = "".join(arguments)
+        return [{"tool_calls": [self._finish_call(call)]}]
 
     def _finish_call(self, call: Json) -> Json:
         """Returns a complete call in the form of its tool."""

@@ -101,7 +101,7 @@ class ResponsesFormat:
         self._logprobs = logprobs if fields.num_top_logprobs is not None else None
         self._reader = None if syntax is None else AnswerReader(syntax)
         self._custom_names = frozenset() if syntax is None else syntax.custom_names
-        self._custom_arguments = ""
+        self._custom_arguments: list[str] = []
         self._tokens = ContentTokens()
         self._items: list[_Item] = []
         self._is_cut = False
@@ -124,7 +124,7 @@ class ResponsesFormat:
                 yield from self._begin_item(piece)
             if piece.kind is not PieceKind.CALL and self._items[-1].is_custom:
                 # The input can be read only from complete arguments, so it is sent in one piece.
-                self._custom_arguments += piece.text
+                self._custom_arguments.append(piece.text)
             elif piece.kind is not PieceKind.CALL:
                 yield self._delta(self._items[-1], piece.text, tokens)
         if is_last:
@@ -203,7 +203,7 @@ class ResponsesFormat:
         """
         item = self._new_item(piece)
         self._items.append(item)
-        self._custom_arguments = ""
+        self._custom_arguments = []
         made = item.to_json("", [], is_empty=True)
         yield from self._event("response.output_item.added", {"output_index": item.index, "item": made})
         if item.kind is not PieceKind.CALL:
@@ -242,7 +242,7 @@ class ResponsesFormat:
         item = self._items[-1]
         item.status = status
         if item.is_custom:
-            item.texts.append(encode_ascii(read_custom_input(self._custom_arguments))[1:-1])
+            item.texts.append(encode_ascii(read_custom_input("".join(self._custom_arguments)))[1:-1])
         text, logprobs = _written(item)
         match item.kind:
             case PieceKind.CALL if item.is_custom:

@@ -33,7 +33,7 @@ async def create_message(request: Request, key: InferenceKey, services: Wired) -
     """Answers a conversation in the form of Anthropic's API. The key may be sent in the header `x-api-key`."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
     sent = await read_json(request, MessagesRequest, bounds, bounds.chat_json)
-    body = await validate_object(MessagesChat, sent.chat(), request.state.ignored)
+    body = await validate_object(MessagesChat, await sent.chat(), request.state.ignored)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)
@@ -54,5 +54,5 @@ async def count_message_tokens(request: Request, key: InferenceKey, services: Wi
     """
     meter, bounds = await open_meter(request, key, services), services.bounds()
     sent = await read_json(request, CountTokensRequest, bounds, bounds.chat_json)
-    body = await validate_object(MessagesChat, sent.chat(), request.state.ignored)
+    body = await validate_object(MessagesChat, await sent.chat(), request.state.ignored)
     return {"input_tokens": await count_chat_tokens(request, body, key, meter, services)}

@@ -1,5 +1,6 @@
 """Anthropic's Messages API over a tenant's models: requests, answers, streams and errors in its form."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ import pytest
 from slora.errors import StepFailed
 from slora.request import FinishReason, TokenDelta
 from slora_api.generation import sse
+from slora_api.messages_request import MessagesRequest
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.slow_callbacks import recording
 from tests.support.tool_templates import HERMES, QWEN3, R1
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -412,3 +415,13 @@ def test_a_tenant_finds_only_its_own_models(platform: Platform, key: str) -> Non
     assert ask(platform, other, model="caller").status_code == 404
     mine = platform.key("acme", "caller")
     assert ask(platform, mine, model="default").headers["x-slora-adapter"] == "caller@1"
+
+
+def test_many_turns_are_converted_in_linear_time_and_in_parts(platform: Platform, key: str) -> None:
+    """Born from a merge of turns that copied the text of all earlier turns for each turn."""
+    long = [{"role": "user", "content": "x" * 1500}] * 2000
+    with recording() as recorder:
+        request = MessagesRequest.model_validate(BODY | {"messages": long})
+        (merged,) = asyncio.run(request.chat())["messages"]
+    assert merged.content == "\n".join(["x" * 1500] * 2000) and not recorder.slow()
+    assert ask(platform, key, messages=long).json()["error"]["message"].startswith("prompt is too long")
