@@ -68,6 +68,9 @@ class Decoder:
         max_model_len: int,
         collectives: Collectives = ALONE,
     ) -> None:
+        # With save_original_format=False, transformers 5 saves the names of its modules.
+        if f"{config.stored_root}.embed_tokens.weight" not in reader:
+            config = replace(config, stored_root=config.root)
         self.config = config
         self.dtype = reader.dtype
         self.device = reader.device
@@ -85,10 +88,13 @@ class Decoder:
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.norm(f"{config.stored_root}.norm", config.hidden_size)
         # As in transformers: a stored head that differs from the embedding is used, even if config.json ties them.
-        head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
+        head_prefix = "" if config.stored_root == config.root else config.stored_root.removesuffix("model")
+        head_name = f"{head_prefix}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         head = self._embedding if tied else loader.vocabulary(head_name)
-        reader.skip_prefixes(config.skipped_prefixes)
+        reader.skip_prefixes(
+            config.skipped_prefixes + tuple(f"model.{one}" for one in config.skipped_prefixes)
+        )
         reader.read()
         # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):

@@ -64,7 +64,8 @@ class Adapter:
     """A validated adapter. `digest` identifies its arithmetic (`digest.py`), and does not cover `extras`.
 
     has_copies: whether the uploaded file also has copies of the base model's embedding or head, which stores do not
-    keep. is_sorted: whether the tensors in the uploaded file are in name order.
+    keep. is_sorted: whether the tensors in the uploaded file have the names of the base model's modules and are in
+    name order.
     """
 
     config: PeftConfig

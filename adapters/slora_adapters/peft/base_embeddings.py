@@ -17,7 +17,7 @@ import numpy as np
 
 from slora_adapters.errors import Reason
 from slora_adapters.peft.file_mapping import map_file
-from slora_adapters.peft.module_names import parse_copy_name
+from slora_adapters.peft.module_names import list_spellings, parse_copy_name
 from slora_adapters.peft.number_format import convert
 from slora_adapters.peft.tensor_file import StoredTensor, read_shaped
 from slora_kernels.layout import ModelShape
@@ -106,10 +106,11 @@ def _read_base(directory: Path, name: str, expected: tuple[int, ...], shape: Mod
 
 
 def _pick(found: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
-    """Finds a tensor by its name, or by its name without the first part. Checkpoints saved from a class without a head,
-    such as GPT-2's, lack that part.
+    """Finds a tensor by one of its names, or by its name without the first part. Checkpoints saved from a class without
+    a head, such as GPT-2's, lack that part.
     """
-    return found.get(name) or found.get(name.partition(".")[2])
+    names = [*list_spellings(name), name.partition(".")[2]]
+    return next((found[one] for one in names if one in found), None)
 
 
 def _list_files(directory: Path) -> Iterable[Path]:

@@ -1,7 +1,8 @@
 """Parses the tensor names of PEFT files into modules of a base model. The base model's shape lists the modules."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 
 from slora_kernels.layout import ModelShape
@@ -18,6 +19,45 @@ _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
 _COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL)
+
+
+# Where transformers puts a decoder: alone, as a part of a model that also reads images, and in earlier releases. The
+# same weights have other names there, and so have adapters on them.
+_ROOTS = ("model", "model.language_model", "language_model.model")
+
+
+def find_other_names(tensor_names: Iterable[str], shape: ModelShape) -> ModelShape | None:
+    """Returns the shape with the module names that the tensors have; None if these are the names of `shape`, or if the
+    tensors have no known names.
+    """
+    root = shape.layers_path.removesuffix(".layers")
+    if root not in _ROOTS or shape.embedding_path != f"{root}.embed_tokens":
+        return None
+    names = [re.sub(f"^{_PREFIX}", "", name) for name in tensor_names]
+    # The longest root comes first, because one root begins with another.
+    for other in sorted(_ROOTS, key=len, reverse=True):
+        if any(name.startswith((f"{other}.layers.", f"{other}.embed_tokens.")) for name in names):
+            renamed = replace(shape, layers_path=f"{other}.layers", embedding_path=f"{other}.embed_tokens")
+            return None if other == root else renamed
+    return None
+
+
+def rename_module(tensor_name: str, other: ModelShape, shape: ModelShape) -> str:
+    """Returns the name under `shape` of a tensor that is named as under `other`."""
+    pairs = ((other.layers_path, shape.layers_path), (other.embedding_path, shape.embedding_path))
+    for theirs, ours in pairs:
+        match = re.match(rf"({_PREFIX}){re.escape(theirs)}\.", tensor_name)
+        if match is not None:
+            return f"{match[1]}{ours}.{tensor_name[match.end() :]}"
+    return tensor_name
+
+
+def list_spellings(name: str) -> list[str]:
+    """Returns the names that a parameter of a decoder may have in a checkpoint."""
+    for root in sorted(_ROOTS, key=len, reverse=True):
+        if name.startswith(f"{root}."):
+            return [name, *(f"{other}.{name.removeprefix(f'{root}.')}" for other in _ROOTS if other != root)]
+    return [name]
 
 
 def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, str] | None:

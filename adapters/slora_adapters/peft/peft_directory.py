@@ -5,6 +5,7 @@ Only four kinds of file are opened: the config, the safetensors file, and the op
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slora_adapters.peft.base_embeddings import find_copies, refuse_other_copies
 from slora_adapters.peft.digest import adapter_digest
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
 from slora_adapters.peft.file_mapping import map_file
+from slora_adapters.peft.module_names import find_other_names, rename_module
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, spell_out
 from slora_adapters.peft.tensor_file import StoredTensor, read_tensors
@@ -129,11 +131,15 @@ def _assemble(
 ) -> Adapter:
     if config is None or tensors is None:
         raise _invalid(reasons)
+    other = find_other_names(tensors, shape)
+    targets, target_reasons = resolve_targets(config, other or shape)
+    if other is not None:
+        renamed = {name: rename_module(name, other, shape) for name in tensors}
+        tensors = {renamed[name]: replace(tensor, name=renamed[name]) for name, tensor in tensors.items()}
     copies = find_copies(tensors, shape)
     own = {name: tensor for name, tensor in tensors.items() if name not in copies}
-    targets, target_reasons = resolve_targets(config, shape)
     pairs, pair_reasons = validate(targets, own, shape, limits, use_rslora=config.use_rslora)
-    config, length_reasons = spell_out(config, targets, shape)
+    config, length_reasons = spell_out(config, targets, shape, all_fields=other is not None)
     reasons += [*target_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)
     reasons += refuse_other_copies(
@@ -147,7 +153,7 @@ def _assemble(
         adapter_digest(config, own),
         extras,
         has_copies=bool(copies),
-        is_sorted=list(own) == sorted(own),
+        is_sorted=other is None and list(own) == sorted(own),
     )
 
 

@@ -1,7 +1,8 @@
 """Finds the modules of a base model that a PEFT config targets, and their ranks and alphas, by PEFT's own rules.
 
-An adapter that targets a module that the base model lacks, or no module at all, is refused. Otherwise it would silently
-answer like the base model.
+An adapter that targets no module at all is refused. Otherwise it would silently answer like the base model. As in
+PEFT, a name that no module has is ignored: PEFT lists the names of modules that `exclude_modules` excludes, too. If
+the adapter has tensors for such a module, `validation.py` refuses them.
 
 Some patterns are matched in a separate process (`pattern_matching.py`). When a config is read from its directory,
 `spell_out` replaces such patterns by the names of the modules that they match. The digest and the store contain these
@@ -40,8 +41,7 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
 
     Raises OSError if the process that matches its patterns fails.
     """
-    reasons = list(_refuse_names(config, shape)) if isinstance(config.target_modules, tuple) else []
-    reasons += _refuse_layers(config, shape.num_layers)
+    reasons = [*_refuse_layers(config, shape.num_layers)]
     names = [module.path for module in shape.modules]
     fields = _list_pattern_fields(config)
     found, pattern_reasons = match_fields(fields, names)
@@ -81,14 +81,16 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
 
 
 def spell_out(
-    config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape
+    config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape, *, all_fields: bool = False
 ) -> tuple[PeftConfig, list[Reason]]:
     """Returns an equivalent config and the reasons to refuse its new fields. Module names replace the patterns that
     need a separate process.
 
-    targets: the result of `resolve_targets`.
+    targets: the result of `resolve_targets`. all_fields: whether module names replace all fields that choose modules.
     """
-    wild = {field.name for field in _list_pattern_fields(config) if not field.is_plain}
+    wild = {field.name for field in _list_pattern_fields(config) if all_fields or not field.is_plain}
+    if all_fields:
+        wild.add("target_modules")
     paths = {module_id: shape.modules[module_id].path for module_id in targets}
     if wild & {"target_modules", "exclude_modules"}:
         config = replace(
@@ -171,15 +173,6 @@ def _suffix_rule(names: Sequence[str] | str) -> Callable[[str], bool]:
 def _suffixes(name: str) -> Iterable[str]:
     parts = name.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))
-
-
-def _refuse_names(config: PeftConfig, shape: ModelShape) -> Iterable[Reason]:
-    known = frozenset(suffix for module in shape.modules for suffix in _suffixes(module.path))
-    for name in config.target_modules:
-        if name not in known:
-            yield Reason(
-                "unknown_module", f"target_modules names {name[:80]!r}, which the base model does not have"
-            )
 
 
 def _refuse_layers(config: PeftConfig, num_layers: int) -> Iterable[Reason]:

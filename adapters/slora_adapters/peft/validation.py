@@ -5,6 +5,7 @@ tensors for some of its modules. Such an adapter would answer fully or partly li
 it is refused here.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from slora_adapters.errors import Reason
@@ -16,6 +17,8 @@ from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_kernels.layout import LinearShape, ModelShape
 
+# Parts of names that torch.compile, DDP, FSDP and activation checkpointing add.
+_WRAPPER = re.compile(r"_orig_mod\.|(?<![a-z_])module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 # Parts of the names of tensors that belong to unsupported PEFT features.
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
@@ -23,6 +26,10 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("modules_to_save", "modules_to_save", "a fully trained module"),
     ("trainable_tokens", "trainable_token_indices", "trained token embeddings"),
     (".bias", "bias", "a trained bias"),
+    *(
+        (part, "unknown_tensor", f"of the part that reads images (exclude it: exclude_modules='.*{part}.*')")
+        for part in ("vision_tower", "multi_modal_projector")
+    ),
 )
 
 
@@ -94,7 +101,14 @@ def _foreign_tensor(name: str) -> Reason:
     for part, code, what in _FOREIGN_TENSORS:
         if part in name:
             return Reason(code, f"tensor {name[:120]!r} is {what}, which is not supported")
-    return Reason("unknown_tensor", f"tensor {name[:120]!r} does not belong to any module of the base model")
+    message = f"tensor {name[:120]!r} does not belong to any module of the base model"
+    wrapper = _WRAPPER.search(name)
+    if wrapper is not None:
+        message += (
+            f": {wrapper[0]!r} is left from a wrapper of the training run; load the file with safetensors, remove "
+            f"{wrapper[0]!r} from all names, and save it again"
+        )
+    return Reason("unknown_tensor", message)
 
 
 def _compare_with_targets(

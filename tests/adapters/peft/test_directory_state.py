@@ -51,6 +51,7 @@ def test_a_change_of_any_file_is_seen(
     write_directory(tmp_path, make_members())
     path = tmp_path / name
     if not path.exists():
+        path.parent.mkdir(exist_ok=True)
         path.write_text("something")
     before = take(tmp_path, monkeypatch)
     assert take(tmp_path, monkeypatch).proves_unchanged(before)

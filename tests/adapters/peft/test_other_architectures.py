@@ -1,5 +1,6 @@
 """Adapters of models whose modules have other names than Llama's. Only the base's shape defines the names."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -8,8 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     GPTBigCodeConfig,
     GPTNeoXConfig,
     OPTConfig,
@@ -17,10 +23,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from slora.models.model_spec_reader import read_model_spec
 from slora.models.model_structure import read_transformers_spec
+from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.bundle import bundle
 from slora_adapters.peft.packing import pack
-from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.peft.peft_directory import parse_adapter, read_adapter
 from slora_kernels.layout import ModelShape
 from tests.adapters.unpacking import unpack
 from tests.support.peft_adapters import make_adapter, quiet_peft
@@ -34,6 +43,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=64,
+    ),
+    "opt_projected": OPTConfig(
+        vocab_size=50,
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        do_layer_norm_before=False,
     ),
     "gpt_neox": GPTNeoXConfig(
         vocab_size=50,
@@ -59,6 +78,9 @@ CASES: dict[str, dict[str, object]] = {
     "opt one layer": {"target_modules": ["k_proj", "fc2"], "layers_to_transform": 1},
     "opt by pattern": {"target_modules": r".*\.layers\.0\..*(out_proj|fc1)", "r": 2},
     "opt embedding": {"target_modules": ["embed_tokens", "fc1"], "rank_pattern": {"decoder.embed_tokens": 5}},
+    # PEFT lists the names that are excluded, too, and ignores names that no module has.
+    "opt_projected excluded": {"exclude_modules": ["project_in", "project_out"], "r": 2},
+    "opt surplus names": {"target_modules": ["q_proj", "c_attn", "model.decoder.layers.9.fc1"], "r": 2},
     "gpt_neox all linear": {"r": 2},
     "gpt_neox one layer": {
         "target_modules": ["query_key_value"],
@@ -120,3 +142,112 @@ def deltas_by_peft(directory: Path, base: Base) -> dict[str, torch.Tensor]:
             delta = layer.get_delta_weight("default")
             found[path] = delta.T if path == base.shape.embedding_path else delta
     return found
+
+
+_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 16,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_ROOTS = r"^(base_model\.model\.)?(model\.language_model|language_model\.model|model)\."
+# Name of the adapter -> the base that it was trained on, and its fields of LoraConfig.
+GEMMA3: dict[str, tuple[str, dict[str, object]]] = {
+    "text": (
+        "text",
+        {"target_modules": ["q_proj", "down_proj"], "alpha_pattern": {r"^model\.layers\.1\..*": 3}},
+    ),
+    "text by pattern": ("text", {"target_modules": r"model\.layers\.0\..*_proj"}),
+    "both embedding": ("both", {"target_modules": r".*language_model.*(embed_tokens|v_proj)"}),
+    "both excluded": ("both", {"exclude_modules": r".*(vision_tower|multi_modal_projector).*", "r": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PreTrainedModel]:
+    """Gemma 3 with and without vision, with the same text part. A model is loaded from its directory `name_or_path`."""
+    root = tmp_path_factory.mktemp("gemma3")
+    vision = {"mm_tokens_per_image": 4, "image_token_id": 5, "boi_token_id": 6, "eoi_token_id": 7}
+    both = Gemma3ForConditionalGeneration(Gemma3Config(text_config=_TEXT, vision_config=_VISION, **vision))
+    text = Gemma3ForCausalLM(Gemma3TextConfig(**_TEXT))
+    text.model.load_state_dict(both.model.language_model.state_dict())
+    both.save_pretrained(root / "both")
+    both.save_pretrained(root / "both, new names", save_original_format=False)
+    text.save_pretrained(root / "text")
+
+    def load(name: str) -> PreTrainedModel:
+        kind = Gemma3ForCausalLM if name == "text" else Gemma3ForConditionalGeneration
+        return kind.from_pretrained(root / name)
+
+    return load
+
+
+@pytest.mark.parametrize("served", ["text", "both", "both, new names"])
+@pytest.mark.parametrize("name", GEMMA3)
+def test_an_adapter_of_the_same_text_model_is_served_whatever_its_modules_are_called(
+    tmp_path: Path, gemma3: Callable[[str], PreTrainedModel], name: str, served: str
+) -> None:
+    trained, fields = GEMMA3[name]
+    make_adapter(tmp_path, gemma3(trained), **fields)
+    with quiet_peft():
+        model = PeftModel.from_pretrained(gemma3(trained), tmp_path)
+    expected = {
+        re.sub(_ROOTS, "", path): layer.get_delta_weight("default")
+        for path, layer in model.named_modules()
+        if hasattr(layer, "get_delta_weight")
+    }
+    directory = Path(gemma3(served).config.name_or_path)
+    shape = read_model_spec(directory).shape("float32")
+    adapter = read_adapter(tmp_path, shape, AdapterLimits(base_directory=directory, served_dtype="float32"))
+    packed = pack(adapter, shape, "float32")
+    assert {re.sub(_ROOTS, "", pair.path) for pair in adapter.pairs.values()} == set(expected)
+    for module_id, pair in adapter.pairs.items():
+        a, b = (torch.tensor(factor) for factor in unpack(packed, shape, "float32", module_id))
+        delta = expected[re.sub(_ROOTS, "", pair.path)]
+        delta = delta.T if module_id == shape.embedding_module else delta
+        assert torch.equal(b.contiguous() @ a * packed.scales[module_id].item(), delta), pair.path
+    # What a store keeps is the same adapter, under the names of the served model.
+    (tmp_path / "scratch").mkdir()
+    members = bundle(adapter, tmp_path, tmp_path / "scratch")
+    stored = {
+        file: memoryview(raw.read_bytes() if isinstance(raw, Path) else raw) for file, raw in members.items()
+    }
+    again = parse_adapter(stored, shape, AdapterLimits(served_dtype="float32"))
+    assert (
+        again.digest == adapter.digest
+        and pack(again, shape, "float32").scales.tolist() == packed.scales.tolist()
+    )
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module."])
+def test_the_names_of_a_wrapper_are_refused_with_the_remedy(
+    tmp_path: Path, bases: Callable[[str], Base], wrapper: str
+) -> None:
+    base = bases("opt")
+    make_adapter(tmp_path, base.load(), target_modules=["q_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        {name.replace("base_model.model.", f"base_model.model.{wrapper}"): t for name, t in tensors.items()},
+        file,
+    )
+    with pytest.raises(
+        AdapterInvalid, match=f"'{wrapper}' is left from a wrapper .* remove '{wrapper}' from all"
+    ):
+        read_adapter(tmp_path, base.shape, AdapterLimits())

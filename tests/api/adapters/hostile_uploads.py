@@ -566,11 +566,6 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
             "target_modules must be a list of at most 8192 names",
             "target_modules",
         ),
-        "targets that the base lacks": (
-            {"target_modules": ["fc1"]},
-            "target_modules names 'fc1'",
-            "unknown_module",
-        ),
         "targets that match nothing": (
             {"target_modules": ".*nothing"},
             "adapts no module",

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from slora import LLM, Pooling, PoolingKind, SamplingParams
 from slora.errors import ConfigError, RequestRefused
@@ -404,3 +406,33 @@ def test_without_a_tokenizer_tokens_go_in_and_come_out(kit: ModelKit, tmp_path: 
         bare.generate("text", GREEDY)
     with pytest.raises(RequestRefused, match="stop strings need a tokenizer"):
         bare.generate([[1]], SamplingParams(stop=("a",)))
+
+
+def test_gemma_3_is_read_under_all_names_of_its_tensors(tmp_path: Path) -> None:
+    """Born from a bug: a checkpoint that transformers 5 saves with save_original_format=False was refused."""
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    text = {**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={**text, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        **{"mm_tokens_per_image": 4, "image_token_id": 5, "boi_token_id": 6, "eoi_token_id": 7},
+    )
+    model = Gemma3ForConditionalGeneration(config)
+    greedy, answers = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0), []
+    for name, original in (("old", True), ("new", False)):
+        model.save_pretrained(tmp_path / name, save_original_format=original)
+        llm = LLM(tmp_path / name, dtype="float32", kernels=KERNELS, pool_bytes=1 << 22)
+        answers.append(llm.generate([[3, 9, 11, 40]], greedy))
+    assert answers[0] == answers[1]
+    ids = torch.tensor([[3, 9, 11, 40]])
+    expected = model.generate(
+        input_ids=ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert answers[0][0].token_ids == expected[0, 4:].tolist()
