@@ -64,7 +64,8 @@ _EXPIRED = BatchProblem(
 )
 # Each write of answers adds a blob to the store. After this many writes, the blobs are joined.
 _WRITES_BETWEEN_COMPACTIONS = 256
-# The event loop's time for a line that its route refuses. Such a line costs no tokens, so quotas do not bound it.
+# The event loop's time for a line that its route refuses. Such a line costs no tokens, so quotas do not bound it. Each
+# line is charged when it is sent, and gets the time back if it is not refused.
 _REFUSAL_CPU_S = 0.002
 _MAX_DELAYED_BYTES = 8 << 20
 _P = ParamSpec("_P")
@@ -77,7 +78,7 @@ class BatchRun:
     owner: the runner's id.
     slots: the slots for lines in flight in this process.
     delayed: the lines that this process is retrying.
-    budget: the CPU time of each tenant for reading lines.
+    budget: the CPU time of each tenant for its batches. turn: held by one step of the tenant's batches at a time.
     count_line: called with `completed` or `failed` for each answer.
     """
 
@@ -92,6 +93,7 @@ class BatchRun:
         slots: FairSlots,
         delayed: "DelayedLines",
         budget: CpuBudget,
+        turn: asyncio.Lock,
         count_line: Callable[[str], None],
     ) -> None:
         self._batch = batch
@@ -103,6 +105,7 @@ class BatchRun:
         self._slots = slots
         self._delayed = delayed
         self._budget = budget
+        self._turn = turn
         self._count_line = count_line
         self._status = batch.status
         # The reason why no further answer can be stored.
@@ -139,7 +142,10 @@ class BatchRun:
         except* LeaseLost:
             logger.warning("batch %s was taken over by another runner, or was deleted", batch_id)
         except* StoreUnavailable as group_error:
-            logger.warning("batch %s waits for the database: %s", batch_id, group_error.exceptions[0])
+            error: BaseException = group_error
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            logger.warning("batch %s waits for the database or the store: %s", batch_id, error)
 
     async def _keep_lease(self) -> None:
         while True:
@@ -164,6 +170,7 @@ class BatchRun:
             ):
                 await self._record([self._fail(line, line.problem) for line in some if line.problem])
                 for line in some:
+                    await self._wait_for_budget()
                     if line.problem is None and not self._must_stop():
                         admitted = asyncio.Event()
                         group.create_task(self._answer_in_slots(line, admitted))
@@ -198,18 +205,24 @@ class BatchRun:
         return await tenant_thread(self._batch.tenant, call, *args, **kwargs)
 
     async def _step(self, call: Callable[[], _T]) -> _T:
-        """Makes a call as soon as the tenant has CPU time left, and charges the tenant for it."""
-        tenant = self._batch.tenant
-        while (wait_s := self._budget.wait_s(tenant)) > 0 and not self._must_stop():
-            await asyncio.sleep(min(wait_s, _RENEW_S))
+        """Makes a call as soon as the tenant has CPU time left, and charges the tenant for it. The steps of all batches
+        of a tenant take turns. Otherwise, all of them would start as soon as there is CPU time.
+        """
 
         def timed() -> tuple[_T, float]:
             begun_s = time.thread_time()
             return call(), time.thread_time() - begun_s
 
-        result, cpu_s = await tenant_thread(tenant, timed)
-        self._budget.charge(tenant, cpu_s)
+        async with self._turn:
+            await self._wait_for_budget()
+            result, cpu_s = await self._call(timed)
+            self._budget.charge(self._batch.tenant, cpu_s)
         return result
+
+    async def _wait_for_budget(self) -> None:
+        """Waits until the tenant has CPU time left, or the batch must stop."""
+        while (wait_s := self._budget.wait_s(self._batch.tenant)) > 0 and not self._must_stop():
+            await asyncio.sleep(min(wait_s, _RENEW_S))
 
     async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
         """Sends a line until it is answered, unless the batch is cancelled or expires first. admitted: set when the
@@ -220,8 +233,8 @@ class BatchRun:
             if wait_s is not None:
                 with self._delayed.hold(self._batch.tenant, self._batch.key_id, len(line.body)):
                     while wait_s is not None:
-                        wait_s = max(wait_s, self._budget.wait_s(self._batch.tenant))
                         await self._unless_stopped(asyncio.sleep(wait_s))
+                        await self._wait_for_budget()
                         wait_s = await self._answer_in_slot(line, admitted)
         finally:
             admitted.set()
@@ -285,14 +298,15 @@ class BatchRun:
     async def _answer(self, line: BatchLine) -> LineAnswer | float:
         """Returns the answer to a line, or the seconds after which to send the line again."""
         line_id = f"{self._batch.batch_id}-{line.number}"
+        self._budget.charge(self._batch.tenant, _REFUSAL_CPU_S)
         try:
             response = await self._send(line, line_id)
         except StoreUnavailable:
             return _RENEW_S
         except TenantSuspended:
             return _MAX_RETRY_S
-        if response.status >= 400:
-            self._budget.charge(self._batch.tenant, _REFUSAL_CPU_S)
+        if response.status < 400:
+            self._budget.charge(self._batch.tenant, -_REFUSAL_CPU_S)
         wait_s = response.headers.get("retry-after")
         if response.status in _BUSY and wait_s is not None:
             return min(_MAX_RETRY_S, max(_MIN_RETRY_S, float(wait_s)))

@@ -10,6 +10,7 @@ import sys
 import uuid
 from contextlib import suppress
 from functools import partial
+from weakref import WeakValueDictionary
 
 from starlette.types import ASGIApp
 
@@ -64,6 +65,8 @@ class BatchRunner:
         # slot.
         self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches")
         self._delayed = DelayedLines(num_lines)
+        # Each run keeps the lock of its tenant.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._budget = CpuBudget(_BURST_S, _REFILL, "batches")
         self._poll_s = poll_s
         self._owner = uuid.uuid4().hex
@@ -102,6 +105,7 @@ class BatchRunner:
                 self._slots,
                 self._delayed,
                 self._budget,
+                self._turns.setdefault(batch.tenant, asyncio.Lock()),
                 self._generator.metrics.answered_line,
             )
             task = asyncio.create_task(work.run())

@@ -1,6 +1,8 @@
 """A batch on a real server whose processes are killed."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -8,7 +10,7 @@ import psutil
 import pytest
 
 from tests.api.conftest import Kit
-from tests.api.served import Served, serving, wait_for
+from tests.api.served import ADMIN_KEY, Served, serving, wait_for
 from tests.support.child_processes import find_children
 
 _NUM_LINES = 10_000
@@ -20,6 +22,70 @@ _FLAGS = ("--api-workers", "2", "--pool-bytes", "32MiB")
 @pytest.mark.soak
 def test_every_line_of_a_large_batch_is_answered_once_whatever_is_killed(kit: Kit, tmp_path: Path) -> None:
     check_batch(kit, tmp_path, _NUM_LINES)
+
+
+@pytest.mark.soak
+def test_hostile_batches_delay_neither_a_revocation_nor_other_tenants(
+    kit: Kit, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """Born from a bug: files of blank lines and nested lists made a revoked key work for a minute."""
+    path, body = "/v1/completions", {"model": "default", "prompt": "a", "max_tokens": 8, "ignore_eos": True}
+
+    def lines(count: int, **changes: object) -> bytes:
+        rows = (
+            {"custom_id": str(n), "method": "POST", "url": path, "body": body | changes} for n in range(count)
+        )
+        return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+    contents = [
+        b"\n" * (40 << 20),
+        (b" " * 4000 + b"\n") * 10_000,
+        (b"[" + b"[]," * 340_000 + b"[]]\n") * 40,
+        b"x\n" * 49_000,
+        lines(20_000, model="nothing"),
+        lines(1000, max_tokens=400, logprobs=5),
+    ]
+    with serving(kit.base, tmp_path, "--pool-bytes", "32MiB") as served:
+        served.wait_until_ready()
+        hostile, honest, doomed = map(served.make_key, ("hostile", "honest", "doomed"))
+
+        def submit(client: httpx.Client, content: bytes) -> str:
+            form, file = {"purpose": "batch"}, {"file": ("lines.jsonl", content)}
+            sent = client.post("/v1/files", data=form, files=file).raise_for_status().json()["id"]
+            batch = {"input_file_id": sent, "endpoint": path, "completion_window": "24h"}
+            return str(client.post("/v1/batches", json=batch).raise_for_status().json()["id"])
+
+        def measure() -> list[float]:
+            seconds = []
+            with served.client(honest) as client:
+                for _ in range(200):
+                    begun_s = time.monotonic()
+                    client.post(path, json=body).raise_for_status()
+                    seconds.append(time.monotonic() - begun_s)
+            return sorted(seconds)
+
+        measure()
+        alone = measure()
+        with served.client(hostile) as client:
+            for number in range(42):
+                submit(client, contents[number % len(contents)])
+        with served.client(doomed) as client, served.client(ADMIN_KEY) as admin:
+            client.get("/v1/models").raise_for_status()
+            admin.delete(f"/admin/keys/{doomed.split('_')[1]}").raise_for_status()
+            revoked_s = time.monotonic()
+            wait_for(lambda: client.get("/v1/models").status_code == 401 or None, served.alive)
+            delay_s = time.monotonic() - revoked_s
+        beside = measure()
+        begun_s = time.monotonic()
+        with served.client(honest) as client:
+            batch_id = submit(client, lines(20))
+            reach(served, honest, batch_id, 20)
+        report(
+            f"beside 42 hostile batches: key refused after {delay_s:.2f} s, batch of 20 lines answered after "
+            f"{time.monotonic() - begun_s:.1f} s; honest p50 {alone[100] * 1000:.0f} -> {beside[100] * 1000:.0f} ms, "
+            f"p99 {alone[197] * 1000:.0f} -> {beside[197] * 1000:.0f} ms"
+        )
+        assert delay_s < 10
 
 
 def check_batch(kit: Kit, tmp_path: Path, num_lines: int) -> None:
