@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from sqlalchemy import LargeBinary, func, insert, select
 
 from slora.request import RequestUsage
@@ -23,6 +24,9 @@ from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
+from slora_adapters.store.object_store import ObjectStore
+from slora_adapters.store.store import Store
+from slora_adapters.store.store_url import open_store
 from slora_api.batches import files as files_module
 from slora_api.batches.batch_line import TooManyLines, read_lines, split_lines, take_lines
 from slora_api.batches.batches import Batch, Batches, BatchProblem, BatchStatus, LeaseLost, LineAnswer
@@ -302,6 +306,32 @@ def test_another_host_finishes_a_batch_and_every_host_reads_and_deletes_its_file
         assert not list(second.files.read(ended.output_file_id))
         second.files.delete("acme", ended.input_file_id)
     assert not desk.blobs()
+
+
+@pytest.mark.parametrize("kind", ["objects", "redis"])
+def test_files_are_kept_in_every_kind_of_store(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    store: Store
+    if kind == "redis":
+        store = open_store(request.getfixturevalue("redis_server").url)
+    else:
+        filesystem = LocalFileSystem(skip_instance_cache=True)
+        store = ObjectStore(filesystem, str(tmp_path / "objects"), scheme="file")
+        store.prepare()
+    with closing(store), closing(Database(tmp_path / "slora.db")) as database:
+        catalog = Catalog(Registry(RegistryStorage(database)), store)
+        files = Files(database, catalog, FileLimits(100, 1 << 30))
+        batches = Batches(database, files, 10)
+        batch = start(Desk(database, tmp_path), batches, 9)
+        for number in range(9, 0, -1):
+            batches.record(batch, "runner", [answer(number, b"%d\n" % number)])
+        assert files.compact(batch.output_file_id, -1) == 9
+        batches.finish(batch.batch_id, "runner", BatchStatus.COMPLETED)
+        assert b"".join(files.read(batch.output_file_id)) == b"".join(b"%d\n" % n for n in range(1, 10))
+        for file_id in (batch.input_file_id, batch.output_file_id):
+            files.delete("acme", file_id)
+        assert not set(store.digests())
 
 
 def test_the_database_has_no_bytes_of_files(desk: Desk) -> None:
