@@ -5,18 +5,26 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import SloraError
 from slora_adapters.full_disk import is_full
 
-__all__ = ["DataDir", "DataDirInUse", "ensure_temporary_directory", "find_lock_holder", "open_data_dir"]
+__all__ = [
+    "DataDir",
+    "DataDirInUse",
+    "ensure_temporary_directory",
+    "find_lock_holder",
+    "find_running_url",
+    "open_data_dir",
+]
 
 logger = logging.getLogger(__name__)
 
 _LOCK = "server.lock"
+_URL = "server.url"
 # Lists all locks that this process can see. See proc_locks(5).
 _LOCKS = Path("/proc/locks")
 
@@ -77,6 +85,11 @@ class DataDir:
         """Compiled kernels, if neither the installation nor the user's cache can be written."""
         return self.path / "kernels"
 
+    def advertise(self, url: str) -> None:
+        """Writes where the server listens, for commands that do not find it; see `find_running_url`."""
+        with suppress(OSError):  # A full disk must not prevent the start.
+            (self.path / _URL).write_text(url, encoding="utf-8")
+
     @property
     def demo_keys(self) -> Path:
         return self.path / "demo-keys.json"
@@ -118,6 +131,14 @@ def ensure_temporary_directory(data: DataDir) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
         logger.warning("%s; temporary files are in %s", error.strerror, directory)
+
+
+def find_running_url(path: Path) -> str | None:
+    """Returns where the server that uses the directory listens; None if no server uses it."""
+    try:
+        return None if find_lock_holder(path) is None else (path / _URL).read_text("utf-8")
+    except OSError:
+        return None
 
 
 def find_lock_holder(path: Path) -> str | None:

@@ -3,7 +3,7 @@
 SloraError (the project's root)
 ├── ApiError
 │   ├── Unauthorized       no API key or an invalid one; one message for all cases, so that it reveals nothing
-│   ├── KeyRevoked         the key of a request in progress was revoked
+│   ├── KeyRevoked         the key of a request in progress was revoked or has expired
 │   ├── Forbidden          a valid key that this route does not accept
 │   ├── TenantSuspended    the operator has suspended the key's tenant
 │   ├── ModelNotFound      unknown model, or another tenant's; the message is the same
@@ -127,10 +127,10 @@ class Unauthorized(ApiError):
 
 
 class KeyRevoked(ApiError):
-    """The key was revoked while its request was in progress."""
+    """The key was revoked, or expired, while its request was in progress."""
 
-    def __init__(self) -> None:
-        super().__init__("The API key of this request was revoked, so the request was ended.")
+    def __init__(self, what: str = "was revoked") -> None:
+        super().__init__(f"The API key of this request {what}, so the request was ended.")
 
 
 class Forbidden(ApiError):

@@ -27,6 +27,7 @@ from slora.setting import (
 )
 from slora_adapters.log_lines import LOG_FORMATS
 from slora_api.cluster_settings import cluster_setting_specs
+from slora_api.server_address import explain_service_links, without_service_links
 from slora_kernels.machine_limits import machine_limits
 
 __all__ = [
@@ -223,7 +224,8 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     """
     specs = (*server_setting_specs(), *cluster_setting_specs())
     known = [spec.variable.removeprefix(_PREFIX) for spec in specs]
-    named = [name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)]
+    variables = without_service_links(environment)
+    named = [name.removeprefix(_PREFIX) for name in variables if name.startswith(_PREFIX)]
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]
     meant = {name: get_close_matches(name, known, 1) for name in strangers}
     return {_PREFIX + name: _PREFIX + close[0] if close else None for name, close in meant.items()}
@@ -231,7 +233,7 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 def explain_unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Returns a sentence about each variable that looks like a setting but is not."""
-    return [
+    return explain_service_links(environment) + [
         f"{name} is not a setting{f'; did you mean {meant}?' if meant else ''}"
         for name, meant in unknown_variables(environment).items()
     ]
@@ -245,6 +247,7 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
     An empty variable counts as unset, so `SLORA_REDIS=` in a compose file means no Redis. Raises SettingRefused for a
     text that is not a value of its setting, and ConfigError for values that contradict each other.
     """
+    environment = without_service_links(environment)
     engine = _read(EngineConfig, flags, environment)
     server = _read(Settings, flags, environment)
     if demo := server.get("demo"):

@@ -47,6 +47,7 @@ _RECONNECT_S = 0.05
 _REFUSED_S = 1.0
 # With more bytes that the engine has not read yet, service of other engines is not sent to it.
 _MAX_UNSENT_BYTES = 1 << 20
+_STOPS = "the server stops before this request has ended; send the request again"
 _DIED = "the engine died while it processed this request and is being restarted; send the request again"
 _LEFT = "the engine stopped while it processed this request; send the request again"
 
@@ -207,6 +208,7 @@ class RemoteEngine:
                 await asyncio.sleep(_REFUSED_S)
                 continue
             self._writer = writer
+            lost = _DIED
             try:
                 while (message := await read_message(reader)) is not None:
                     self._receive(message)
@@ -215,9 +217,10 @@ class RemoteEngine:
                 _log.log(level, "the connection to the engine failed: %s", error)
             except asyncio.CancelledError:
                 self._unreported.clear()  # This process ends, so the engine records their usage.
+                lost = _STOPS
                 raise
             finally:
-                self._disconnect()
+                self._disconnect(lost)
                 writer.close()
             await asyncio.sleep(_RECONNECT_S)
 
@@ -396,15 +399,15 @@ class RemoteEngine:
         if answer is not None and not answer.done():
             answer.set_result(found)
 
-    def _disconnect(self) -> None:
-        """Cleans up after the connection to the engine is lost."""
+    def _disconnect(self, reason: str) -> None:
+        """Cleans up after the connection to the engine is lost. reason: what the open streams end with."""
         self._writer = None
         self._loader_connected = self._is_leaving = False
         self._versions.clear()
         self.state.clear()
         for request_id in list(self._unreported):
             self._report_usage(request_id, None)
-        self._streams.fail(EngineUnavailable(_DIED))
+        self._streams.fail(EngineUnavailable(reason))
         for answer in self._pending_replies.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable("the engine died"))

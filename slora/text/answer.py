@@ -119,7 +119,7 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.timing: RequestTiming | None = None
         self._sampling = request.sampling
-        self._prompt_only = prompt_only
+        self.prompt_only = prompt_only
         self._num_cached = 0
         stops = [StopString(text) for text in request.sampling.stop]
         hidden: frozenset[str] = frozenset()
@@ -157,7 +157,7 @@ class Answer:
 
     def take(self, delta: TokenDelta) -> CompletionDelta:
         """Adds the next tokens. If the result has a finish_reason, the caller must end this choice in the engine."""
-        if self._prompt_only and delta.token_ids:
+        if self.prompt_only and delta.token_ids:
             delta = TokenDelta((), FinishReason.LENGTH, index=delta.index, num_cached=delta.num_cached)
         choice = self._choices[delta.index]
         delta, text, tokens = choice.take(delta)

@@ -8,6 +8,7 @@ adapters/blobs/...  the weights and the content of files, as `FileStore` keeps t
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -43,6 +44,10 @@ class Manifest:
     files: Mapping[str, StoredFile]
     digests: tuple[str, ...]
 
+    def list_files(self, directory: Path, folder: str) -> list[Path]:
+        """The verified files in a folder of the backup. Others that may be there are not a part of the backup."""
+        return [directory / name for name in self.files if name.startswith(f"{folder}/")]
+
     def write(self, directory: Path) -> None:
         content = {
             "format": _FORMAT,
@@ -70,6 +75,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise StoreUnfit(
             f"{str(directory)!r} is not a complete backup: its {_NAME} cannot be read ({error})"
         ) from error
+    for digest in manifest.digests:
+        if re.fullmatch(r"[0-9a-f]{64}", str(digest)) is None:
+            raise StoreUnfit(
+                f"the backup {str(directory)!r} names the blob {str(digest)[:80]!r}, which is no digest"
+            )
     for name in manifest.files:
         if name.startswith("/") or ".." in name.split("/"):
             raise StoreUnfit(f"the backup {str(directory)!r} names the file {name!r}, which is outside of it")
@@ -80,6 +90,9 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
     """Reads every file again. Raises StoreUnfit for the first one that is missing or differs from the manifest."""
 
     def check(name: str) -> None:
+        path = directory / name
+        if any(part.is_symlink() for part in (path, *path.parents) if part.is_relative_to(directory)):
+            raise StoreUnfit(f"the backup {str(directory)!r} is damaged: {name} is behind a symbolic link")
         try:
             found = hash_file(directory / name)
         except OSError as error:

@@ -48,7 +48,7 @@ def restore_backup(
     work = data_dir.with_name(f"{data_dir.name}.partial-{uuid.uuid4().hex[:8]}")
     work.mkdir(parents=True, mode=0o700)
     try:
-        for secret in (source / SECRETS).iterdir():
+        for secret in manifest.list_files(source, SECRETS):
             shutil.copy(secret, work / secret.name)
             (work / secret.name).chmod(0o600)
         _restore_blobs(source, manifest, work, store)
@@ -95,10 +95,13 @@ def _restore_blobs(source: Path, manifest: Manifest, work: Path, store: Store | 
     with show_progress("Restoring", len(manifest.digests), "blob") as advance:
         for digest in manifest.digests:
             folder = Path(ADAPTERS, "blobs", digest[:2], digest)
+            verified = manifest.list_files(source, folder.as_posix())
             if store is None:
-                shutil.copytree(source / folder, work / folder)
+                (work / folder).mkdir(parents=True)
+                for path in verified:
+                    shutil.copyfile(path, work / folder / path.name)
             else:
-                store.put(digest, {path.name: path for path in (source / folder).iterdir()})
+                store.put(digest, {path.name: path for path in verified})
             advance(1)
 
 

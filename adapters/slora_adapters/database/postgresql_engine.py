@@ -49,8 +49,15 @@ def make_postgresql_engine(url: URL) -> Engine:
         },
     )
 
-    @event.listens_for(engine, "connect")
+    # First of all, because SQLAlchemy fails on texts in an unknown encoding when it reads the server's version.
+    @event.listens_for(engine, "connect", insert=True)
     def prepare(connection: Any, _record: object) -> None:
+        encoding = connection.info.parameter_status("server_encoding")
+        if encoding != "UTF8":
+            raise StoreUnfit(
+                f"this PostgreSQL database has the encoding {encoding}, but slora needs UTF8: name a database in "
+                "--database that was made with CREATE DATABASE slora ENCODING 'UTF8' TEMPLATE template0"
+            )
         connection.execute(_SESSION)
         connection.commit()
 

@@ -97,7 +97,7 @@ _QUOTA_HELP = {
 
 _EPILOG = """\
 environment:
-  SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
+  SLORA_URL        the server to talk to (default: SLORA_HOST and SLORA_PORT, as for `slora serve`)
   SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key, admin-key, engine, usage, audit and adapter pin
   SLORA_API_KEY    a tenant's key, for the commands adapter, usage, complete and compare
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub

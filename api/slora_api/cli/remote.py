@@ -5,11 +5,16 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from slora.setting import SettingRefused
+from slora_api.data_dir import find_running_url
 from slora_api.listing import MAX_LIMIT
+from slora_api.server_address import explain_service_links, is_loopback, own_url, without_service_links
+from slora_api.settings import server_setting_specs
 
 __all__ = [
     "CommandFailed",
@@ -44,8 +49,31 @@ def nothing_to_change(fields: Iterable[str]) -> CommandFailed:
 
 
 def server_url() -> str:
-    """Returns SLORA_URL; by default, this machine's address with the port SLORA_PORT or 8000."""
-    return os.environ.get("SLORA_URL") or f"http://127.0.0.1:{os.environ.get('SLORA_PORT') or 8000}"
+    """Returns SLORA_URL; by default, where a server with the same SLORA_HOST and SLORA_PORT listens. Raises
+    CommandFailed for a port that is none.
+    """
+    if url := os.environ.get("SLORA_URL"):
+        return url
+    specs = {spec.name: spec for spec in server_setting_specs()}
+    environment, found = without_service_links(os.environ), []
+    for spec in (specs["host"], specs["port"]):
+        text = environment.get(spec.variable)
+        try:
+            found.append(spec.parse(text, spec.variable) if text else spec.default)
+        except SettingRefused as error:
+            raise CommandFailed(str(error)) from None
+    return own_url(*found)
+
+
+def _hint_at_server() -> str:
+    """Returns where else a server listens, as the end of a sentence."""
+    data_dir = os.environ.get("SLORA_DATA_DIR") or "data"
+    running = find_running_url(Path(data_dir))
+    if running is not None and running != server_url():
+        return f"; the server with the data directory {data_dir} listens on {running}: export SLORA_URL={running}"
+    return (
+        "" if os.environ.get("SLORA_URL") else ", or set SLORA_URL to the address that `slora serve` printed"
+    )
 
 
 class _Client(httpx.Client):
@@ -73,7 +101,13 @@ def _decode_typed(value: Any) -> Any:
 
 def open_client(headers: dict[str, str]) -> httpx.Client:
     """Opens an HTTP client for the server."""
-    return _Client(base_url=server_url(), headers=headers, timeout=TIMEOUT)
+    for line in explain_service_links(os.environ):
+        print(f"slora: {line}", file=sys.stderr)
+    url = server_url()
+    # With a transport of its own, httpx uses no proxy. Only SLORA_URL can name a server on another machine.
+    is_own = not os.environ.get("SLORA_URL") or is_loopback(url)
+    transport = httpx.HTTPTransport() if is_own else None
+    return _Client(base_url=url, headers=headers, timeout=TIMEOUT, transport=transport)
 
 
 def _read_key(variable: str, owner: str) -> str:
@@ -153,13 +187,14 @@ def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argpar
             print(f"slora: {failure}", file=sys.stderr)
             return 1
         except httpx.InvalidURL as failure:
-            print(f"slora: SLORA_URL is not a valid URL: {failure}", file=sys.stderr)
-            return 1
-        except httpx.TransportError as failure:
             print(
-                f"slora: no answer from {server_url()} ({failure}); check that the server is running",
+                f"slora: SLORA_URL={os.environ.get('SLORA_URL')!a} is not a valid URL: {failure}",
                 file=sys.stderr,
             )
+            return 1
+        except httpx.TransportError as failure:
+            place = f"no answer from {server_url()} ({failure})"
+            print(f"slora: {place}; check that the server is running{_hint_at_server()}", file=sys.stderr)
             return 1
         return 0
 

@@ -44,6 +44,7 @@ from slora_api.package_version import find_package_version
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import store_url
 from slora_api.server.descriptors import explain_few_descriptors
+from slora_api.server_address import own_url
 from slora_api.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
 from slora_api.tenants.admin_key import explain_weak_key
 from slora_api.tenants.api_key import Pepper
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(2.0)
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _UNQUANTIZED = ("F64", "F32", "F16", "BF16")
 _LOWER = "lower --pool-bytes, --swap-bytes or --host-cache-bytes, or choose a smaller model"
 _PROBE = "probe"
@@ -112,8 +112,7 @@ class RunningServer:
 
 def find_server(settings: Settings) -> RunningServer | None:
     """Asks the configured port. Returns None if no slora server answers."""
-    host = _LOOPBACK.get(settings.host, settings.host)
-    url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    url = own_url(settings.host, settings.port)
     if settings.port == 0:
         return None
     try:

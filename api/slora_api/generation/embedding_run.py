@@ -31,6 +31,7 @@ class EmbeddedInput:
     embedding: str | LongList | bytes | None = None
     num_cached: int = 0
     num_generated: int = 0
+    prompt_only: bool = False
 
 
 def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) -> int:

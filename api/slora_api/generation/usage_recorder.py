@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from slora.engine.client import EngineClient
@@ -34,11 +34,15 @@ _MAX_BATCH = 256
 
 class Recorded(Protocol):
     """The part of an answer that has arrived. num_cached: prompt tokens found in the prefix cache. num_generated:
-    tokens of the answer so far.
+    tokens of the answer so far. prompt_only: whether the answer is empty. The token that the engine samples for it is
+    not billed.
     """
 
     @property
     def request(self) -> EngineRequest: ...
+
+    @property
+    def prompt_only(self) -> bool: ...
 
     @property
     def num_cached(self) -> int: ...
@@ -134,6 +138,8 @@ class UsageRecorder:
         """Receives the usage of an ended request. usage: None if the engine died before it reported the usage."""
         opened = self._open.pop(request_id, None)
         found = usage if usage is not None or opened is None else _seen(opened.answer)
+        if found is not None and opened is not None and opened.answer.prompt_only:
+            found = replace(found, generated_tokens=0)
         # Requests that this recorder did not open are canaries of uploads, which are not billed.
         if opened is None:
             self._client.acknowledge_usage(request_id)

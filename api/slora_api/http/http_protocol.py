@@ -16,6 +16,7 @@ The protocol uses h11 rather than httptools, because uvicorn always installs h11
 
 import http
 import json
+import re
 import socket
 import struct
 
@@ -24,7 +25,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from slora_api.errors import ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
+from slora_api.errors import BadRequest, ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.min_rate_timeout import MinRateTimeout
@@ -36,6 +37,9 @@ _log = get_rate_limited_logger(__name__)
 
 # Parsing a head of this size on the event loop takes up to 10 ms, if it consists of the shortest headers.
 _MAX_HEAD_BYTES = 32 << 10
+# The end of a head as h11 finds it, a line end without CR, and a line that continues the one before it.
+_BLANK_LINE, _BARE_LF, _FOLDED = re.compile(rb"\n\r?\n"), re.compile(rb"(?<!\r)\n"), re.compile(rb"\n[ \t]")
+_LENGTHS = re.compile(rb"\n(content-length|transfer-encoding)[ \t]*:")
 # struct linger: enabled, with a timeout of zero, so that closing the socket resets the connection.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -154,7 +158,34 @@ class HttpProtocol(H11Protocol):
             self.transport.write(encode_answer(describe_error(error)))
             self.transport.close()
             return
+        has_two_lengths = False
+        if self.conn.their_state is h11.IDLE:
+            if (fault := self._find_fault()) is not None:
+                self.transport.write(encode_answer(describe_error(BadRequest(fault))))
+                self.transport.close()
+                return
+            has_two_lengths = len(set(_LENGTHS.findall(self._head().lower()))) > 1
         super().handle_events()
+        if has_two_lengths and self.cycle is not None:
+            # h11 reads the body by Transfer-Encoding. A proxy in front may have read it by Content-Length, so what
+            # follows may not be a request of the same client.
+            self.cycle.keep_alive = False
+            self.headers.append((b"connection", b"close"))
+
+    def _head(self) -> bytes:
+        """The received part of the next request's head."""
+        received, _ = self.conn.trailing_data
+        end = _BLANK_LINE.search(received)
+        return received if end is None else received[: end.end()]
+
+    def _find_fault(self) -> str | None:
+        """Says what is wrong with the lines of the head. h11 accepts both faults, and proxies read them differently."""
+        head = self._head()
+        if _BARE_LF.search(head):
+            return "A line of the request's head ends without CR; each line must end with CR LF."
+        if _FOLDED.search(head):
+            return "A header continues on another line, which is obsolete; send each header in one line."
+        return None
 
     def _is_head_too_large(self) -> bool:
         received, _ = self.conn.trailing_data

@@ -21,7 +21,9 @@ def open_listener(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        # `::` stands for every interface, also those with IPv4 addresses only.
+        is_dual = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"

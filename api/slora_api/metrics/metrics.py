@@ -9,11 +9,13 @@ Adapters are labelled with tenant and digest prefix, because names are not uniqu
 read the metrics (see authentication.py), except the few that `--gateway-metrics on` opens to gateways.
 """
 
+import asyncio
 import os
+import time
 from collections import Counter as Tally
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -127,6 +129,10 @@ class Metrics:
         self.usage_journal_bytes = 0
         self.usage_ledger_lag_s = 0.0
         self._engine: EngineNumbers | None = None
+        # The last answer of an engine, when it came, and the question that is not answered yet.
+        self._last_engine: EngineNumbers | None = None
+        self._answered_at = 0.0
+        self._asking: asyncio.Task[EngineNumbers | None] | None = None
         self._scraped = self._registry if directory is None else CollectorRegistry()
         if directory is not None:
             MultiProcessCollector(self._scraped, str(directory))  # type: ignore[no-untyped-call]
@@ -155,6 +161,24 @@ class Metrics:
     def answered_line(self, outcome: str) -> None:
         """Counts the answer to a line of a batch."""
         self._batch_lines.labels(outcome).inc()
+
+    async def read_engine(
+        self, ask: Callable[[], Coroutine[Any, Any, EngineNumbers | None]], patience_s: float
+    ) -> EngineNumbers | None:
+        """Asks the engine, and returns its last answer: this one, if it comes within `patience_s`. All scrapes
+        at a time wait for the same answer, which may also be there for a later one.
+        """
+        if self._asking is None:
+            self._asking = asyncio.create_task(ask())
+            self._asking.add_done_callback(self._note_engine)
+        asking = self._asking
+        await asyncio.wait([asking], timeout=patience_s)
+        return asking.result() if asking.done() else self._last_engine
+
+    def _note_engine(self, asking: "asyncio.Task[EngineNumbers | None]") -> None:
+        self._asking = None
+        if not asking.cancelled() and asking.exception() is None:
+            self._last_engine, self._answered_at = asking.result(), time.monotonic()
 
     def render(self, engine: EngineNumbers | None) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine, the engine's metrics are left out rather than
@@ -213,6 +237,11 @@ class Metrics:
             batches.add_metric([status], count)
         yield batches
         if self._engine is not None:
+            yield GaugeMetricFamily(
+                "slora_engine_stats_age_seconds",
+                "Age of the engine's numbers in this scrape. It grows while the engine computes a long step.",
+                time.monotonic() - self._answered_at,
+            )
             yield from gateway_metrics(self._model, *self._engine)
             yield from engine_metrics(self._model, self._engine.stats)
 

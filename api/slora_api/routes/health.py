@@ -120,14 +120,17 @@ def _name_tenants(services: Services, stats: EngineStats) -> EngineStats:
 
 
 async def _engine_numbers(services: Services) -> EngineNumbers | None:
-    """Returns the facts and the statistics of the engine. Returns None if no engine answers in time, because a scrape
-    must not wait for long.
+    """Returns the facts and the statistics of the engine, or None without an engine. A scrape must not wait for long:
+    if the engine answers later, because it computes a long step, the numbers are the last known ones.
     """
     generator = services.generator
-    try:
-        async with asyncio.timeout(_STATS_S):
+
+    async def ask() -> EngineNumbers | None:
+        try:
             info, stats = generator.engine_info(), await generator.client.stats()
             versions = [AdapterVersion(*one) for one in (*stats.loaded_adapters, *stats.waiting_adapters)]
             return EngineNumbers(info, stats, await services.references.find(versions))
-    except (EngineUnavailable, Starting, TimeoutError):
-        return None
+        except (EngineUnavailable, Starting):
+            return None
+
+    return await generator.metrics.read_engine(ask, _STATS_S)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fastapi import APIRouter, Request, status
+from fastapi import APIRouter, Request, Response, status
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
@@ -73,12 +73,22 @@ def key_json(key: Caller) -> KeyObject:
     }
 
 
+def _show_once(response: Response, record: Caller, secret: str) -> NewKey:
+    """The answer with a new key. No cache and no browser may keep it."""
+    response.headers["Cache-Control"] = "no-store"
+    return {**key_json(record), "key": secret}
+
+
 # The database may wait for a disk, so these functions are not `async`: FastAPI then runs them on a thread.
 @router.post(
     "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
 )
 def create_key(
-    tenant: NamedTenant, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
+    tenant: NamedTenant,
+    _operator: Operator,
+    services: Wired,
+    response: Response,
+    body: NewKeyRequest | None = None,
 ) -> NewKey:
     wanted = body or NewKeyRequest()
     if wanted.adapter is not None:
@@ -95,7 +105,7 @@ def create_key(
         models=models,
         expires_at=wanted.expires_at,
     )
-    return {**key_json(record), "key": key.secret}
+    return _show_once(response, record, key.secret)
 
 
 @router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
@@ -112,10 +122,12 @@ def list_keys(
 
 
 @router.post("/keys", status_code=status.HTTP_201_CREATED, responses=errors(DiskFull))
-def create_operator_key(body: NewOperatorKeyRequest, _operator: Operator, services: Wired) -> NewKey:
+def create_operator_key(
+    body: NewOperatorKeyRequest, _operator: Operator, services: Wired, response: Response
+) -> NewKey:
     scopes = {Scope.ADMIN} if body.scopes is None else parse_scopes(body.scopes, "scopes", OPERATOR_SCOPES)
     record, key = services.key_store.create_operator_key(body.name, body.expires_at, scopes)
-    return {**key_json(record), "key": key.secret}
+    return _show_once(response, record, key.secret)
 
 
 @router.get("/keys")
@@ -133,12 +145,16 @@ def list_operator_keys(
     responses=errors(NotFound, KeyConflict, DiskFull),
 )
 def rotate_key(
-    key_id: str, _operator: Operator, services: Wired, body: RotateKeyRequest | None = None
+    key_id: str,
+    _operator: Operator,
+    services: Wired,
+    response: Response,
+    body: RotateKeyRequest | None = None,
 ) -> NewKey:
     """Creates a key with the same permissions and limits. The old key expires at the end of the overlap."""
     wanted = body or RotateKeyRequest()
     record, key = services.key_store.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
-    return {**key_json(record), "key": key.secret}
+    return _show_once(response, record, key.secret)
 
 
 @router.delete("/keys/{key_id}", responses=errors(NotFound, KeyConflict))

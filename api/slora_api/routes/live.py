@@ -29,13 +29,14 @@ _NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
 
 
 @router.get("/v1/live", response_class=Response, responses=_ANSWERS)
-async def watch_own(key: UsageReader, services: Wired, frames: _NumFrames = 1) -> Response:
+async def watch_own(request: Request, key: UsageReader, services: Wired, frames: _NumFrames = 1) -> Response:
     """Streams the pages, the adapters and the traffic of the tenant, a few times a second. Other tenants appear only as
     sums.
 
     frames: the number of frames after which the stream ends.
     """
-    return await _stream(services.live.watch(key.tenant), frames)
+    shown = services.live.watch(key.tenant)
+    return await _stream(_while_valid(shown, services, key.key_id, request), frames)
 
 
 @router.get("/admin/live", response_class=Response, responses=_ANSWERS)
@@ -45,7 +46,7 @@ async def watch_all(request: Request, key: Operator, services: Wired, frames: _N
     frames: the number of frames after which the stream ends.
     """
     shown = services.live.watch(None)
-    # This stream ends if its key is revoked. All other requests of operators are short, so they need no such check.
+    # All other requests of operators are short, so they need no such check.
     return await _stream(
         shown if key is BOOTSTRAP_KEY else _while_valid(shown, services, key.key_id, request), frames
     )
@@ -54,7 +55,8 @@ async def watch_all(request: Request, key: Operator, services: Wired, frames: _N
 async def _while_valid(
     shown: AsyncGenerator[bytes, None], services: Services, key_id: str, request: Request
 ) -> AsyncGenerator[bytes, None]:
-    with services.running.track(key_id, request.scope["state"]):
+    """Ends the stream when its key is revoked or expires."""
+    with services.running.track(key_id, request.scope["state"], ends_with_key=True):
         async with aclosing(shown):
             async for frame in shown:
                 yield frame

@@ -59,6 +59,7 @@ from slora_api.server.replica_list import ReplicaList, ReplicaListFiles
 from slora_api.server.sockets import open_sockets
 from slora_api.server.supervisor import Child, Supervisor
 from slora_api.server.tracing import open_tracing
+from slora_api.server_address import own_url
 from slora_api.settings import Settings, explain_unknown_variables, read_settings
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
@@ -74,8 +75,7 @@ _DEMO = "demo"
 def _url(listener: socket.socket) -> str:
     """Returns the URL of the server for clients on this machine."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return own_url(host, port)
 
 
 async def _announce_ready(services: Services, data: DataDir, board: HostBoard, url: str) -> None:
@@ -148,6 +148,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         is_needed = not services.key_store.has_operator_key()
         admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
         url = _url(listener)
+        data.advertise(url)
         services.generator.readiness.unfinished[SANDBOXES] = (
             "the processes for uploads and templates are being tried"
         )

@@ -196,7 +196,8 @@ def _find_credentials(scope: AsgiScope) -> str:
 
 
 def _address(scope: AsgiScope) -> str:
-    return scope["client"][0] if scope.get("client") else ""
+    address: str = scope["client"][0] if scope.get("client") else ""
+    return address.removeprefix("::ffff:")  # An IPv4 address on a socket for both.
 
 
 def _actor(caller: Caller, scope: AsgiScope) -> Actor:

@@ -326,6 +326,11 @@ class KeyStore:
             return TenantSuspended(found.record.tenant_name)
         return None
 
+    def has_expired(self, key_id: str) -> bool:
+        """Whether the key has expired. Raises StoreUnavailable like `authenticate`."""
+        found = self._find_key(key_id)
+        return found is not None and not self._is_unexpired(found.record)
+
     def find_key(self, key_id: str) -> KeyRecord | None:
         """Returns the record of a tenant's key; None if the key is unknown, revoked or expired. Raises StoreUnavailable
         like `authenticate`.

@@ -6,7 +6,8 @@ the key or its tenant has changed, the check reads it from the database. The fee
 second, so a change by any process ends the requests within a second. While the database does not answer, requests
 continue, except requests with a key in the revocation journal.
 
-If a key expires while a request with this key is in progress, the request continues to its end.
+If a key expires while a request with this key is in progress, the request continues to its end. Feeds without an
+end are ended instead.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import ApiError
+from slora_api.errors import ApiError, KeyRevoked
 from slora_api.tenants.key_store import KeyStore
 from slora_api.threads import control_thread
 
@@ -32,6 +33,7 @@ ENDED_BY = "ended_by"
 class _Request:
     task: asyncio.Task[Any]
     state: dict[str, Any]
+    ends_with_key: bool
 
 
 class RunningRequests:
@@ -43,15 +45,16 @@ class RunningRequests:
         self._look_up: asyncio.Task[None] | None = None
 
     @contextmanager
-    def track(self, key_id: str, state: dict[str, Any]) -> Iterator[None]:
-        """Tracks the request that the current task answers. state: the state of the request.
+    def track(self, key_id: str, state: dict[str, Any], *, ends_with_key: bool = False) -> Iterator[None]:
+        """Tracks the request that the current task answers. state: the state of the request. ends_with_key: whether the
+        request also ends when its key expires.
 
         To end a request, its task is cancelled. Instead of CancelledError, this context then raises the error that has
         ended the request.
         """
         task = asyncio.current_task()
         assert task is not None
-        request = _Request(task, state)
+        request = _Request(task, state, ends_with_key)
         self._by_key.setdefault(key_id, set()).add(request)
         try:
             yield
@@ -83,7 +86,7 @@ class RunningRequests:
         missing = []
         for key_id in list(self._by_key):
             if self._key_store.is_key_local(key_id):
-                self._end_if(key_id, self._key_store.find_refusal(key_id))
+                self._end_requests(key_id, *self._find_refusal(key_id))
             else:
                 missing.append(key_id)
         if missing and (self._look_up is None or self._look_up.done()):
@@ -92,15 +95,21 @@ class RunningRequests:
     async def _check_missing(self, key_ids: Sequence[str]) -> None:
         for key_id in key_ids:
             try:
-                refusal = await control_thread(self._key_store.find_refusal, key_id)
+                refusal, has_expired = await control_thread(self._find_refusal, key_id)
             except StoreUnavailable:
                 return
-            self._end_if(key_id, refusal)
+            self._end_requests(key_id, refusal, has_expired)
 
-    def _end_if(self, key_id: str, refusal: ApiError | None) -> None:
+    def _find_refusal(self, key_id: str) -> tuple[ApiError | None, bool]:
+        """Returns the error that ends the requests of the key, and whether it has only expired."""
+        if (refusal := self._key_store.find_refusal(key_id)) is not None:
+            return refusal, False
+        return (KeyRevoked("has expired"), True) if self._key_store.has_expired(key_id) else (None, False)
+
+    def _end_requests(self, key_id: str, refusal: ApiError | None, has_expired: bool) -> None:
         if refusal is None:
             return
         for request in self._by_key.get(key_id, ()):
-            if ENDED_BY not in request.state:
+            if ENDED_BY not in request.state and (request.ends_with_key or not has_expired):
                 request.state[ENDED_BY] = refusal
                 request.task.cancel()

@@ -207,9 +207,32 @@ def change_format(backup: Path) -> None:
     (backup / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
 
 
+def link_weights(backup: Path) -> None:
+    path = next(backup.glob("adapters/blobs/*/*/weights"))
+    outside = path.rename(backup.parent / "outside")
+    path.symlink_to(outside)
+
+
+def link_folder(backup: Path) -> None:
+    outside = (backup / "adapters").rename(backup.parent / "outside")
+    (backup / "adapters").symlink_to(outside)
+
+
+def name_digest(digest: str) -> Callable[[Path], None]:
+    def change(backup: Path) -> None:
+        manifest = json.loads((backup / "manifest.json").read_text())
+        (backup / "manifest.json").write_text(json.dumps({**manifest, "digests": [digest]}))
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (link_weights, "weights is behind a symbolic link"),
+        (link_folder, "is behind a symbolic link"),
+        (name_digest("../../../../etc"), "which is no digest"),
+        (name_digest("/etc"), "which is no digest"),
         (damage_weights, "is damaged: the content of adapters/blobs/.*/weights has changed"),
         (damage_database, r"is damaged: the content of slora\.db has changed"),
         (lambda backup: (backup / "secrets" / "pepper").unlink(), "is damaged: .*secrets/pepper"),
@@ -224,6 +247,15 @@ def test_a_damaged_backup_restores_nothing(
     with pytest.raises(StoreUnfit, match=message):
         restore_backup(backup, tmp_path / "data")
     assert not list(tmp_path.glob("data*"))
+
+
+def test_files_that_the_manifest_does_not_name_are_not_restored(backup: Path, tmp_path: Path) -> None:
+    weights = next(backup.glob("adapters/blobs/*/*/weights"))
+    for folder in (weights.parent, backup / "secrets"):
+        (folder / "stranger").symlink_to("/etc/hostname")
+    restore_backup(backup, tmp_path / "data")
+    assert not list((tmp_path / "data").rglob("stranger"))
+    assert (tmp_path / "data" / weights.relative_to(backup)).read_bytes() == weights.read_bytes()
 
 
 def test_a_backup_from_before_the_first_release_restores_nothing(

@@ -187,6 +187,19 @@ def test_on_postgresql_a_blob_that_is_being_dropped_does_not_stop_other_changes(
         assert names(database) == ["x"]
 
 
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_postgresql_database_in_another_encoding_is_refused_with_the_remedy(
+    shared_postgresql: PostgresqlServer, encoding: str
+) -> None:
+    name = f"t_{encoding.lower()}"
+    shared_postgresql.execute(
+        f"CREATE DATABASE {name} ENCODING '{encoding}' LOCALE_PROVIDER libc LOCALE 'C' TEMPLATE template0"
+    )
+    with pytest.raises(StoreUnfit, match=f"has the encoding {encoding}.* ENCODING 'UTF8'"):
+        Database(shared_postgresql.url(name))
+    shared_postgresql.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 def test_a_transaction_sees_what_the_previous_holder_of_the_lock_committed(
     shared_postgresql: PostgresqlServer,
 ) -> None:

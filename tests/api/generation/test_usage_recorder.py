@@ -287,3 +287,10 @@ def test_a_record_that_could_not_be_written_fails_the_request_and_is_left_to_the
         answer = post(platform, key, PATH, BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "usage_journal_full")
     assert len(platform.engine.acknowledged) == num_acknowledged
+
+
+def test_a_prompt_that_is_only_scored_is_billed_without_an_answer(platform: Platform, key: str) -> None:
+    answer = post(platform, key, PATH, BODY | {"echo": True, "max_tokens": 0}).raise_for_status().json()
+    (record,) = records_of(platform)
+    assert record.usage.generated_tokens == answer["usage"]["completion_tokens"] == 0
+    assert record.usage.prompt_tokens > 0

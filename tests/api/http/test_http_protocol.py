@@ -210,3 +210,39 @@ def test_requests_that_are_not_http_do_not_fill_the_log(url: str, caplog: pytest
                 connection.sendall(request_line)
                 assert read_all(connection).startswith(b"HTTP/1.1 400")
     assert len(caplog.records) <= 1
+
+
+def exchange(url: str, request: str) -> bytes:
+    with ExitStack() as stack:
+        connection = connect(url, stack)
+        connection.sendall(request.encode())
+        return read_all(connection)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET / HTTP/1.1\nHost: x\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\n\n",
+        "GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n\tContent-Length: 5\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+    ],
+)
+def test_a_head_that_proxies_read_differently_is_refused(url: str, head: str) -> None:
+    answer = exchange(url, head)
+    assert answer.count(b"HTTP/1.1 400 ") == 1 and answer.count(b"HTTP/1.1 200 ") == head.count("GET") - 1
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        "Content-Length: 5\r\nTransfer-Encoding: chunked",
+        "transfer-encoding: chunked\r\ncontent-length: 5",
+    ],
+)
+def test_a_connection_ends_after_a_request_with_two_lengths(url: str, lengths: str) -> None:
+    next_request = "GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = exchange(url, f"POST / HTTP/1.1\r\nHost: x\r\n{lengths}\r\n\r\n0\r\n\r\n{next_request}")
+    assert answer.count(b"HTTP/1.1 200 ") == 1 and b"connection: close" in answer.lower()

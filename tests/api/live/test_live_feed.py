@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -94,6 +95,20 @@ def test_a_revoked_key_ends_its_feed_with_the_reason(platform: Platform, is_oper
                 *_, last = events
     assert last["error"]["code"] == "invalid_api_key"
     assert "revoked" in last["error"]["message"]
+
+
+@pytest.mark.parametrize("is_operator", [False, True])
+def test_a_feed_ends_when_its_key_expires(platform: Platform, is_operator: bool) -> None:
+    with platform.client(ADMIN_KEY) as admin:
+        path = "/admin/keys" if is_operator else "/admin/tenants/mine/keys"
+        platform.key("mine")
+        made = admin.post(path, json={"name": "watcher", "expires_at": int(time.time()) + 2}).json()
+        with platform.client(made["key"]) as client:
+            path = "/admin/live" if is_operator else "/v1/live"
+            with client.stream("GET", path, params={"frames": 1000}) as answer:
+                *frames, last = read_events(answer)
+    assert frames[0]["object"] == "live.frame" and last["error"]["code"] == "invalid_api_key"
+    assert "expired" in last["error"]["message"]
 
 
 def test_viewers_share_observations_and_a_slow_one_skips_frames() -> None:

@@ -5,6 +5,7 @@ and of llm-d's endpoint picker (August 2026), and of the router of vLLM's produc
 """
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from slora.engine.info import EngineStats
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.adapter_references import AdapterReferences
+from slora_api.routes import health
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import parse_metrics, wait_until
 
 _LORA_LABELS = {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
 _ALL = {
@@ -135,3 +139,40 @@ def test_a_gateway_keeps_the_last_names_while_the_database_is_away() -> None:
 
     asyncio.run(run())
     assert reads == 3
+
+
+def test_while_the_engine_computes_a_long_step_metrics_show_its_last_numbers_with_their_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free = threading.Event()
+    is_free.set()
+
+    class Busy(ScriptedEngine):
+        num_asked = 0
+
+        async def stats(self) -> EngineStats:
+            self.num_asked += 1
+            while not is_free.is_set():
+                await asyncio.sleep(0.001)
+            return await super().stats()
+
+    with running_platform(tmp_path, engine := Busy()) as platform, platform.client(ADMIN_KEY) as operator:
+
+        def read() -> dict[str, float]:
+            return parse_metrics(operator.get("/metrics").raise_for_status().text)
+
+        fresh = read()
+        monkeypatch.setattr(health, "_STATS_S", 0.01)
+        is_free.clear()
+        scrapes = [read() for _ in range(6)]
+        counters = [
+            name for name in fresh if name.startswith(("vllm:prefix_cache", "slora_pages", "vllm:num_req"))
+        ]
+        assert counters and all(old[name] == fresh[name] for old in scrapes for name in counters)
+        ages = [old["slora_engine_stats_age_seconds"] for old in scrapes]
+        assert fresh["slora_engine_stats_age_seconds"] < ages[0] and ages == sorted(ages)
+        assert engine.num_asked == 2  # The scrapes wait for one answer.
+        is_free.set()
+        wait_until(lambda: read()["slora_engine_stats_age_seconds"] < ages[0])
+        engine.ready = False
+        assert not any(name.startswith("vllm:num_requests") for name in read())

@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -401,10 +402,11 @@ def test_a_sandbox_sees_the_variables_that_decide_over_times_locales_and_package
 ) -> None:
     monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")
     monkeypatch.setenv(name, "/no/such/place")
+    others = renderers()
 
     async def look(templates: ChatTemplates) -> dict[str, str]:
         await templates.render("acme", MESSAGES, "{{ 1 }}")
-        (renderer,) = renderers()
+        (renderer,) = [renderer for renderer in renderers() if renderer not in others]
         return renderer.environ()
 
     seen = with_templates(look)
@@ -415,4 +417,6 @@ def test_a_template_renders_the_same_time_in_a_sandbox_as_in_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TZ", "TST+11")
-    assert render("{{ strftime_now('%Z%z') }}") == "TST-1100"
+    hours = [datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]
+    rendered = render("{{ strftime_now('%d %H') }}")
+    assert rendered in [*hours, datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]

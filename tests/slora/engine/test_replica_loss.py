@@ -103,6 +103,7 @@ class PartialAnswer:
     request: EngineRequest
     num_cached: int = 0
     num_generated: int = 0
+    prompt_only: bool = False
 
 
 class Bench:

@@ -1,0 +1,58 @@
+"""Where a server listens, for the server itself and for the commands and checks that look for it."""
+
+import re
+from collections.abc import Mapping
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+__all__ = ["explain_service_links", "is_loopback", "own_url", "without_service_links"]
+
+# Kubernetes describes each service of a namespace in variables of its pods. A service named `slora` sets SLORA_PORT.
+_LINK_NAME = re.compile(
+    r"SLORA_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PORT|PROTO|ADDR))?)"
+)
+_LINK_PORT = re.compile(r"SLORA_(.*_)?PORT")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+# An address that stands for all interfaces -> one at which this machine reaches itself.
+_SELF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def own_url(host: str, port: int) -> str:
+    """Returns the URL at which this machine reaches a server that listens on `host` and `port`."""
+    host = _SELF.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the URL names this machine, so that no proxy can reach the same server."""
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        return host == "localhost" or host.endswith(".localhost") or _is_own(host)
+    except ValueError:
+        return False
+
+
+def _is_own(host: str) -> bool:
+    address = ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return mapped.is_loopback or mapped.is_unspecified
+
+
+def without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables without those that Kubernetes has set for a service."""
+    return {name: value for name, value in environment.items() if not _is_link(name, value)}
+
+
+def explain_service_links(environment: Mapping[str, str]) -> list[str]:
+    """Returns a line if Kubernetes has set a variable that would be a setting."""
+    links = [name for name in ("SLORA_PORT",) if _is_link(name, environment.get(name, ""))]
+    return [
+        f"{name}={environment[name]} is ignored, because it describes a service of Kubernetes; set enableServiceLinks: "
+        "false in the pod to get rid of it"
+        for name in links
+    ]
+
+
+def _is_link(name: str, value: str) -> bool:
+    is_port = _LINK_PORT.fullmatch(name) is not None and _LINK_VALUE.fullmatch(value) is not None
+    return is_port or _LINK_NAME.fullmatch(name) is not None
