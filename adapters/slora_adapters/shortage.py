@@ -75,7 +75,11 @@ def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
     async def run() -> None:
         nonlocal is_done
         _prepare_event_loop()
-        await work
+        try:
+            await work
+        finally:
+            if sys.version_info < (3, 12):
+                asyncio.set_child_watcher(None)  # type: ignore[arg-type]  # It works only with this loop.
         is_done = True
 
     try:

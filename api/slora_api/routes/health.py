@@ -1,6 +1,5 @@
 """Health, version, load and metrics, for load balancers, container engines and dashboards."""
 
-import asyncio
 from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Response
