@@ -79,6 +79,16 @@ class RedisServer:
                 release_thread(thread_id)
             self._stopped_thread = None
 
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """While the context is open, the server accepts connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def client(self) -> redis.Redis:
         return redis.Redis(unix_socket_path=str(self.socket))
 

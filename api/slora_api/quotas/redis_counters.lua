@@ -6,6 +6,7 @@
 --   settle   id, used tokens, '1' if the request counts
 --   seed     tokens today, tokens this month
 --   renew    ids
+--   carry    age in seconds, requests, tokens; then the next age
 --   read     nothing
 -- Returns the obstacles (account, field, wait or -1), the accounts that are not seeded, and eight numbers of each
 -- account, as in `Use`.
@@ -145,6 +146,21 @@ if operation == 'seed' then
   account.tokens_today = math.max(account.tokens_today, tonumber(ARGV[4]))
   account.tokens_this_month = math.max(account.tokens_this_month, tonumber(ARGV[5]))
   account.is_seeded = 1
+  store(account)
+end
+if operation == 'carry' then
+  local account = accounts[1]
+  for i = 4, #ARGV, 3 do
+    local age, requests, tokens = tonumber(ARGV[i]), tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+    local at = second - age
+    if age < BUCKETS then
+      add(account.key, 'r:' .. text(at), requests)
+      add(account.key, 't:' .. text(at), tokens)
+    end
+    local its_day = math.floor(at / 86400)
+    if its_day == day then account.tokens_today = account.tokens_today + tokens end
+    if month_of(its_day) == month then account.tokens_this_month = account.tokens_this_month + tokens end
+  end
   store(account)
 end
 if operation == 'reserve' then

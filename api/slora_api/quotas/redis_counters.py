@@ -10,16 +10,18 @@ process renews the leases of its reservations. The next call for a tenant refund
 Keys expire a day after their last use. An account with a budget is then seeded again.
 
 While Redis does not answer, each host uses its own counters (`HostCounters`), so the limits apply to each host
-separately. A process tries Redis again every second.
+separately. A process tries Redis again every second. When Redis answers again, each process first carries the use of
+its own requests to Redis, in the seconds in which it reserved them.
 
 The module needs the package redis, so only the composition root loads it.
 """
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from redis.backoff import NoBackoff
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_counters import (
+    BUCKETS,
     Charge,
     NotSeeded,
     Obstacle,
@@ -57,6 +60,41 @@ class _Handle:
 
     tenant: str
     reservation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _HostHandle:
+    """A reservation that was made in the host's counters at the monotonic second `second`."""
+
+    subjects: tuple[Subject, ...]
+    second: int
+    made: Reservation
+
+
+class _HostUse:
+    """What the requests of this process used while Redis did not answer. Its size does not grow with the outage."""
+
+    def __init__(self) -> None:
+        # Tenant and key id -> monotonic second -> requests and tokens.
+        self._accounts: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
+
+    def add(self, handle: _HostHandle, requests: int, tokens: int) -> None:
+        oldest = int(time.monotonic()) - BUCKETS
+        for subject in handle.subjects:
+            seconds = self._accounts.setdefault((subject.tenant, subject.key_id), {})
+            seconds[handle.second] = _add_up([seconds.get(handle.second, (0, 0)), (requests, tokens)])
+            # Uses that no limit per minute counts any more become one use of the last of their seconds.
+            if late := [second for second in seconds if second < oldest]:
+                seconds[max(late)] = _add_up([seconds.pop(second) for second in late])
+
+    def accounts(self) -> list[tuple[str, str]]:
+        return list(self._accounts)
+
+    def take(self, account: tuple[str, str]) -> list[int]:
+        """Removes the uses of an account. Returns the age in seconds, the requests and the tokens of each."""
+        now = int(time.monotonic())
+        seconds = self._accounts.pop(account)
+        return [number for second, use in seconds.items() for number in (now - second, *use)]
 
 
 def open_redis_counters(url: str, host: HostCounters) -> "RedisCounters":
@@ -88,6 +126,9 @@ class RedisCounters:
         # The open reservations of this process.
         self._open: set[_Handle] = set()
         self._settling: set[asyncio.Task[None]] = set()
+        self._host_use = _HostUse()
+        # Reservations that Redis may make although their request was served by the host, because no answer came.
+        self._unwanted: list[_Handle] = []
 
     async def reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
@@ -113,7 +154,7 @@ class RedisCounters:
         self, subjects: tuple[Subject, ...], charge: Charge
     ) -> Reservation | Refusal | NotSeeded:
         if self.is_away:
-            return await self._host.reserve(subjects, charge)
+            return await self._reserve_on_host(subjects, charge)
         handle = _Handle(subjects[0].tenant, uuid.uuid4().hex)
         limits = [limit for subject in subjects for limit in _limits(subject)]
         values = (handle.reservation_id, charge.requests, charge.tokens, charge.answers, *limits)
@@ -121,7 +162,8 @@ class RedisCounters:
             found, unseeded, uses = await self._run("reserve", subjects, values)
         except redis.RedisError as error:
             self._leave(error)
-            return await self._host.reserve(subjects, charge)
+            self._unwanted.append(handle)
+            return await self._reserve_on_host(subjects, charge)
         if unseeded:
             return NotSeeded(tuple(subjects[position - 1] for position in unseeded))
         shown = _uses(uses)
@@ -134,11 +176,21 @@ class RedisCounters:
         )
         return Refusal(tuple(obstacles), shown)
 
+    async def _reserve_on_host(
+        self, subjects: tuple[Subject, ...], charge: Charge
+    ) -> Reservation | Refusal | NotSeeded:
+        made = await self._host.reserve(subjects, charge)
+        if not isinstance(made, Reservation):
+            return made
+        return replace(made, handle=_HostHandle(subjects, int(time.monotonic()), made))
+
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
         handle = reservation.handle
-        if not isinstance(handle, _Handle):
-            self._host.settle(reservation, used_tokens, counts=counts)
+        if isinstance(handle, _HostHandle):
+            self._host.settle(handle.made, used_tokens, counts=counts)
+            self._host_use.add(handle, reservation.charge.requests if counts else 0, used_tokens)
             return
+        assert isinstance(handle, _Handle)
         self._open.discard(handle)
         task = asyncio.create_task(self._settle(handle, used_tokens, counts=counts))
         self._settling.add(task)
@@ -180,11 +232,14 @@ class RedisCounters:
         await self._host.close()
 
     async def _settle(self, handle: _Handle, used_tokens: int, *, counts: bool) -> None:
-        subject = Subject(handle.tenant, "", NO_QUOTA)
         try:
-            await self._run("settle", (subject,), (handle.reservation_id, used_tokens, int(counts)))
+            await self._run_settle(handle, used_tokens, counts=counts)
         except redis.RedisError as error:
             self._leave(error)  # The lease expires by itself.
+
+    async def _run_settle(self, handle: _Handle, used_tokens: int, *, counts: bool) -> None:
+        values = (handle.reservation_id, used_tokens, int(counts))
+        await self._run("settle", (Subject(handle.tenant, "", NO_QUOTA),), values)
 
     async def _renew(self) -> None:
         """Renews the leases of this process. Finds out whether Redis answers again."""
@@ -196,6 +251,11 @@ class RedisCounters:
             for tenant, ids in by_tenant.items():
                 for start in range(0, len(ids), 1000):
                     await self._run("renew", (Subject(tenant, "", NO_QUOTA),), ids[start : start + 1000])
+            while self._unwanted:
+                await self._run_settle(self._unwanted[-1], 0, counts=False)
+                self._unwanted.pop()
+            for account in self._host_use.accounts():
+                await self._run("carry", (Subject(*account, NO_QUOTA),), self._host_use.take(account))
         except redis.RedisError as error:
             self._leave(error)
             return
@@ -228,6 +288,11 @@ async def _unless_cancelled(call: Coroutine[Any, Any, Any]) -> Any:
     a cancelled task would then never end.
     """
     return await asyncio.shield(asyncio.ensure_future(call))
+
+
+def _add_up(uses: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    requests, tokens = zip(*uses, strict=True)
+    return sum(requests), sum(tokens)
 
 
 def _limits(subject: Subject) -> Iterable[int | str]:

@@ -269,6 +269,44 @@ def test_a_host_counts_for_itself_while_redis_is_away(tmp_path: Path, redis_serv
     asyncio.run(run())
 
 
+def test_the_use_of_a_host_while_redis_hung_counts_for_all_hosts_afterwards(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Born from a bug: after a Redis had hung, 38 of 20 requests were admitted within a minute."""
+    subjects = (Subject("acme", "", Quota(requests_per_minute=20)), Subject("acme", "key", Quota()))
+
+    async def count_admitted(counters: QuotaCounters, num_requests: int) -> int:
+        count = 0
+        for _ in range(num_requests):
+            made = await counters.reserve(subjects, Charge(10, 1))
+            if isinstance(made, Reservation):
+                count += 1
+                counters.settle(made, 3)
+        return count
+
+    async def run() -> None:
+        first, second = (
+            open_redis_counters(redis_server.url, HostCounters(tmp_path / name)) for name in "ab"
+        )
+        renewing = [asyncio.create_task(host.run()) for host in (first, second)]
+        assert await count_admitted(first, 2) == 2
+        with redis_server.hanging():
+            assert await count_admitted(first, 30) == 20, "the host counts for itself"
+        while first.is_away:
+            await asyncio.sleep(0.05)
+        assert await count_admitted(second, 30) == 0
+        (use, of_key) = await second.read(subjects)
+        assert (use.requests, use.tokens, use.tokens_today) == (22, 66, 66)
+        assert (of_key.requests, of_key.tokens) == (22, 66)
+        for task in renewing:
+            task.cancel()
+        await asyncio.gather(*renewing, return_exceptions=True)
+        for host in (first, second):
+            await host.close()
+
+    asyncio.run(run())
+
+
 def test_only_a_redis_can_be_the_quota_redis(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"--quota-redis must be the URL of a Redis \(redis://, .*, not 'http'$"
