@@ -42,12 +42,13 @@ async def run_until_stopped(
     front: Front,
     limiter: RequestLimiter,
     work: Sequence[Work],
+    announce_start: Callable[[], None] = lambda: None,
     announce_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves until a signal arrives or a part of `work` fails. Raises the error of the failed part.
 
     work: starts again after a pause if the machine lacks a resource, such as threads.
-    announce_stop: called at the first signal.
+    announce_start: called as soon as signals are handled. announce_stop: called at the first signal.
     """
 
     def stop() -> None:
@@ -67,6 +68,7 @@ async def run_until_stopped(
     serving = asyncio.create_task(front.run())
     await asyncio.sleep(0)
     handle_signals()
+    announce_start()
     tasks = [asyncio.create_task(run_despite_shortage(one)) for one in work]
     watched = {serving, *tasks}
     try:

@@ -61,7 +61,7 @@ from slora_api.server.supervisor import Child, Supervisor
 from slora_api.server.tracing import open_tracing
 from slora_api.server_address import own_url
 from slora_api.settings import Settings, explain_unknown_variables, read_settings
-from slora_api.tenants.admin_key import open_admin_key
+from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
 
 __all__ = ["ClusterEngines", "main", "run_server", "serve_demo"]
@@ -102,6 +102,12 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     )
     if tenants:
         print_line(describe_demo(url, tenants))
+
+
+def _announce_start(url: str, admin_key: AdminKey | None) -> None:
+    print_line(f"slora: listening on {url}; the engine is starting")
+    if admin_key is not None and admin_key.shown_once is not None:
+        print_line(f"slora: admin key, shown only once: {admin_key.shown_once}")
 
 
 def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
@@ -180,15 +186,13 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
                 flags, model.started_at, metrics, sockets, listener, board,
                 settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
             )  # fmt: skip
-        print_line(f"slora: listening on {url}; the engine is starting")
-        if admin_key is not None and admin_key.shown_once is not None:
-            print_line(f"slora: admin key, shown only once: {admin_key.shown_once}")
         limit_garbage_collection()
         prefer_event_loop()
         await run_until_stopped(
             front,
             generator.limiter,
             work,
+            lambda: _announce_start(url, admin_key),
             lambda: _announce_stop(generator.limiter, settings.drain_seconds),
         )
 

@@ -39,7 +39,9 @@ class Site:
         self.pepper = directory / "pepper"
         self.pepper.write_bytes(b"p" * 32)
         with self.database.transaction(CHANGES) as connection:
-            connection.execute(insert(schema.tenants), {"name": "acme", "created_at": 1, **SHARE})
+            connection.execute(
+                insert(schema.tenants), {"tenant_id": "acme", "name": "acme", "created_at": 1, **SHARE}
+            )
             key = {"key_id": "k", "tenant": "acme", "digest": b"\0\xff", "created_at": 1}
             connection.execute(insert(schema.api_keys), key)
             record_change(connection, "key.create", "acme", "k")

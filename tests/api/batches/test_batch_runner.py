@@ -320,6 +320,7 @@ def test_files_are_kept_in_every_kind_of_store(
         store = ObjectStore(filesystem, str(tmp_path / "objects"), scheme="file")
         store.prepare()
     with closing(store), closing(Database(tmp_path / "slora.db")) as database:
+        add_tenant(database)
         catalog = Catalog(Registry(RegistryStorage(database)), store)
         files = Files(database, catalog, FileLimits(100, 1 << 30))
         batches = Batches(database, files, 10)

@@ -14,7 +14,7 @@ from tests.api.served import Served
 # In the manner of Mistral. The model has no character for a line break.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}"
-    "{% if message.tool_calls %}[TOOL_CALLS]{{ message.tool_calls | length }}"
+    "{% if message.tool_calls %}[TOOL_CALLS]{{ message.tool_calls[0].function.name }}"
     "{% else %}[{{ message.role }}]{{ message.content }}{% endif %}{% endfor %}"
 )
 
@@ -61,4 +61,6 @@ def test_a_required_call_of_a_random_model_parses_over_two_turns(client: openai.
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     last = client.chat.completions.create(model="painter", messages=messages, tools=tools, max_tokens=3)
     # One token for each character.
-    assert last.usage is not None and last.usage.prompt_tokens == len("paint [user]hi[TOOL_CALLS]1[tool]done")
+    assert last.usage is not None and last.usage.prompt_tokens == len(
+        "paint [user]hi[TOOL_CALLS]paint[tool]done"
+    )
