@@ -85,13 +85,7 @@ DIMENSIONS: dict[str, dict[str, Environment]] = {
 ALONE = {f"{name}-{value}": one for name, values in DIMENSIONS.items() for value, one in values.items()}
 # Each environment of the quick run has a value of many dimensions.
 QUICK = {
-    "ascii-unknown-few-full-proxy": (
-        "locale-ascii",
-        "processes-few",
-        "stdout-full",
-        "proxy-dead",
-        "group-half",
-    ),
+    "ascii-unknown-full-proxy": ("locale-ascii", "user-unknown", "stdout-full", "proxy-dead"),
     "latin-1-barred-closed-ipv6": (
         "locale-latin-1",
         "home-barred",
