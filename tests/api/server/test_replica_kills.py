@@ -100,7 +100,7 @@ class Streams:
 
     async def _follow(self, answer: httpx.Response) -> Any:
         async for line in answer.aiter_lines():
-            if line:
+            if line.startswith("data: "):
                 self.num_chunks += 1
                 self.arrived.set()
                 yield line

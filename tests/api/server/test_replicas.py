@@ -88,7 +88,7 @@ def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_eng
         with served.client(served.make_key("acme")) as client:
             alone = client.post("/v1/completions", json=BODY).json()
             with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
-                lines = (line for line in stream.iter_lines() if line)
+                lines = (line for line in stream.iter_lines() if line.startswith("data: "))
                 first = next(lines)
                 # The other engine continues the stream if it was on this one.
                 victim = served.child("slora.engine.process")
@@ -112,7 +112,7 @@ def test_an_operator_restarts_an_engine_in_the_middle_of_its_stream(kit: Kit, tm
         with served.client(served.make_key("acme")) as client, served.client(ADMIN_KEY) as admin:
             alone = client.post("/v1/completions", json=BODY).json()
             with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
-                lines = (line for line in stream.iter_lines() if line)
+                lines = (line for line in stream.iter_lines() if line.startswith("data: "))
                 first = next(lines)
                 owner = next(one["name"] for one in _list_engines(admin) if one["running"])
                 assert admin.post(f"/admin/engines/{owner}/restart").status_code == 202

@@ -44,7 +44,7 @@ def streaming(client: httpx.Client) -> Iterator[Iterator[str]]:
     """Yields the lines of a stream that has begun."""
     body = BODY | {"max_tokens": 400, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as stream:
-        lines = (line for line in stream.iter_lines() if line)
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
         assert next(lines).startswith("data: ")
         yield lines
 
