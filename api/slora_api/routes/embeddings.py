@@ -21,7 +21,6 @@ from slora_api.generation.embedding_run import EmbeddedInput, count_lanes
 from slora_api.generation.generation import embedding_requests
 from slora_api.generation.json_slices import LongList, write_json
 from slora_api.generation.parted_response import PartedResponse
-from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms, background_id
 from slora_api.generation.sse import unless_disconnected
@@ -132,50 +131,26 @@ async def _answer(
     """Computes the embeddings of a request, and answers with what `write` makes of them."""
 
     async def answer(model: ServedModel) -> Response:
-        return await _embed(request, body, key, meter, services, model, encode, write)
+        terms = ServiceTerms(
+            key.tenant, key.key_id, key.share, body.priority or 0, background_id=background_id(request)
+        )
+        maker = prompt_maker(request, terms, meter, services, model)
+
+        async def compute() -> list[bytes]:
+            kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
+            pooling = Pooling(kind, body.dimensions, body.is_normalized)
+            inputs = await maker.embedding_inputs(body, pooling)
+            num_tokens = sum(map(len, inputs))
+            embedded = await services.generator.embed(
+                terms,
+                embedding_requests(terms, model, inputs, pooling),
+                num_tokens,
+                count_lanes(len(inputs), services.bounds().prompts, meter.most_answers),
+                meter,
+                encode,
+            )
+            return await write_json(write(model, embedded, num_tokens), key.tenant, services.writing)
+
+        return PartedResponse(await unless_disconnected(request.receive, compute()), model.headers)
 
     return await answer_with(request, body, key, services, answer)
-
-
-async def _embed(
-    request: Request,
-    body: EmbeddingRequest,
-    key: KeyRecord,
-    meter: RequestMeter,
-    services: Services,
-    model: ServedModel,
-    encode: Callable[[bytes], str | LongList | bytes],
-    write: _Write,
-) -> Response:
-    terms = ServiceTerms(
-        key.tenant, key.key_id, key.share, body.priority or 0, background_id=background_id(request)
-    )
-    maker = prompt_maker(request, terms, meter, services, model)
-    work = _write_embeddings(body, terms, meter, services, model, maker, encode, write)
-    return PartedResponse(await unless_disconnected(request.receive, work), model.headers)
-
-
-async def _write_embeddings(
-    body: EmbeddingRequest,
-    terms: ServiceTerms,
-    meter: RequestMeter,
-    services: Services,
-    model: ServedModel,
-    maker: PromptMaker,
-    encode: Callable[[bytes], str | LongList | bytes],
-    write: _Write,
-) -> list[bytes]:
-    """Computes the embeddings. Returns the parts of the answer's JSON."""
-    kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
-    pooling = Pooling(kind, body.dimensions, body.is_normalized)
-    inputs = await maker.embedding_inputs(body, pooling)
-    num_tokens = sum(map(len, inputs))
-    embedded = await services.generator.embed(
-        terms,
-        embedding_requests(terms, model, inputs, pooling),
-        num_tokens,
-        count_lanes(len(inputs), services.bounds().prompts, meter.most_answers),
-        meter,
-        encode,
-    )
-    return await write_json(write(model, embedded, num_tokens), terms.tenant, services.writing)
