@@ -45,11 +45,13 @@ def without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
 
 def explain_service_links(environment: Mapping[str, str]) -> list[str]:
     """Returns a line if Kubernetes has set a variable that would be a setting."""
-    links = [name for name in ("SLORA_PORT",) if _is_link(name, environment.get(name, ""))]
+    name = "SLORA_PORT"
+    value = environment.get(name, "")
+    if not _is_link(name, value):
+        return []
     return [
-        f"{name}={environment[name]} is ignored, because it describes a service of Kubernetes; set enableServiceLinks: "
-        "false in the pod to get rid of it"
-        for name in links
+        f"{name}={value} is ignored, because it describes a service of Kubernetes; set enableServiceLinks: false in "
+        "the pod to get rid of it"
     ]
 
 

@@ -24,6 +24,7 @@ from slora_api.routes.services import Services, Wired
 from slora_api.schemas import LoadLoraRequest, UnloadLoraRequest
 from slora_api.tenants.authentication import Operator
 from slora_api.tenants.tenant_store import Tenant
+from slora_api.threads import control_thread
 
 __all__ = ["router"]
 
@@ -47,7 +48,7 @@ router = APIRouter(prefix="/v1", tags=["adapters"])
 async def load_lora_adapter(
     request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
-    tenant = _tenant(services, body.tenant)
+    tenant = await control_thread(_find_tenant, services, body.tenant)
     async with services.local_adapters.take_turn(tenant.tenant_id):
         if not body.load_inplace and await services.catalog.has_adapter(tenant.tenant_id, body.lora_name):
             raise BadRequest(
@@ -72,14 +73,14 @@ async def load_lora_adapter(
 async def unload_lora_adapter(
     body: UnloadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
-    tenant = _tenant(services, body.tenant)
+    tenant = await control_thread(_find_tenant, services, body.tenant)
     await services.catalog.delete(tenant.tenant_id, body.lora_name)
     return PlainTextResponse(
         f"Success: the adapter {body.lora_name} of tenant {tenant.name} was unloaded successfully."
     )
 
 
-def _tenant(services: Services, name: str | None) -> Tenant:
+def _find_tenant(services: Services, name: str | None) -> Tenant:
     """Returns the tenant of the request. The field `tenant` may be missing if the server has only one tenant, because
     vLLM's clients do not send it.
     """
