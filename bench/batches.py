@@ -30,7 +30,7 @@ from bench.sse_client import SseClient
 from bench.structured import write_tokenizer
 from bench.table import Row
 from bench.workload import write_model
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from tests.api.served import Served, serving, wait_for
 
 _CLIENTS, _TOKENS, _PAUSE_S = 2, 32, 0.5

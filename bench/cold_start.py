@@ -22,7 +22,7 @@ from bench.adapter_depot import Deposit, Depot
 from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.table import Row
 from bench.tier_rates import TierRates, drop_from_page_cache
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from slora_adapters.store.redis_store import open_redis_store
 from tests.redis_server import RedisServer
 

@@ -19,7 +19,7 @@ from bench.parts import Tables, run_parts
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import SMALL, make_adapter, prompts, write_model
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 
 BAR = Bar("composed over plain", lambda row: "composed" in row, "of plain", 0.8)
 _INPUT_TOKENS = 64

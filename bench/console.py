@@ -23,7 +23,7 @@ from bench.serving import MODEL
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import prompts
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from tests.api.console.browser import open_page, running_browser
 from tests.api.served import ADMIN_KEY, EOS
 

@@ -40,7 +40,7 @@ from bench.simulation.traces import S2, zipf_trace
 from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row, print_table, write_json
 from slora.routing.router import Router
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 
 REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)
 ADAPTERS = AdapterSettings(S2.ranks, REMOTE)

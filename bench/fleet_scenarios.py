@@ -25,7 +25,7 @@ from bench.simulation.fleet.traffic import Demand, Traffic, make_traffic
 from bench.simulation.request_log import SLO_S
 from bench.table import Row, print_table, write_json
 from slora.routing.router import DEFAULT_PENALTIES, Penalties, Router
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 
 
 class Scene(NamedTuple):

@@ -15,7 +15,7 @@ from bench.adapter_depot import Deposit, Depot
 from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.table import Row
 from bench.tier_rates import TierRates
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from slora_adapters.store.redis_store import open_redis_store
 
 NUM_ADAPTERS = 32

@@ -21,7 +21,7 @@ from bench.live_platform import Platform, Setup, Sizes, live_platform, running_r
 from bench.ping_redis import RedisPinger
 from bench.simulation.request_log import percentile
 from bench.table import Row
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from slora_adapters.store.redis_store import open_redis_store
 
 NUM_DECODING = 4

@@ -24,7 +24,7 @@ import torch
 from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
 from slora_adapters.database.database import Database
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from slora_adapters.registry.adapter_record import AdapterDetails
 from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import Registry

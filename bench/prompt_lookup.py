@@ -22,7 +22,7 @@ from bench.parts import Tables, run_parts
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import prompts, write_model
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 
 _INPUT_TOKENS, _OUTPUT_TOKENS = 64, 256
 _MAX_DRAFT_TOKENS = 15

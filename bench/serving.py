@@ -42,7 +42,7 @@ from bench.simulation.traces import Trace, slora_trace, zipf_trace
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import ModelSize, prompts
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, environment, running
 from tests.api.served import Served as Server
 

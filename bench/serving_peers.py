@@ -44,7 +44,7 @@ from bench.simulation.traces import zipf_trace
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import RANKS, SMALL, prompts
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from tests.api.served import environment
 
 __all__ = [

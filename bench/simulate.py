@@ -25,7 +25,7 @@ from bench.simulation.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.simulation.traces import S2, Trace, chat_trace, merge, slora_trace, zipf_trace
 from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row, markdown, print_table, write_json
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 
 NUM_TENANTS = 20
 # An object store near by: a rank 64 adapter of 128 MiB takes 0.7 s.

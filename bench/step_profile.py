@@ -16,7 +16,7 @@ from slora.engine.messages import encode_output
 from slora.models.decoder import Decoder
 from slora.runner.runner import Runner
 from slora.scheduler.scheduler import Scheduler
-from slora_adapters.wire import encode
+from slora_adapters.process.wire import encode
 from slora_kernels.kernel_selector import kernel_class
 
 BASE, HEAD, ATTENTION, ELEMENTWISE = "base matmuls", "head", "attention", "elementwise"

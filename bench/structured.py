@@ -38,7 +38,7 @@ from slora.sampling_params import SamplingParams
 from slora.structured_output import StructuredOutput
 from slora.text.spelling import read_spelling
 from slora_adapters.loader.source import DirectorySource
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from slora_kernels.token_masks import mask_logits
 from tests.api.served import serving
 

@@ -18,7 +18,7 @@ from bench.floor import adapter_numbers, adapters_s, read_weight_numbers, single
 from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
 from bench.workload import SMALL, prompts
-from slora_adapters.progress_bar import track_progress
+from slora_adapters.process.progress_bar import track_progress
 from slora_kernels.machine_limits import machine_limits
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.

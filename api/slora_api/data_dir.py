@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import SloraError
-from slora_adapters.full_disk import is_full
+from slora_adapters.process.full_disk import is_full
 
 __all__ = [
     "DataDir",

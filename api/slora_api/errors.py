@@ -70,7 +70,7 @@ from slora_adapters.errors import (
     SloraError,
     StoreUnavailable,
 )
-from slora_adapters.shortage import find_shortage
+from slora_adapters.process.shortage import find_shortage
 from slora_api.key_masking import mask_keys
 
 __all__ = [

@@ -25,7 +25,7 @@ from slora.setting import (
     setting,
     setting_specs,
 )
-from slora_adapters.log_lines import LOG_FORMATS
+from slora_adapters.process.logs import LOG_FORMATS
 from slora_api.cluster_settings import cluster_setting_specs
 from slora_api.server_address import explain_service_links, without_service_links
 from slora_kernels.machine_limits import machine_limits

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from bench.table import Row, read_rows
-from slora_adapters.progress_bar import show_progress
+from slora_adapters.process.progress_bar import show_progress
 
 Case = tuple[Row, Callable[[], Row]]
 

@@ -37,8 +37,8 @@ from slora.engine.reported_state import ReportedState
 from slora.errors import EngineUnavailable, SloraError
 from slora.request import EngineRequest, RequestTiming, RequestUsage, TokenDelta
 from slora.tenant_share import TenantShare
+from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 _log = logging.getLogger(__name__)
 

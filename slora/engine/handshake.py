@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from slora.errors import SloraError
-from slora_adapters.wire import BrokenFrame, read_message, write_message
+from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 
 __all__ = ["MAX_SECRET_BYTES", "Doorkeeper", "HandshakeFailed", "prove_to_engine"]
 

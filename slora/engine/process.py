@@ -74,11 +74,11 @@ from slora.runner.process_group import start_group
 from slora.runner.rank_group import RankGroup
 from slora.runner.served_model import resolve_device
 from slora.usage_journal.journal import UsageJournal
-from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
-from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
 from slora_adapters.peft.packing import ByteArray
-from slora_adapters.wire import BrokenFrame, read_message, write_message
+from slora_adapters.process.heartbeat import Heartbeat
+from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
+from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 
 _log = logging.getLogger("slora.engine")
 

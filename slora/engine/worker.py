@@ -21,7 +21,7 @@ from slora.errors import RequestRefused
 from slora.pool.service_span import ServiceSpan
 from slora.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
 from slora.tenant_share import TenantShare
-from slora_adapters.heartbeat import Progress
+from slora_adapters.process.heartbeat import Progress
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from slora.models.model_spec import ModelSpec
 from slora.runner.command_channel import CommandChannel
 from slora.runner.rank import FinishLoads, Rank
 from slora.runner.served_model import find_device
-from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
-from slora_adapters.parent_watch import end_with_stdin
 from slora_adapters.peft.packing import ByteArray
+from slora_adapters.process.children import end_with_stdin
+from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 
 __all__ = ["RankSettings"]
 

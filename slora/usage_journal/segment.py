@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slora.usage_journal.record import MAX_LINE_BYTES, BadLine, UsageRecord
-from slora_adapters.durable_file import sync_directory
+from slora_adapters.process.durable_file import sync_directory
 
 __all__ = ["ClosedSegment", "OpenSegment", "closed_segments", "measure_bytes"]
 

@@ -25,7 +25,7 @@ from slora.weights.safetensors_file import StoredTensor
 from slora.weights.weight_blocks import RowBlock, read_blocks, read_into
 from slora.weights.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, expand_scales
 from slora.weights.weight_target import PlainTarget, QuantizedTarget, WeightTarget
-from slora_adapters.progress_bar import show_progress
+from slora_adapters.process.progress_bar import show_progress
 
 _log = logging.getLogger(__name__)
 

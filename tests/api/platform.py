@@ -20,10 +20,10 @@ from slora.text.generation_defaults import GenerationDefaults
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage

@@ -15,7 +15,7 @@ KEY = "slora_abcdefgh_" + "S" * 43
 _SCRIPT = f"""
 import logging, sys, threading
 from contextvars import copy_context
-from slora_adapters.log_lines import set_up_logging
+from slora_adapters.process.logs import set_up_logging
 from slora_api.key_masking import mask_keys
 from slora_api.request_context import RequestContext, RequestFields, current_request
 

@@ -30,9 +30,9 @@ from slora_adapters.backup.manifest import (
 )
 from slora_adapters.database.database import Database
 from slora_adapters.database.database_copy import copy_everything
-from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import AdapterNotFound, StoreUnfit
-from slora_adapters.progress_bar import show_progress
+from slora_adapters.process.durable_file import sync_directory
+from slora_adapters.process.progress_bar import show_progress
 from slora_adapters.registry.registry_storage import RESERVATION_S, RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slora_adapters.errors import StoreUnfit
-from slora_adapters.progress_bar import show_progress
+from slora_adapters.process.progress_bar import show_progress
 
 __all__ = ["ADAPTERS", "DATABASE", "SECRETS", "Manifest", "StoredFile", "read_manifest", "verify_files"]
 

@@ -18,9 +18,9 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.database.database_copy import copy_everything
-from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import StoreUnfit
-from slora_adapters.progress_bar import show_progress
+from slora_adapters.process.durable_file import sync_directory
+from slora_adapters.process.progress_bar import show_progress
 from slora_adapters.store.store import Store
 
 __all__ = ["restore_backup"]

@@ -37,8 +37,8 @@ from slora_adapters.database.sqlite_engine import (
     make_exclusive_engine,
     make_sqlite_engine,
 )
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.process.full_disk import DiskReserve
 
 __all__ = ["CHANGES", "Database", "Snapshot", "blob_lock"]
 

@@ -18,7 +18,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.pool import QueuePool, StaticPool
 
 from slora_adapters.errors import StoreUnfit
-from slora_adapters.full_disk import has_space
+from slora_adapters.process.full_disk import has_space
 
 __all__ = [
     "BUSY_TIMEOUT_S",

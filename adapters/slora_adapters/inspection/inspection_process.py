@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.full_disk import is_full
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.pattern_process import die_with
+from slora_adapters.process.full_disk import is_full
 from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from threading import Condition
 
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable, TryAgain
-from slora_adapters.heartbeat import Progress
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.arena_prefault import ArenaPrefaulter
 from slora_adapters.loader.fetch_pace import FetchPace
@@ -26,6 +25,7 @@ from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.load_queue import LoadQueue
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
+from slora_adapters.process.heartbeat import Progress
 from slora_adapters.store.store import Blob, Store
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout, ModelShape

@@ -32,8 +32,8 @@ from slora_adapters.loader.loader_messages import (
 )
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import ByteArray
+from slora_adapters.process.wire import BrokenFrame, encode, receive
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import BrokenFrame, encode, receive
 
 logger = logging.getLogger(__name__)
 

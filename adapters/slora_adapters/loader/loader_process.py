@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
-from slora_adapters.heartbeat import Heartbeat, Progress
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.loader import Loader
 from slora_adapters.loader.loader_config import LoaderConfig
@@ -32,11 +31,12 @@ from slora_adapters.loader.loader_messages import (
     encode_loaded,
 )
 from slora_adapters.loader.source import FetchFailed
-from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
-from slora_adapters.parent_watch import end_with_stdin
+from slora_adapters.process.children import end_with_stdin
+from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
+from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 from slora_adapters.store.store_url import open_store
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 logger = logging.getLogger("slora.loader")
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slora_adapters.child_environment import BASE_VARIABLES, pass_on
 from slora_adapters.errors import Reason
 from slora_adapters.peft import pattern_process
 from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
+from slora_adapters.process.children import BASE_VARIABLES, pass_on
 
 # Timeout of the separate process. The timeout is long, because two seconds of CPU time may take much longer on a busy
 # machine.

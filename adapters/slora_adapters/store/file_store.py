@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable, TryAgain
-from slora_adapters.full_disk import is_full
+from slora_adapters.process.durable_file import sync_directory
+from slora_adapters.process.full_disk import is_full
 from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.local_blob import TIER, LocalBlob
 from slora_adapters.store.store import Blob

@@ -12,11 +12,11 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.child_environment import BASE_VARIABLES, pass_on
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_api.errors import InspectionFailed
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_kernels.layout import ModelShape

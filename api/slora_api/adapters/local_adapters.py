@@ -14,8 +14,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from slora.errors import ConfigError
-from slora_adapters.full_disk import is_full
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
+from slora_adapters.process.full_disk import is_full
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.errors import BadRequest, Forbidden, NotFound
 from slora_api.fair_slots import FairSlots

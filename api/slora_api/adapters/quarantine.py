@@ -12,9 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull
-from slora_adapters.full_disk import is_full
+from slora_adapters.process.full_disk import DiskReserve, is_full
 from slora_api.threads import control_thread, tenant_thread
 
 __all__ = ["Quarantine", "StagedUpload"]

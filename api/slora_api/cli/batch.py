@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
-from slora_adapters.progress_bar import count_reads, show_progress
+from slora_adapters.process.progress_bar import count_reads, show_progress
 from slora_api.cli.output import Columns, Record, print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
 

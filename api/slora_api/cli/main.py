@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 from slora.setting import SettingSpec
-from slora_adapters.log_lines import give_up, open_missing_streams, print_line
+from slora_adapters.process.logs import give_up, open_missing_streams, print_line
 from slora_api.cluster_settings import cluster_setting_specs
 from slora_api.package_version import find_package_version
 from slora_api.settings import server_setting_specs

@@ -4,7 +4,7 @@ import secrets
 
 from slora.engine.handshake import MAX_SECRET_BYTES
 from slora.errors import ConfigError
-from slora_adapters.durable_file import create_durably
+from slora_adapters.process.durable_file import create_durably
 from slora_api.cluster.cluster_config import ClusterConfig
 
 __all__ = ["read_secret"]

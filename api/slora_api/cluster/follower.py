@@ -12,9 +12,9 @@ import sys
 
 from ray._private.services import canonicalize_bootstrap_address
 
-from slora_adapters.heartbeat import Heartbeat, Progress
-from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
-from slora_adapters.parent_watch import end_with_stdin
+from slora_adapters.process.children import end_with_stdin
+from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_api.cluster.follower_config import FollowerConfig
 from slora_api.cluster.replica_registry import ReplicaRegistry, Sightings
 from slora_api.server.replica_list import write_replicas

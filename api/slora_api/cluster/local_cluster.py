@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError
-from slora_adapters.durable_file import create_durably, replace_durably
+from slora_adapters.process.durable_file import create_durably, replace_durably
 from slora_api.cluster.cluster_config import ClusterConfig
 
 __all__ = ["LOCAL_HOST", "QUIET", "LocalCluster"]

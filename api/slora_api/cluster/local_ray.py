@@ -17,9 +17,9 @@ from ray._private.parameter import RayParams
 
 from slora.errors import ConfigError
 from slora.setting import SettingRefused
-from slora_adapters.heartbeat import Heartbeat, Progress
-from slora_adapters.log_lines import LOG_FORMATS, set_up_logging
-from slora_adapters.parent_watch import end_with_stdin
+from slora_adapters.process.children import end_with_stdin
+from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_api.cluster.cluster_config import ClusterConfig
 from slora_api.cluster.deployment import DeployFailed, Deployment, connect_to_ray
 from slora_api.cluster.local_cluster import LOCAL_HOST, LocalCluster

@@ -17,8 +17,8 @@ from pathlib import Path
 from slora.engine.engine_address import TcpAddress
 from slora.errors import SloraError
 from slora.usage_journal.journal import UsageJournal
-from slora_adapters.child_environment import ENGINE_VARIABLES, pass_on
 from slora_adapters.database.database import Database
+from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
 from slora_api.data_dir import DataDir
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import engine, loader, store_url

@@ -33,9 +33,8 @@ from slora.errors import ConfigError, SloraError
 from slora.models.model_spec import ELEMENT_BYTES
 from slora.weights.checkpoint import Checkpoint
 from slora_adapters.database.database_facts import read_database_facts
-from slora_adapters.disk_reserve import RESERVE_BYTES
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.full_disk import has_space
+from slora_adapters.process.full_disk import RESERVE_BYTES, has_space
 from slora_adapters.store.store import Store
 from slora_adapters.store.store_url import FILE_SCHEMES, check_redis_url, load_optional, open_store
 from slora_api.data_dir import DataDir, find_lock_holder

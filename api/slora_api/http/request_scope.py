@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_adapters.shortage import find_shortage
+from slora_adapters.process.shortage import find_shortage
 from slora_api.errors import ApiError, Stopping, error_response, is_messages_path
 from slora_api.key_masking import mask_keys
 from slora_api.request_context import RequestContext, Tracing, current_request

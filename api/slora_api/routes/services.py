@@ -12,7 +12,7 @@ from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 
 from slora_adapters.database.audit_log import AuditLog
-from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.registry import Registry
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.change_follower import ChangeFollower

@@ -7,7 +7,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 
-from slora_adapters.child_environment import BASE_VARIABLES, pass_on
+from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_api.sandbox.sandbox import SandboxAnswer, read_length
 
 __all__ = ["SandboxDied", "SandboxProcess", "SandboxStalled"]

@@ -30,15 +30,15 @@ from slora.setting import SettingRefused
 from slora.usage_journal.journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.heartbeat import Heartbeat, Progress
-from slora_adapters.log_lines import set_up_logging
-from slora_adapters.parent_watch import end_with_stdin
+from slora_adapters.process.children import end_with_stdin
+from slora_adapters.process.full_disk import DiskReserve
+from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.logs import set_up_logging
+from slora_adapters.process.shortage import Work, run_event_loop
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
-from slora_adapters.shortage import Work, run_event_loop
 from slora_adapters.store.store_url import check_redis_url, load_optional, open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.canary import Canary

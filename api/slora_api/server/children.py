@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from slora.errors import ConfigError
-from slora_adapters.child_environment import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_adapters.loader.loader_config import LoaderConfig
+from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.data_dir import DataDir
 from slora_api.sandbox.grammar_checks import has_compiler
 from slora_api.server.base_model_files import BaseModelFiles

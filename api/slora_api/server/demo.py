@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError, EngineUnavailable
-from slora_adapters.durable_file import replace_durably
+from slora_adapters.process.durable_file import replace_durably
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
 from slora_api.errors import Conflict

@@ -6,8 +6,8 @@ Each API process runs this as one task. The disk is checked every few seconds, o
 import asyncio
 import logging
 
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.process.full_disk import DiskReserve
 from slora_api.tenants.key_store import KeyStore
 from slora_api.threads import control_thread
 

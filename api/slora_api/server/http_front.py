@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slora_adapters.shortage import Work, run_despite_shortage
+from slora_adapters.process.shortage import Work, run_despite_shortage
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.http.http_server import HttpServer
 

@@ -4,7 +4,7 @@ import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from slora_adapters.full_disk import is_full
+from slora_adapters.process.full_disk import is_full
 from slora_api.data_dir import DataDir
 from slora_api.metrics.metrics import allocate_files
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slora.engine.engine_address import TcpAddress
 from slora.engine.replica_group import ReplicaGroup
-from slora_adapters.durable_file import replace_durably
+from slora_adapters.process.durable_file import replace_durably
 
 __all__ = ["ListedReplica", "ReplicaList", "ReplicaListFiles", "write_replicas"]
 

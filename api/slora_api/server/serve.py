@@ -22,8 +22,8 @@ from slora.engine.replica_group import ReplicaGroup
 from slora.errors import ConfigError, SloraError
 from slora.setting import SettingRefused
 from slora_adapters.errors import DiskFull
-from slora_adapters.log_lines import print_line, set_up_logging
-from slora_adapters.shortage import Work, run_event_loop
+from slora_adapters.process.logs import print_line, set_up_logging
+from slora_adapters.process.shortage import Work, run_event_loop
 from slora_api.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.host_board import BoardSize, HostBoard

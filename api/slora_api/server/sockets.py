@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.durable_file import replace_durably
-from slora_adapters.full_disk import is_full
+from slora_adapters.process.durable_file import replace_durably
+from slora_adapters.process.full_disk import is_full
 from slora_api.data_dir import DataDir
 
 __all__ = ["Sockets", "open_sockets"]

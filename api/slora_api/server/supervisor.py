@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slora.errors import SloraError
-from slora_adapters.heartbeat import HeartbeatPage
-from slora_adapters.shortage import find_shortage
+from slora_adapters.process.heartbeat import HeartbeatPage
+from slora_adapters.process.shortage import find_shortage
 from slora_api.server.run_queue import RunQueue
 from slora_api.server.watchdog import Watchdog
 

@@ -12,7 +12,7 @@ A child that is still starting never counts as stalled, because reading weights 
 
 from dataclasses import dataclass
 
-from slora_adapters.heartbeat import Beat
+from slora_adapters.process.heartbeat import Beat
 
 __all__ = ["STALLED_AFTER_S", "Watchdog"]
 

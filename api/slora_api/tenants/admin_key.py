@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.durable_file import create_durably
+from slora_adapters.process.durable_file import create_durably
 from slora_api.tenants.api_key import Pepper, make_key
 from slora_api.tenants.key_record import BOOTSTRAP_KEY_ID, OperatorKey
 

@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.durable_file import create_durably
+from slora_adapters.process.durable_file import create_durably
 
 __all__ = ["NewKey", "Pepper", "make_key", "read_key_id"]
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from slora_adapters.durable_file import create_durably
+from slora_adapters.process.durable_file import create_durably
 
 __all__ = ["MAX_ENTRIES", "RevocationJournal"]
 

@@ -18,8 +18,8 @@ from slora_adapters.backup.backup import make_backup
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage

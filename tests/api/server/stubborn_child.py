@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from slora_adapters.heartbeat import BEAT_S, Heartbeat, Progress
+from slora_adapters.process.heartbeat import BEAT_S, Heartbeat, Progress
 
 
 def end_with_stdin() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slora_adapters.heartbeat import HeartbeatPage
+from slora_adapters.process.heartbeat import HeartbeatPage
 from slora_api.host_board import BoardSize
 from slora_api.server.api_workers import WorkerConfig
 from tests.api.conftest import Kit

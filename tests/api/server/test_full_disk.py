@@ -9,7 +9,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.process.full_disk import DiskReserve
 from slora_api.server.disk_watch import DiskWatch
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.conftest import Kit

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slora_adapters.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
+from slora_adapters.process.children import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server import supervisor, watchdog
 from slora_api.server.supervisor import Child, ChildRefused, Supervisor
 from tests.support.engine_stack import WAIT_S, wait_until

@@ -12,7 +12,7 @@ from slora.request import RequestUsage
 from slora.usage_journal.journal import UsageJournal
 from slora.usage_journal.record import UsageRecord
 from slora_adapters.database.database import Database
-from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.process.full_disk import DiskReserve
 from slora_api.tenants.usage_ledger import DAY_S, MINUTE_S, UsageFilter, UsageLedger
 from slora_api.tenants.usage_shipper import UsageShipper
 from tests.api.served import wait_for

@@ -27,8 +27,8 @@ from slora.request import (
 )
 from slora.sampling_params import SamplingParams
 from slora.usage_journal.journal import UsageJournal
+from slora_adapters.process.wire import encode, read_message, send
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import encode, read_message, send
 from tests.support.engine_stack import wait_until
 
 # What the engine sends to a new API process.

@@ -11,7 +11,7 @@ import pytest
 from slora.engine.client import RemoteEngine
 from slora.engine.engine_address import TcpAddress, connect
 from slora.engine.handshake import Doorkeeper, HandshakeFailed
-from slora_adapters.wire import encode, read_message, write_message
+from slora_adapters.process.wire import encode, read_message, write_message
 from tests.support.engine_stack import wait_until
 
 SECRET = b"k" * 64

@@ -13,8 +13,8 @@ from slora.engine.live_state import LiveState
 from slora.engine.messages import decode_live_state, encode_live_state
 from slora.request import EngineRequest, single_adapter
 from slora.sampling_params import SamplingParams
+from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import encode
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit
 

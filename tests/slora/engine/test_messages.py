@@ -34,8 +34,8 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.served_counts import ServedCounts
 from slora.tenant_share import TenantShare
 from slora_adapters.loader.cached_versions import CacheCounts
+from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import encode
 from tests.support.driving import COSTS
 
 REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())

@@ -27,8 +27,8 @@ from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE
 from slora.usage_journal.record import UsageRecord
 from slora.usage_journal.segment import closed_segments
+from slora_adapters.process.wire import send
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import send
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.engine_stack import WAIT_S, EngineStack, connect, one_by_one, wait_until
 from tests.support.model_kit import ModelKit

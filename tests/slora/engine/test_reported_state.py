@@ -13,8 +13,8 @@ from slora.engine.reported_state import ReportedState
 from slora.request import EngineRequest, single_adapter
 from slora.routing.backlog import ANSWER_TOKENS, Backlog
 from slora.sampling_params import SamplingParams
+from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
-from slora_adapters.wire import encode
 
 BACKLOG = Backlog(3, 2, 1.5, 0.001, 0.01)
 

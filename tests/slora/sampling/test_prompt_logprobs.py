@@ -12,7 +12,7 @@ import torch
 from slora.engine.messages import decode_output, encode_output
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs, single_adapter
 from slora.sampling_params import SamplingParams
-from slora_adapters.wire import encode
+from slora_adapters.process.wire import encode
 from tests.support.cpu_kernels import CPU_KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit

@@ -6,15 +6,14 @@ only urgent changes use its space. As soon as the disk has free space again, the
 changes are allowed.
 """
 
+import errno
 import logging
 import os
+import tempfile
 from pathlib import Path
 from threading import Lock
 
 from slora_adapters.errors import DiskFull
-from slora_adapters.full_disk import has_space, is_full
-
-__all__ = ["RESERVE_BYTES", "DiskReserve"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,26 @@ RESERVE_BYTES = 4 << 20
 # The disk counts as full once less than this is free outside the reserve. It stays full until the free space outside
 # the reserve is as large as the reserve.
 _MIN_FREE_BYTES = 256 << 10
+# Error numbers of a full disk, an exceeded user quota, and an exceeded limit on file size.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def has_space(directory: Path, num_bytes: int) -> bool:
+    """Returns whether a file of this size can be written in the directory. Tries to allocate such a file, because
+    `statvfs` ignores the user's quota.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if is_full(error):
+            return False
+        raise
+    return True
 
 
 class DiskReserve:

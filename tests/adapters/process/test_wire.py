@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora_adapters.wire import (
+from slora_adapters.process.wire import (
     MAX_FRAME_BYTES,
     BrokenFrame,
     encode,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from slora_adapters.heartbeat import Beat, Heartbeat, HeartbeatPage, Progress
+from slora_adapters.process.heartbeat import Beat, Heartbeat, HeartbeatPage, Progress
 
 WAIT_S = 300.0
 
@@ -28,7 +28,7 @@ def test_a_new_heartbeat_page_describes_a_starting_child(page: HeartbeatPage) ->
 
 def test_another_process_writes_what_this_one_reads(page: HeartbeatPage) -> None:
     code = (
-        "from slora_adapters.heartbeat import Beat, HeartbeatPage\n"
+        "from slora_adapters.process.heartbeat import Beat, HeartbeatPage\n"
         f"page = HeartbeatPage({page.descriptor})\n"
         "page.write(Beat(7, True, True, 1 << 40, 5))\n"
         "page.explain('no GPU: \\u00fc' + 5000 * 'x')"

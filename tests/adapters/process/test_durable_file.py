@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.durable_file import create_durably, replace_durably
+from slora_adapters.process.durable_file import create_durably, replace_durably
 from tests.support.file_limit import largest_file
 from tests.support.forked_program import ForkedProgram
 
@@ -16,7 +16,7 @@ from tests.support.forked_program import ForkedProgram
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from slora_adapters import durable_file
+from slora_adapters.process import durable_file
 write, path, left = getattr(durable_file, sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def count(event, arguments):
     global left

@@ -1,4 +1,4 @@
-"""Selects the environment variables that child processes receive.
+"""What child processes get from their parent: environment variables, and their end.
 
 The children read files, templates and forms of tenants. They must not hold secrets that they do not need, such as the
 operator's key or URLs with passwords. An allow-list of variables also excludes secrets that are unrelated to slora.
@@ -6,10 +6,10 @@ operator's key or URLs with passwords. An allow-list of variables also excludes 
 All children get the same base, so that they find the same packages, files and times as the server.
 """
 
+import os
+import threading
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-
-__all__ = ["BASE_VARIABLES", "ENGINE_VARIABLES", "LOADER_VARIABLES", "pass_on"]
 
 # Variables of Python and the C library. None of them holds a secret.
 BASE_VARIABLES: tuple[str, ...] = (
@@ -59,3 +59,17 @@ def pass_on(environment: Mapping[str, str], allowed: tuple[str, ...]) -> dict[st
         if any(fnmatchcase(name, pattern) for pattern in allowed)
     }
     return _DEFAULTS | passed
+
+
+def end_with_stdin() -> None:
+    """Ends this process as soon as its standard input closes. The parent holds the other end, so a child ends with its
+    parent, even by kill -9.
+    """
+
+    def watch() -> None:
+        # Read the descriptor instead of sys.stdin. Python aborts if a thread holds the lock of sys.stdin at exit.
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

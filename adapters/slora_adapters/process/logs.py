@@ -37,7 +37,7 @@ def set_up_logging(
     to the line that is written.
     """
     if log_format == "json":
-        lines = importlib.import_module("slora_adapters.json_lines").make_json_formatter(process)
+        lines = importlib.import_module("slora_adapters.process.json_logs").make_json_formatter(process)
     else:
         lines = logging.Formatter(f"%(asctime)s {label}%(name)s %(levelname)s %(message)s")
     handler = logging.StreamHandler(sys.stderr)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull
+from slora_adapters.process.full_disk import DiskReserve
 from tests.support.file_limit import largest_file
 
 SIZE = 1 << 20
@@ -42,7 +42,7 @@ def test_the_space_of_a_freed_reserve_does_not_count_as_free_space(
     reserve = DiskReserve(tmp_path / "reserve", SIZE)
     reserve.free()
     monkeypatch.setattr(
-        "slora_adapters.disk_reserve.has_space", lambda directory, num_bytes: num_bytes < SIZE
+        "slora_adapters.process.full_disk.has_space", lambda directory, num_bytes: num_bytes < SIZE
     )
     assert not reserve.watch() and (tmp_path / "reserve").exists()
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from slora_adapters.progress_bar import count_reads, show_progress, track_progress
+from slora_adapters.process.progress_bar import count_reads, show_progress, track_progress
 from tests.support.terminal import Terminal
 
 

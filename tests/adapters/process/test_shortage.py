@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from slora_adapters import shortage
-from slora_adapters.shortage import find_shortage, run_despite_shortage, run_event_loop
+from slora_adapters.process import shortage
+from slora_adapters.process.shortage import find_shortage, run_despite_shortage, run_event_loop
 
 NO_THREAD = RuntimeError("can't start new thread")
 SHORT = (errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
@@ -66,7 +66,7 @@ def test_work_on_threads_is_done_by_the_threads_that_the_machine_allows(
 
 PRINTS = """
 import logging, os, sys
-from slora_adapters.log_lines import open_missing_streams, print_line
+from slora_adapters.process.logs import open_missing_streams, print_line
 open_missing_streams()
 logging.basicConfig(stream=sys.stderr)
 for line in ("first", "a letter: \\u0416", "last"):
