@@ -24,8 +24,8 @@ from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_config import ModelConfig
 from slora_kernels.batch import AttentionBatch, KVGeometry, LoraTiles, TileLimits
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
-from slora_kernels.launch import Launch
 from slora_kernels.layout import lay_out_adapter
 
 _META = torch.device("meta")

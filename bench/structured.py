@@ -39,7 +39,7 @@ from slora.structured_output import StructuredOutput
 from slora.text.spelling import read_spelling
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.process.progress_bar import track_progress
-from slora_kernels.token_masks import mask_logits
+from slora_kernels.torch.token_masks import mask_logits
 from tests.api.served import serving
 
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64, 64

@@ -36,11 +36,11 @@ from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.gpu import paged_attention_decode
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 

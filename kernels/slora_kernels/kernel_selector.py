@@ -17,7 +17,7 @@ __all__ = ["kernel_class", "select_kernels"]
 
 _CLASSES = {
     "triton": ("slora_kernels.gpu.triton_kernels", "TritonKernels"),
-    "torch": ("slora_kernels.torch_kernels", "TorchKernels"),
+    "torch": ("slora_kernels.torch.torch_kernels", "TorchKernels"),
     "numba": ("slora_kernels.cpu.kernels", "NumbaKernels"),
 }
 

@@ -31,7 +31,7 @@ from slora.weights.linear import multiply
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-from slora_kernels.torch_kernels import apply_activation
+from slora_kernels.torch.torch_kernels import apply_activation
 
 _ATTENTION = "slora_paged"
 

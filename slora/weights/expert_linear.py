@@ -6,8 +6,8 @@ from torch import Tensor
 
 from slora.weights.linear import QuantizedWeight, multiply
 from slora.weights.packed_weight import PackedWeight, pack_weight
-from slora_kernels.grouped_matmuls import multiply_groups
 from slora_kernels.ops import Kernels
+from slora_kernels.torch.grouped_matmuls import multiply_groups
 
 
 @dataclass(frozen=True, slots=True)

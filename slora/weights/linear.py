@@ -9,7 +9,7 @@ from torch import Tensor
 from slora.weights.packed_weight import PackedWeight, pack_weight, split_weight
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-from slora_kernels.row_blocks import multiply_rows
+from slora_kernels.torch.row_blocks import multiply_rows
 
 
 @dataclass(frozen=True, slots=True)

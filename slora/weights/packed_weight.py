@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora_kernels.row_blocks import (
+from slora_kernels.torch.row_blocks import (
     Multiply,
     even_terms,
     find_row_counts,

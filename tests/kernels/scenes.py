@@ -10,7 +10,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
 from slora_kernels.layout import SEGMENT_BYTES, ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
-from slora_kernels.reference import write_kv
+from slora_kernels.torch.reference import write_kv
 
 # A result is rounded once to its dtype: by half a unit of 2^-7 or 2^-10, or by a whole unit where the interpreter
 # has_filters. Sums of some hundred float32 products of size 1 are off by a few 1e-7 (the square root of their number

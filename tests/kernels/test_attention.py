@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
 from tests.kernels.scenes import AttentionScene, build_attention, check_close, write
 
 # The interpreter computes in float32, whatever the dtype.

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slora_kernels import reference
 from slora_kernels.batch import AttentionRule, KVGeometry, QueryKeyNorm
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import llama_shape
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
 from tests.kernels.scenes import AttentionScene, build_attention, check_close, write
 from tests.kernels.test_attention import (
     CHUNKS,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
 from tests.kernels.scenes import UNIT, check_close
 from tests.kernels.test_quantized_linear import FORMS, make_weight
 

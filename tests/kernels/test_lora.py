@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.batch import LoraTiles
 from slora_kernels.layout import LoraSite, llama_shape
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
 from tests.kernels.scenes import AdapterScene, build_adapters, build_tiles, check_close
 
 # Ranks for two layers, the embedding and the head. They differ by adapter, layer and module. Some modules have none.

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.batch import Activation
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
 from tests.kernels.scenes import check_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from slora.weights import packed_weight
 from slora.weights.linear import multiply
-from slora_kernels import row_blocks
 from slora_kernels.batch import AttentionRule, KVGeometry
 from slora_kernels.layout import llama_shape
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import row_blocks
 from tests.kernels.scenes import build_adapters, build_attention, build_tiles
 from tests.kernels.test_quantized_linear import FORMS, make_weight
 

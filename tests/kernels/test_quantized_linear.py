@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slora_kernels import reference
 from slora_kernels.ops import Kernels
-from slora_kernels.quantized_matmuls import widen
+from slora_kernels.torch import reference
+from slora_kernels.torch.quantized_matmuls import widen
 from tests.kernels.scenes import UNIT, check_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

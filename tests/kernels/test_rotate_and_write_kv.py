@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.batch import KVGeometry, QueryKeyNorm
 from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
 from tests.kernels.scenes import build_attention, check_close
 
 # (query heads, KV heads, head dim, block tokens, rotated dimensions). Phi-2 rotates 32 of 80, GPT-NeoX a quarter.

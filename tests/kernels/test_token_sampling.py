@@ -16,14 +16,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slora_kernels import reference
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import SAMPLE_BLOCK, WEIGHT_ONE, bind_token_weights
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.ops import Kernels
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
-from slora_kernels.token_sampling import apply_filters, compute_weights, gumbel_sample
+from slora_kernels.torch import reference
+from slora_kernels.torch.token_sampling import apply_filters, compute_weights, gumbel_sample
 
 # The device of Triton's kernels: a GPU if there is one.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

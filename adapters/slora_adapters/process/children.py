@@ -42,7 +42,7 @@ _DEFAULTS = {
     # gaps within a step.
     "GOMP_SPINCOUNT": "10000",
     # oneDNN compiles a matmul for each shape of a weight and each number of rows in a block, of which there are at most
-    # 13 (`slora_kernels.row_blocks`). That takes 0.55 ms of CPU time and 0.6 MiB. By default, oneDNN caches 1,024
+    # 13 (`slora_kernels.torch.row_blocks`). That takes 0.55 ms of CPU time and 0.6 MiB. By default, oneDNN caches 1,024
     # primitives, two for each matmul. A cache of 512 holds the matmuls of 20 shapes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
     # PyTorch has its own cache in front of oneDNN's, by default of 1,024 matmuls. The default kept up to 280 MiB of

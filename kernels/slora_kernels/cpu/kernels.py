@@ -33,15 +33,15 @@ from slora_kernels.cpu.job_fields import JobWords, begin_job, operand_dtype, pac
 from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu_isa import find_cpu_isa
-from slora_kernels.grouped_matmuls import grouped_linear, multiply_groups
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
-from slora_kernels.lora_embedding import shrink_embedding
-from slora_kernels.lora_matmuls import add_delta, write_delta
-from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.sampling_tensors import SamplingTensors
-from slora_kernels.token_masks import mask_logits
-from slora_kernels.token_sampling import sample_tokens
+from slora_kernels.torch.grouped_matmuls import grouped_linear, multiply_groups
+from slora_kernels.torch.lora_embedding import shrink_embedding
+from slora_kernels.torch.lora_matmuls import add_delta, write_delta
+from slora_kernels.torch.quantized_matmuls import quantized_linear
+from slora_kernels.torch.token_masks import mask_logits
+from slora_kernels.torch.token_sampling import sample_tokens
 
 # Reading fewer elements than this takes less time than waking a second thread (about 10 us).
 SERIAL_ELEMENTS = 65536

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import Activation
-from slora_kernels.launch import Launch
+from slora_kernels.gpu.launch import Launch
 
 # Columns per program. In a 16-bit dtype, each of NVIDIA's 128 threads then has two 16-byte loads. On an MI300, four
 # warps have 256 threads, and each thread has one such load.

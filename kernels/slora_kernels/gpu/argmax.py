@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.launch import Launch
+from slora_kernels.gpu.launch import Launch
 
 # 64 rows of 128,256 logits give 1,024 programs, each of which reads 16 KB.
 _BLOCK = 8192

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.token_weights import SAMPLE_BLOCK
-from slora_kernels.launch import Launch
 from slora_kernels.sampling_tensors import SamplingTensors
 
 # Number of blocks that a program reads at once. Together they are 32 KB, as in `token_cutoffs`.

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.gpu.launch import Launch, dot_dtype
 from slora_kernels.gpu.lora_columns import find_columns, load_b_rows
 from slora_kernels.gpu.lora_expand_rows import _lora_expand_rows_kernel
 from slora_kernels.gpu.lora_shrink import choose_block_tokens
 from slora_kernels.gpu.lora_sizes import LoraSizes
-from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 
 # Rows of B per `tl.dot`: the smallest K of a 16-bit tensor core instruction. Rank 8 wastes half of it.

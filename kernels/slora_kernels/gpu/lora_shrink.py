@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.gpu.launch import Launch, dot_dtype
 from slora_kernels.gpu.lora_columns import find_rows
 from slora_kernels.gpu.lora_sizes import LoraSizes
-from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # The smallest M of a tensor core instruction. Most tiles of a decode batch hold one or two tokens.

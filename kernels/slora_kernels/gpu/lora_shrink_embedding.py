@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.lora_shrink import choose_block_tokens
-from slora_kernels.launch import Launch
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # Rows of A per program. Each element is a separate memory transaction, so a larger block would not save reads.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.launch import Launch
+from slora_kernels.gpu.launch import Launch
 
 # Tokens per program: 64 words of the mask.
 _BLOCK = 2048

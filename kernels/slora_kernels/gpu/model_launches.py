@@ -27,6 +27,7 @@ from slora_kernels.gpu.act_mul import bind_act_mul
 from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
@@ -40,7 +41,6 @@ from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.launch import Launch
 from slora_kernels.layout import AdapterLayout, LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.gpu.launch import Launch, dot_dtype
 from slora_kernels.gpu.paged_attention_loop import (
     LOG2_E,
     attend_pages,
@@ -21,7 +22,6 @@ from slora_kernels.gpu.paged_attention_loop import (
     pad_head_dim,
     view_pages,
 )
-from slora_kernels.launch import Launch, dot_dtype
 
 # Context tokens per iteration of the loop.
 ITERATION_TOKENS = 64

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.launch import Launch, dot_dtype
+from slora_kernels.gpu.launch import Launch, dot_dtype
 
 
 @dataclass(frozen=True, slots=True)

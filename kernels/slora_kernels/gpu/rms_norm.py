@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.launch import Launch
+from slora_kernels.gpu.launch import Launch
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, KVGeometry, QueryKeyNorm
 from slora_kernels.gpu.e4m3 import encode_elements, encode_scale, measure_magnitudes
-from slora_kernels.launch import Launch
+from slora_kernels.gpu.launch import Launch
 
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN_SCALE = tl.constexpr(0x7FC0)

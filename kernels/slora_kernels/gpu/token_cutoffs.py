@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.token_weights import WEIGHT_ONE
-from slora_kernels.launch import Launch
 from slora_kernels.sampling_tensors import SamplingTensors
 
 # Weights that a program reads at once: 16 for each of its 512 threads. That is 32 KB in flight, enough for a memory

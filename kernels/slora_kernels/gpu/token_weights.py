@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.launch import Launch
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.sampling_tensors import SamplingTensors
 
 # The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token that is less than 2**-42 times

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.batch import AttentionRule, KVGeometry
 from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.torch import reference
 from tests.kernels.scenes import build_attention
 
 numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")

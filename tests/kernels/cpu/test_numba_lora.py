@@ -5,9 +5,9 @@ from threading import Thread
 import pytest
 import torch
 
-from slora_kernels import reference
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.layout import llama_shape
+from slora_kernels.torch import reference
 from tests.kernels.scenes import build_adapters, build_tiles, check_close
 
 numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import LoraTiles
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_sizes import LoraSizes, RowSizes, load_sizes
 from slora_kernels.gpu.triton_kernels import TritonKernels
-from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, llama_shape
 from tests.kernels.scenes import AdapterScene, build_adapters, build_tiles, check_close
 from tests.kernels.test_lora import DOWN, GROUPS, QKV, build, make_inputs, run_group, run_twin

@@ -14,8 +14,8 @@ from slora.runner.runner import RunningStep
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora.weights.linear import Linear
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
-from slora_kernels.launch import Launch
 from tests.support.driving import make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison

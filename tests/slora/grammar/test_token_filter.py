@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slora.grammar.token_filter import TokenFilter
 from slora.sampling_params import SamplingParams
-from slora_kernels.token_masks import mask_logits
+from slora_kernels.torch.token_masks import mask_logits
 
 VOCAB = 70
 # Few different tokens, so that the ends of random answers are often the beginning of a bad word.

@@ -12,8 +12,8 @@ from slora.engine.engine import Engine
 from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.runner.step_graphs import StepGraphs, Work
 from slora.sampling_params import SamplingParams
+from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
-from slora_kernels.launch import Launch
 from tests.support.driving import make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison

@@ -6,7 +6,7 @@ from torch import Tensor
 from slora.weights import packed_weight
 from slora.weights.linear import multiply
 from slora.weights.packed_weight import pack_weight
-from slora_kernels import row_blocks
+from slora_kernels.torch import row_blocks
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

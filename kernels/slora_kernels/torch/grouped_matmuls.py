@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora_kernels.quantized_matmuls import quantized_linear
-from slora_kernels.row_blocks import multiply_rows
+from slora_kernels.torch.quantized_matmuls import quantized_linear
+from slora_kernels.torch.row_blocks import multiply_rows
 
 __all__ = ["grouped_linear", "multiply_groups"]
 

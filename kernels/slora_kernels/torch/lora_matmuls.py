@@ -12,7 +12,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraStep, LoraTiles
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.ops import Kernels, ShrinkOutput
-from slora_kernels.row_blocks import multiply_rows
+from slora_kernels.torch.row_blocks import multiply_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ In float32, tiles and F.linear take the same time from 64 tokens on. torch conve
 import torch
 from torch import Tensor
 
-from slora_kernels.row_blocks import multiply_rows
+from slora_kernels.torch.row_blocks import multiply_rows
 
 # Bytes of a widened tile. It is written and then read again, so it should fit the L2 cache.
 _TILE_BYTES = 2 << 20

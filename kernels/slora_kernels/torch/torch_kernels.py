@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora_kernels.argmax import find_argmax
 from slora_kernels.batch import (
     Activation,
     AdapterTables,
@@ -29,10 +28,12 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.grouped_matmuls import grouped_linear
 from slora_kernels.layout import LARGEST_E4M3, LoraSite
-from slora_kernels.lora_embedding import shrink_embedding
-from slora_kernels.lora_matmuls import (
+from slora_kernels.sampling_tensors import SamplingTensors
+from slora_kernels.torch.argmax import find_argmax
+from slora_kernels.torch.grouped_matmuls import grouped_linear
+from slora_kernels.torch.lora_embedding import shrink_embedding
+from slora_kernels.torch.lora_matmuls import (
     HostLoraTile,
     add_delta,
     expand_tiles,
@@ -40,11 +41,10 @@ from slora_kernels.lora_matmuls import (
     shrink_tiles,
     write_delta,
 )
-from slora_kernels.quantized_matmuls import quantized_linear
-from slora_kernels.row_blocks import multiply_batches
-from slora_kernels.sampling_tensors import SamplingTensors
-from slora_kernels.token_masks import mask_logits
-from slora_kernels.token_sampling import sample_tokens
+from slora_kernels.torch.quantized_matmuls import quantized_linear
+from slora_kernels.torch.row_blocks import multiply_batches
+from slora_kernels.torch.token_masks import mask_logits
+from slora_kernels.torch.token_sampling import sample_tokens
 
 # Context tokens per iteration: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
 COLUMN_TOKENS = 256

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slora_kernels import row_blocks
-from slora_kernels.row_blocks import (
+from slora_kernels.torch import row_blocks
+from slora_kernels.torch.row_blocks import (
     ROW_COUNTS,
     Multiply,
     find_row_counts,
